@@ -1,0 +1,1 @@
+"""One Snapshot, several ways to look at it."""

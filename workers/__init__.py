@@ -1,0 +1,1 @@
+"""The engine: torch and the card. Never imports ray or orchestrator."""

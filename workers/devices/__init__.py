@@ -1,0 +1,1 @@
+"""Devices: where memory is capped, allocated and measured."""

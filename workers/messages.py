@@ -1,0 +1,220 @@
+"""What crosses processes: directives from the head to a worker, reports back.
+
+Covers the frozen dataclasses, the words for states and failures, and nothing else. Does not cover how they
+travel (the head's business) nor how a slice is run (the engine's). Imports neither torch nor ray, so that both
+sides may use it. Bytes and seconds throughout; `None` means unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeAlias
+
+Scalar: TypeAlias = str | int | float | bool | None
+
+#: A policy's state in a form that any store can keep; the policy alone knows what the keys mean.
+ResumeState: TypeAlias = Mapping[str, Scalar]
+
+
+class WorkerState(StrEnum):
+    """What a slot is doing, as the health table names it. Always shown with a reason in words."""
+
+    STARTING = "STARTING"
+    WARMING = "WARMING"
+    RUNNING = "RUNNING"
+    BACKOFF = "BACKOFF"
+    EMERGENCY = "EMERGENCY"
+    THROTTLED = "THROTTLED"
+    PAUSED = "PAUSED"
+    RESTARTING = "RESTARTING"
+    LOST = "LOST"
+    QUARANTINED = "QUARANTINED"
+    STOPPED = "STOPPED"
+
+
+class FailureKind(StrEnum):
+    """What an exception means for the worker.
+
+    DEFINITE and PROBABLE are out-of-memory: shrink. POISONED ends the process. OTHER is the workload's bug.
+    """
+
+    DEFINITE = "definite"
+    PROBABLE = "probable"
+    POISONED = "poisoned"
+    OTHER = "other"
+
+
+class Verdict(StrEnum):
+    """How the process that sent a report stands."""
+
+    OK = "ok"
+    #: The device context is beyond repair; the head must end this process and let a fresh one resume.
+    POISONED = "poisoned"
+    #: The directive cannot work on this machine however often it is tried (wrong card, unknown workload).
+    MISFIT = "misfit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySettings:
+    """Progressive allocation and back-off, in the units of the machine the worker runs on."""
+
+    first_fraction: float
+    """First stage of progressive allocation, as a share of the cap; the next stages add as much."""
+    retry_reduction: float
+    """A failed stage is tried again this share smaller."""
+    floor_bytes: int
+    """Progressive allocation stops shrinking here."""
+    size_decay: float
+    size_floor: int
+    batch_step: int
+    batch_floor: int
+    emergency_size: int
+    cleanup_every: int
+    """Good steps between two clean-ups; 0 never cleans up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadSpec:
+    """Which workload to run and the size and batch it starts from."""
+
+    name: str
+    """`matmul`, or `package.module:Class` for the user's own."""
+    dtype: str
+    size: int
+    batch: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """All that a worker of one slot must know; the same for every directive of a run."""
+
+    slot: str
+    node: str
+    device: str
+    """`cuda` or `cpu`."""
+    budget_bytes: int
+    """Bytes the whole process may hold on the device, context included."""
+    card_budget_bytes: int
+    """Sum of the budgets of all workers that share this worker's card."""
+    memory_fraction: float
+    """Share of what the card really has that `card_budget_bytes` may reach."""
+    workers_on_host: int
+    """Worker processes on this machine, for dividing its cores."""
+    duty: float | None
+    """Share of wall time the device is kept busy; `None` does not limit it."""
+    policy: str
+    memory: MemorySettings
+    workload: WorkloadSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directive:
+    """One slice for one worker.
+
+    `incarnation` counts the processes that have lived in the slot; a worker that sees a new one starts from
+    `resume` instead of what it remembers. `sequence` counts the slices of the slot over the whole run.
+    """
+
+    spec: WorkerSpec
+    incarnation: int
+    sequence: int
+    duration_s: float
+    """Aim for this long; 0 returns after the first step that ends well, or fails for good."""
+    resume: ResumeState | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceInfo:
+    """What the worker found and what it was given."""
+
+    kind: str
+    name: str
+    uuid: str | None
+    total_bytes: int | None
+    context_bytes: int
+    """What the process holds on the device before any tensor, measured (or assumed: see `context_source`)."""
+    context_source: str
+    cap_bytes: int
+    """As read back from whatever enforces it."""
+    dtype: str
+    """The type really used; a CPU runs fp16 as bf16 or fp32."""
+    threads: int
+    pid: int
+    hostname: str
+    torch_version: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryInfo:
+    """The device's memory as the worker sees it at the end of a slice."""
+
+    device_total_bytes: int | None
+    device_used_bytes: int | None
+    """Everybody's use of the device, not only ours."""
+    free_bytes: int
+    """What this worker could still obtain: min(cap, what the device has free), less what it holds."""
+    allocated_bytes: int
+    """In live tensors."""
+    reserved_bytes: int
+    """Held by the allocator: live tensors and its pool."""
+    peak_bytes: int
+    """Highest `allocated_bytes` of the slice."""
+    alloc_retries: int
+    """Times the allocator had to flush its pool to satisfy a request, since the process began."""
+
+    @property
+    def fragmentation(self) -> float | None:
+        """Share of the reserved bytes that no live tensor uses; `None` when nothing is reserved."""
+        return 1.0 - self.allocated_bytes / self.reserved_bytes if self.reserved_bytes else None
+
+    @property
+    def utilisation(self) -> float | None:
+        """Share of the device's memory in use by anybody; `None` when the device does not say."""
+        if not self.device_total_bytes or self.device_used_bytes is None:
+            return None
+        return self.device_used_bytes / self.device_total_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerEvent:
+    """Something that happened inside a slice: an OOM, a back-off, an emergency. Goes to events.jsonl."""
+
+    name: str
+    at_unix_s: float
+    detail: Mapping[str, Scalar] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The result of a slice, which is also the heartbeat. Counts are of this slice alone."""
+
+    slot: str
+    incarnation: int
+    sequence: int
+    verdict: Verdict
+    state: WorkerState
+    reason: str
+    device: DeviceInfo | None
+    memory: MemoryInfo | None
+    size: int | None
+    batch: int | None
+    claim_bytes: int | None
+    steps_ok: int = 0
+    steps_oom: int = 0
+    steps_error: int = 0
+    oom_count: int = 0
+    """Every out-of-memory of the slice, those of progressive allocation included."""
+    emergency_count: int = 0
+    """Times the prepared 128x128 product was run because memory had run out."""
+    work_flop: float = 0.0
+    busy_s: float = 0.0
+    wall_s: float = 0.0
+    verify_checks: int = 0
+    verify_errors: int = 0
+    error: str | None = None
+    """Traceback of the workload's own exception, as text."""
+    events: tuple[WorkerEvent, ...] = ()
+    resume: ResumeState | None = None

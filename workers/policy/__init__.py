@@ -1,0 +1,1 @@
+"""Policies: events in, decisions out. No torch, no clock, no randomness, no I/O."""

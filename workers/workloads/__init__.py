@@ -1,0 +1,1 @@
+"""Workloads: what a worker computes, and how size and batch become tensors."""
