@@ -1,0 +1,163 @@
+"""What each worker of a node gets: GPU fraction, bytes, CPUs, duty, size. Numbers in, numbers out.
+
+Covers the sums, and the refusal of what cannot fit, with the sum. Does not cover what is measured on a live
+node (the context, other tenants): the worker subtracts that from its budget. Pure: no clock, no files, no Ray.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from orchestrator.profiles import PROFILES
+
+if TYPE_CHECKING:
+    from orchestrator.config import Config, NodeConfig
+
+GIB = 1024**3
+MIB = 1024**2
+
+#: Ray keeps resources in steps of 1/10000 and cuts off the rest (its FixedPoint).
+RAY_STEPS = 10_000
+
+#: Up to here a card holds exactly as many workers as planned. Beyond, Ray's steps are too coarse: of 150 planned
+#: workers each gets 66 steps, and 151 of those fit.
+MAX_WORKERS_PER_CARD = 100
+
+#: Edge of the square matrices where neither the workload nor the node says: the 3070 guide's size.
+DEFAULT_SIZE = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeBudget:
+    """What one node gives its workers. Every number is for one worker unless its name says otherwise."""
+
+    node: str
+    workers: int
+    gpus: int
+    gpu_fraction: float
+    """The worker's `num_gpus` for Ray; 0 on a node without cards."""
+    cpus_per_worker: int
+    cpus_total: int
+    """Of all workers, logical."""
+    budget_bytes: int
+    """What the whole worker process may hold on the device, context included."""
+    workers_per_card: int
+    """On the fullest card; all of them on a node without cards, which share its memory."""
+    card_budget_bytes: int
+    """Of all workers on the fullest card."""
+    card_total_bytes: int | None
+    """What the card shows; `None` on a node without cards unless `vram_gib` says what its workers share."""
+    card_allowed_bytes: int | None
+    """`memory_fraction` of the total."""
+    duty: float | None
+    """Share of wall time the worker may keep the device busy; `None` where duty is not what limits it."""
+    size: int
+    batch: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overbooked:
+    """Workers of one card ask for more than it may give: the sum, and what would fit."""
+
+    text: str
+    valid: str
+
+
+def workers_per_card(workers: int, gpus: int) -> int:
+    """Return how many workers share the fullest card; all of them where there is none."""
+    return -(-workers // gpus) if gpus else workers
+
+
+def gpu_fraction(workers: int, gpus: int) -> float:
+    """Return the `num_gpus` of one worker, so that all of them fit on the cards and none is split over two.
+
+    Cut down to Ray's steps: seven workers get 0.1428, because at 0.1429 the seventh would wait for ever.
+    """
+    return RAY_STEPS // workers_per_card(workers, gpus) / RAY_STEPS if gpus else 0.0
+
+
+def threads_per_worker(physical_cores: int, workers_on_host: int) -> int:
+    """Return how many threads each worker process may run so that together they do not exceed the cores."""
+    return max(1, physical_cores // workers_on_host)
+
+
+def card_total_gib(node: NodeConfig) -> float | None:
+    """Return what one card of the node shows, or `None` where nothing says so."""
+    if node.vram_gib is not None:
+        return node.vram_gib
+    profile = PROFILES.get(node.gpu) if node.gpus else None
+    return None if profile is None else profile.shown_gib
+
+
+def budget_bytes(node: NodeConfig) -> int:
+    """Return the bytes of one worker, rounded down so that a sum never exceeds what was asked for."""
+    return int(node.vram_per_worker_gib * GIB)
+
+
+def node_budget(name: str, node: NodeConfig, config: Config) -> NodeBudget:
+    """Return what each worker of node `name` gets under `config`."""
+    shared_by = workers_per_card(node.workers, node.gpus)
+    total_gib = card_total_gib(node)
+    return NodeBudget(
+        node=name,
+        workers=node.workers,
+        gpus=node.gpus,
+        gpu_fraction=gpu_fraction(node.workers, node.gpus),
+        cpus_per_worker=node.cpus_per_worker,
+        cpus_total=node.workers * node.cpus_per_worker,
+        budget_bytes=budget_bytes(node),
+        workers_per_card=shared_by,
+        card_budget_bytes=shared_by * budget_bytes(node),
+        card_total_bytes=None if total_gib is None else round(total_gib * GIB),
+        card_allowed_bytes=None if total_gib is None else round(node.memory_fraction * total_gib * GIB),
+        duty=node.gpu_share if config.compute_share_mode == "duty" else None,
+        size=config.workload.size or node.size or DEFAULT_SIZE,
+        batch=config.workload.batch,
+        dtype=node.dtype or config.workload.dtype,
+    )
+
+
+def overbooked(node: NodeConfig) -> Overbooked | None:
+    """Return the sum that does not fit on a card of the node, or `None` when all fits or nothing is known."""
+    total_gib = card_total_gib(node)
+    if total_gib is None:
+        return None
+    each_bytes = budget_bytes(node)
+    allowed_bytes = round(node.memory_fraction * total_gib * GIB)
+    shared_by = workers_per_card(node.workers, node.gpus)
+    if shared_by * each_bytes <= allowed_bytes:
+        return None
+    where = f"a {node.gpu}" if node.gpus else "its memory"
+    asked = f"{shared_by} workers" if shared_by > 1 else "1 worker"
+    if node.gpus > 1:
+        asked = f"{asked} on the fullest of {node.gpus} cards"
+    asked_gib, allowed_gib = _two_gib(shared_by * each_bytes, allowed_bytes)
+    text = (
+        f"{asked} x {node.vram_per_worker_gib:g} GiB = {asked_gib} GiB, "
+        f"but {node.memory_fraction:g} of the {total_gib:g} GiB of {where} is {allowed_gib} GiB"
+    )
+    fitting = allowed_bytes // each_bytes * (node.gpus or 1)
+    smaller = f"vram_per_worker_gib <= {_floor_text(allowed_bytes / shared_by / GIB)}"
+    # A card cannot be without a worker, so fewer workers than cards is no way out.
+    if fitting < max(1, node.gpus):
+        return Overbooked(text=text, valid=smaller)
+    return Overbooked(text=text, valid=f"at most {fitting} worker{'s' if fitting > 1 else ''}, or {smaller}")
+
+
+def _two_gib(asked_bytes: int, allowed_bytes: int) -> tuple[str, str]:
+    """Return both in GiB with as many digits as it takes to tell them apart."""
+    for digits in (2, 4):
+        asked, allowed = f"{asked_bytes / GIB:.{digits}f}", f"{allowed_bytes / GIB:.{digits}f}"
+        if asked != allowed:
+            return asked, allowed
+    return f"{asked_bytes / GIB:.10f}", f"{allowed_bytes / GIB:.10f}"
+
+
+def _floor_text(gib: float) -> str:
+    """Return `gib` rounded down to a number that is short to type: two digits after the point, or three in all."""
+    if gib >= 0.1:
+        return f"{int(gib * 100) / 100:.2f}"
+    digits = f"{gib:.2e}"
+    return digits if float(digits) <= gib else f"{float(digits) - 10 ** (int(digits[-3:]) - 2):.2e}"

@@ -1,0 +1,49 @@
+"""The actor in a slot: the thinnest shell around one engine.
+
+Its constructor touches no device and takes no arguments, so that Ray can start it again anywhere at any time; cap,
+policy and resume state travel in each directive. It keeps no threads, no files and no clock. This is the one place
+where the head's code meets the engine's, and it runs in the worker's process.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from workers.messages import Directive, Report, Verdict
+
+if TYPE_CHECKING:
+    from workers.engine import Engine
+
+#: Exit status of a process that ends itself because its device no longer answers (sysexits.h, EX_UNAVAILABLE).
+EXIT_POISONED = 69
+
+
+class WorkerActor:
+    """One worker process, driven by directives."""
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+        self._poisoned = False
+
+    def run_slice(self, directive: Directive) -> Report:
+        """Run one slice and report.
+
+        A process whose device is poisoned has told so in its last report; the next directive ends it, and Ray
+        starts a fresh one in its place. It cannot end itself any earlier: a report must outlive its process.
+        """
+        if self._poisoned:
+            os._exit(EXIT_POISONED)  # not sys.exit: nothing may touch the broken device on the way out
+        if self._engine is None:
+            self._engine = _load_engine()
+        report = self._engine.run_slice(directive)
+        self._poisoned = report.verdict is Verdict.POISONED
+        return report
+
+
+def _load_engine() -> Engine:
+    # Before torch is loaded: the same numbers must mean the same cards to CUDA and to NVML.
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    from workers.engine import Engine  # noqa: PLC0415 - torch belongs in the worker, never in the head
+
+    return Engine()

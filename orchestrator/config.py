@@ -1,0 +1,209 @@
+"""cluster.yaml as frozen models, and the checks between keys that one field alone cannot make.
+
+Covers which keys exist, their bounds and defaults, loading, overrides and writing back. Does not cover reading
+the text (`yaml_source`), wording the refusals (`config_problems`) nor the sums (`budget`). The reason for each
+number is in the commented cluster.yaml at the root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeAlias
+
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from orchestrator.config_problems import validated
+from orchestrator.duration import VALID_DURATION, parse_duration
+from orchestrator.yaml_source import YamlSource, apply_overrides, plain_source, read_yaml_file
+
+#: A year of seconds would be a typing error for any pause or timeout; a day is the longest that helps.
+_DAY_S = 86_400
+
+_HOST = r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\])"
+
+Share: TypeAlias = Annotated[float, Field(gt=0, le=1)]
+Seconds: TypeAlias = Annotated[float, Field(gt=0, le=_DAY_S)]
+Gib: TypeAlias = Annotated[float, Field(gt=0, le=4096)]
+#: Edge of a square matrix; beyond 2^20 a single fp16 matrix is 2 TiB.
+Size: TypeAlias = Annotated[int, Field(ge=1, le=1_048_576)]
+Dtype: TypeAlias = Literal["fp32", "tf32", "fp16", "bf16"]
+ComputeShareMode: TypeAlias = Literal["duty", "mps", "none"]
+#: Ends up in Ray labels (which must end in a letter or digit), file names and shell words.
+NodeName: TypeAlias = Annotated[
+    str,
+    Field(
+        pattern=r"^[a-z0-9](?:[a-z0-9_.-]{0,61}[a-z0-9])?$",
+        description="1 to 63 of a-z, 0-9, - _ . that begin and end with a letter or digit",
+    ),
+]
+
+
+def _address(text: str) -> str:
+    if text != "auto" and not 1 <= int(text.rpartition(":")[2]) <= 65_535:
+        raise ValueError(f"{text} has a port that does not exist; valid: a port from 1 to 65535")
+    return text
+
+
+def _duration(value: Any) -> Any:  # noqa: ANN401  # before validation it may be anything
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError(f"this is not a duration; valid: {VALID_DURATION}")  # noqa: TRY004  # pydantic's protocol
+    parse_duration(value)
+    return value
+
+
+class _Section(BaseModel):
+    """What all sections share: nothing is converted, nothing unknown is let through, nothing changes later."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ClusterConfig(_Section):
+    """Where the Ray cluster is and how its members know each other."""
+
+    address: Annotated[
+        str,
+        Field(pattern=rf"^(?:auto|{_HOST}:[0-9]{{1,5}})$", description="auto, or HOST:PORT"),
+        AfterValidator(_address),
+    ] = "auto"
+    head: NodeName | None = None
+    """The node that runs the Ray head; `None` means the first of `nodes`."""
+    port: Annotated[int, Field(ge=1, le=65_535)] = 6379
+    auth: Literal["token", "none"] = "token"
+
+
+class NodeConfig(_Section):
+    """One PC: its card and how many workers share it."""
+
+    gpu: Annotated[
+        str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 _.()+-]{0,63}$", description="the name of a card, such as rtx-3090")
+    ]
+    gpus: Annotated[int, Field(ge=0, le=64)] = 1
+    workers: Annotated[int, Field(ge=1, le=1024)]
+    cpus_per_worker: Annotated[int, Field(ge=1, le=1024)] = 1
+    gpu_share: Share = 1.0
+    vram_per_worker_gib: Gib
+    memory_fraction: Share = 0.9
+    size: Size | None = None
+    dtype: Dtype | None = None
+    """`None` means the workload's."""
+    vram_gib: Gib | None = None
+    """Overrides what the card's profile says; on a node without cards, what its workers share."""
+    host: Annotated[str, Field(pattern=rf"^{_HOST}$", description="an IP address or a host name")] | None = None
+    """How other PCs reach this one; `None` leaves the choice to Ray."""
+
+
+class WorkloadConfig(_Section):
+    """What the workers compute, and the size and batch they start from."""
+
+    name: Annotated[
+        str,
+        Field(
+            pattern=r"^(?:matmul|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*)$",
+            description="matmul, or your own as package.module:Class",
+        ),
+    ] = "matmul"
+    dtype: Dtype = "fp16"
+    size: Size | None = None
+    """`None` means each node's own."""
+    batch: Annotated[int, Field(ge=1, le=1_048_576)] = 128
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
+
+
+class MemoryConfig(_Section):
+    """Progressive allocation, and how workers back off when memory runs out. Defaults are the guides'."""
+
+    policy: Literal["classic"] = "classic"
+    first_fraction: Share = 0.20
+    retry_reduction: Annotated[float, Field(gt=0, lt=1)] = 0.10
+    floor_mib: Annotated[float, Field(gt=0, le=1_048_576)] = 100.0
+    size_decay: Annotated[float, Field(gt=0, lt=1)] = 0.7
+    size_floor: Size = 256
+    batch_step: Annotated[int, Field(ge=0, le=1_048_576)] = 16
+    batch_floor: Annotated[int, Field(ge=1, le=1_048_576)] = 32
+    emergency_size: Size = 128
+    cleanup_every: Annotated[int, Field(ge=0, le=1_000_000)] = 15
+
+
+class RunConfig(_Section):
+    """How long, how often, and when to give up."""
+
+    duration: Annotated[float | str, BeforeValidator(_duration), Field(description=VALID_DURATION)] = 5.0
+    """As typed: minutes, or text with units. Everything but the user reads `duration_s`."""
+    slice_s: Annotated[float, Field(gt=0, le=60)] = 1.0
+    min_success_rate: Annotated[float, Field(ge=0, le=1)] = 0.95
+    hang_timeout_s: Seconds = 60.0
+    stale_after_s: Seconds = 10.0
+    start_timeout_s: Seconds = 120.0
+    restart_backoff_s: Seconds = 1.0
+    restart_backoff_max_s: Seconds = 60.0
+    max_deaths: Annotated[int, Field(ge=1, le=1_000_000)] = 5
+    death_window_s: Seconds = 300.0
+    max_workload_errors: Annotated[int, Field(ge=1, le=1_000_000)] = 5
+    stop_grace_s: Annotated[float, Field(ge=0, le=_DAY_S)] = 10.0
+    dir: Annotated[
+        str, Field(pattern=r"^[^\x00-\x1f\x7f]{1,1024}$", description="a folder, made if it is not there")
+    ] = "runs"
+
+    @property
+    def duration_s(self) -> float:
+        """Length of the run in seconds."""
+        return parse_duration(self.duration)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> RunConfig:
+        """Refuse times that contradict each other: the later alarm would never be seen."""
+        for shorter, longer in (
+            ("restart_backoff_s", "restart_backoff_max_s"),
+            ("slice_s", "stale_after_s"),
+            ("stale_after_s", "hang_timeout_s"),
+        ):
+            if getattr(self, shorter) > getattr(self, longer):
+                raise ValueError(
+                    f"{shorter} {getattr(self, shorter):g} is longer than {longer} {getattr(self, longer):g}; "
+                    f"valid: {shorter} at most {longer}"
+                )
+        return self
+
+
+class Config(_Section):
+    """All of cluster.yaml. Frozen; a changed copy is a new configuration and validated again."""
+
+    cluster: ClusterConfig = ClusterConfig()
+    nodes: Annotated[dict[NodeName, NodeConfig], Field(min_length=1, description="at least one node under its name")]
+    workload: WorkloadConfig = WorkloadConfig()
+    memory: MemoryConfig = MemoryConfig()
+    compute_share_mode: ComputeShareMode = "duty"
+    run: RunConfig = RunConfig()
+
+    @property
+    def head_node(self) -> str:
+        """Name of the node that runs the Ray head."""
+        return self.cluster.head or next(iter(self.nodes))
+
+
+def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration in the file at `path` with `overrides` (`a.b=value`) applied.
+
+    Raises:
+        ConfigError: with every problem of the file and the overrides at once.
+    """
+    return _checked(apply_overrides(read_yaml_file(path), overrides))
+
+
+def config_from_data(data: Mapping[str, object], name: str = "config") -> Config:
+    """Return the configuration in plain `data`; problems are named after `name`.
+
+    Raises:
+        ConfigError: with every problem at once.
+    """
+    return _checked(plain_source(name, dict(data)))
+
+
+def dump_config(config: Config) -> str:
+    """Return `config` as YAML with every key, which loads again as an equal configuration."""
+    return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+def _checked(source: YamlSource) -> Config:
+    return validated(source, Config, NodeConfig)

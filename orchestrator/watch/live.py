@@ -1,0 +1,183 @@
+"""Watchers for the person at the terminal: a table that redraws itself, plain lines, or nothing.
+
+Covers when to draw and what a broken terminal or pipe means (nothing: the run goes on). Does not cover what the
+table looks like (`table`) nor which watcher a run gets (the command line's choice): use `LiveTable` only where
+`console.is_interactive`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Protocol, TextIO
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
+
+from orchestrator.watch.cells import clock, glyphs_for
+from orchestrator.watch.model import Snapshot
+from orchestrator.watch.table import health_table
+from orchestrator.watch.wording import closing_lines, tflops_words
+from workers.messages import WorkerState
+
+REDRAW_EVERY_S = 0.25
+PROGRESS_EVERY_S = 10.0
+
+_REASON_CELLS = 400
+"""A log may have long lines, but not a whole traceback in one."""
+
+#: What drawing on a terminal that has gone away raises: rich turns a broken pipe into SystemExit, but a lost
+#: terminal must not end a night's run.
+_TERMINAL_GONE = (OSError, SystemExit)
+
+
+class Watcher(Protocol):
+    """Somebody who looks at the run. Neither method raises when what it writes to is gone."""
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Look at the run as it is now; called several times a second."""
+
+    def close(self, snapshot: Snapshot) -> None:
+        """Look at the run for the last time and let go of everything."""
+
+
+class Silent:
+    """Watches without a word, for `--json` and tests."""
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Do nothing."""
+
+    def close(self, snapshot: Snapshot) -> None:
+        """Do nothing."""
+
+
+class LiveTable:
+    """The health table, redrawn in place; its last frame, with all rows, stays on the screen.
+
+    The cursor stays visible throughout, so that a head that is killed leaves a usable terminal behind.
+    """
+
+    def __init__(self, console: Console, monotonic_s: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._monotonic_s = monotonic_s
+        self._glyphs = glyphs_for(console.encoding)
+        self._drawn_at_s: float | None = None
+        self._gone = False
+        self._live = Live(console=console, auto_refresh=False, screen=False, transient=False, vertical_overflow="crop")
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Redraw, unless that was done less than `REDRAW_EVERY_S` ago."""
+        now_s = self._monotonic_s()
+        if self._gone or (self._drawn_at_s is not None and now_s - self._drawn_at_s < REDRAW_EVERY_S):
+            return
+        self._drawn_at_s = now_s
+        try:
+            if not self._live.is_started:
+                self._live.start()
+                self._console.show_cursor(True)
+            self._live.update(_Frame(snapshot), refresh=True)
+        except _TERMINAL_GONE:
+            self._leave()
+
+    def close(self, snapshot: Snapshot) -> None:
+        """Draw the last frame, give the terminal back and print the totals."""
+        if self._gone:
+            return
+        try:
+            self._live.update(_WholeFrame(snapshot))
+            if self._live.is_started:
+                self._live.stop()
+            else:
+                self._console.print(_WholeFrame(snapshot))
+            for line in closing_lines(snapshot, self._glyphs):
+                self._console.print(Text(line))
+        except _TERMINAL_GONE:
+            self._leave()
+
+    def _leave(self) -> None:
+        self._gone = True
+        # Live put itself in the place of sys.stdout; even a dead terminal must give that back.
+        with suppress(*_TERMINAL_GONE):
+            self._live.stop()
+
+
+class PlainLines:
+    """A line for every change of state and one every `PROGRESS_EVERY_S`, for logs and pipes; no control codes."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._glyphs = glyphs_for(getattr(stream, "encoding", None))
+        self._states: dict[str, WorkerState] = {}
+        self._notices: frozenset[str] = frozenset()
+        self._progress_due_s = PROGRESS_EVERY_S
+        self._gone = False
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Write what has changed since the last time."""
+        at = datetime.fromtimestamp(snapshot.now_unix_s, tz=UTC).astimezone().strftime("%H:%M:%S")
+        for row in snapshot.rows:
+            if self._states.get(row.slot) is not row.state:
+                self._states[row.slot] = row.state
+                size = "" if row.size is None else f" size {row.size}"
+                reason = self._glyphs.shorten(self._glyphs.clean(row.reason), _REASON_CELLS)
+                self._say(f"{at} {self._glyphs.clean(row.slot)} {row.state}{size}{': ' if reason else ''}{reason}")
+        for notice in snapshot.notices:
+            if notice not in self._notices:
+                self._say(f"{at} ! {self._glyphs.clean(notice)}")
+        self._notices = frozenset(snapshot.notices)
+        if snapshot.elapsed_s >= self._progress_due_s:
+            self._progress_due_s = (snapshot.elapsed_s // PROGRESS_EVERY_S + 1) * PROGRESS_EVERY_S
+            self._say(self._progress(snapshot))
+
+    def close(self, snapshot: Snapshot) -> None:
+        """Write the last changes and the totals."""
+        self.update(snapshot)
+        for line in closing_lines(snapshot, self._glyphs):
+            self._say(line)
+
+    def _progress(self, snapshot: Snapshot) -> str:
+        counts = ", ".join(f"{count} {state}" for state, count in snapshot.state_counts.items())
+        said = (
+            f"{clock(snapshot.elapsed_s)} of {clock(snapshot.duration_s)}",
+            f"nodes {len(snapshot.nodes_seen)}/{len(snapshot.nodes_planned)}",
+            counts or "no workers yet",
+            tflops_words(snapshot.tflops_total, self._glyphs),
+            f"oom {snapshot.oom_count}",
+        )
+        return "  ".join(said)
+
+    def _say(self, line: str) -> None:
+        if self._gone:
+            return
+        try:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+        except (BrokenPipeError, ValueError):
+            self._gone = True  # nobody reads any more, or the stream is closed
+        except OSError:
+            pass  # a full disk under a log may have room again later
+
+
+class _Frame:
+    """A snapshot that lays itself out when it is drawn, for the terminal as large as it is then."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        # A line is left for the cursor, else the terminal scrolls at every frame.
+        lines = max(1, options.size.height - 1)
+        yield health_table(self._snapshot, options.max_width, lines, glyphs_for(console.encoding))
+
+
+class _WholeFrame:
+    """A snapshot with all its rows, however long: nothing will be drawn over it."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield health_table(self._snapshot, options.max_width, None, glyphs_for(console.encoding))

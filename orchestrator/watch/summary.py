@@ -1,0 +1,144 @@
+"""The end of a run as one JSON object: what `run --json` prints and `summary.json` keeps.
+
+Covers the object, the verdict on a run, writing it safely and reading it back. Does not cover printing it, nor
+the wording of errors. The keys are a promise to scripts: names and order stay, `schema` counts up if they must not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from orchestrator.watch.model import Row, Snapshot, finite
+from workers.messages import WorkerState
+
+SCHEMA = 1
+
+_EXIT_GOOD = 0
+_EXIT_DEGRADED = 1
+_EXIT_INTERRUPTED = 130
+
+
+def summary_dict(
+    snapshot: Snapshot, outcome: str, exit_code: int, started_at: str, error: str | None = None
+) -> dict[str, Any]:
+    """Return the summary of a run.
+
+    Args:
+        snapshot: The run as it ended.
+        outcome: One word, see `exit_code_for`.
+        exit_code: What the process will exit with.
+        started_at: ISO 8601 in UTC.
+        error: Why the run ended early, in words; the key is absent when nothing went wrong.
+
+    Returns:
+        Only what JSON can hold without `NaN` or `Infinity`. `duration_s` is how long the run really took.
+    """
+    summary: dict[str, Any] = {
+        "schema": SCHEMA,
+        "run_id": snapshot.run_id,
+        "outcome": outcome,
+        "exit_code": exit_code,
+        "started_at": started_at,
+        "duration_s": finite(snapshot.elapsed_s),
+        "nodes_planned": list(snapshot.nodes_planned),
+        "nodes_seen": list(snapshot.nodes_seen),
+        "workers_planned": len(snapshot.rows),
+        "steps_ok": snapshot.steps_ok,
+        "steps_oom": snapshot.steps_oom,
+        "steps_error": snapshot.steps_error,
+        "success_rate": snapshot.success_rate,
+        "oom_count": snapshot.oom_count,
+        "emergency_count": snapshot.emergency_count,
+        "restart_count": snapshot.restart_count,
+        "tflops_total": snapshot.tflops_total,
+        "verify_checks": snapshot.verify_checks,
+        "verify_errors": snapshot.verify_errors,
+        "workers": [row.to_dict() for row in snapshot.rows],
+        "notices": list(snapshot.notices),
+    }
+    return summary if error is None else {**summary, "error": error}
+
+
+def failure_dict(error: str, exit_code: int, outcome: str = "failed") -> dict[str, Any]:
+    """Return the summary of a run that never began: the same keys, no workers, counts 0, the rest unknown."""
+    nothing = Snapshot(
+        run_id="", started_at=0.0, elapsed_s=0.0, duration_s=0.0, nodes_planned=(), nodes_seen=(), rows=()
+    )
+    unknown = {"run_id": None, "started_at": None, "duration_s": None, "workers_planned": None}
+    return {**summary_dict(nothing, outcome, exit_code, "", error), **unknown}
+
+
+def exit_code_for(snapshot: Snapshot, min_success_rate: float, interrupted: bool) -> tuple[str, int]:
+    """Return the verdict on a finished run, and the exit code that says it.
+
+    Args:
+        snapshot: The run as it ended.
+        min_success_rate: Share of steps that must have ended well, 0..1.
+        interrupted: The user ended the run before its time.
+    """
+    if interrupted:
+        return "interrupted", _EXIT_INTERRUPTED
+    fallen = {WorkerState.QUARANTINED, WorkerState.LOST} & snapshot.state_counts.keys()
+    rate = snapshot.success_rate
+    if fallen or snapshot.verify_errors or rate is None or rate < min_success_rate:
+        return "degraded", _EXIT_DEGRADED
+    return "good", _EXIT_GOOD
+
+
+def summary_text(summary: Mapping[str, Any]) -> str:
+    """Return the summary as indented JSON without a final newline.
+
+    Raises:
+        ValueError: A number is not finite.
+    """
+    return json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
+    """Write the summary so that a reader sees the old file or the whole new one, never half of it.
+
+    Raises:
+        OSError: The folder cannot be written.
+        ValueError: A number is not finite.
+    """
+    # A text that is no valid Unicode (a file name, say) becomes \udcXX, which is a valid escape in JSON.
+    content = (summary_text(summary) + "\n").encode("utf-8", "backslashreplace")
+    half = path.with_name(f".{path.name}.tmp")
+    try:
+        half.write_bytes(content)
+        half.replace(path)
+    finally:
+        half.unlink(missing_ok=True)
+
+
+def snapshot_from_summary(summary: Mapping[str, Any]) -> Snapshot:
+    """Rebuild the last snapshot of a run from its summary, as far as a summary knows it.
+
+    The planned length is not in it: the run is taken to have ended on time.
+
+    Raises:
+        ValueError: This is no summary, or one of a schema this version does not read.
+    """
+    if summary.get("schema") != SCHEMA:
+        raise ValueError(f"not a run summary of schema {SCHEMA}: schema is {summary.get('schema')!r}")
+    try:
+        duration_s = float(summary["duration_s"] or 0.0)
+        return Snapshot(
+            run_id=str(summary["run_id"] or ""),
+            started_at=datetime.fromisoformat(summary["started_at"]).timestamp() if summary["started_at"] else 0.0,
+            elapsed_s=duration_s,
+            duration_s=duration_s,
+            nodes_planned=tuple(summary["nodes_planned"]),
+            nodes_seen=tuple(summary["nodes_seen"]),
+            rows=tuple(Row.from_dict(row) for row in summary["workers"]),
+            notices=tuple(summary.get("notices", ())),
+            restart_count=summary["restart_count"],
+        )
+    except KeyError as missing:
+        raise ValueError(f"the run summary lacks the key {missing}") from missing
+    except TypeError as wrong:
+        raise ValueError(f"the run summary holds a value of the wrong kind: {wrong}") from wrong

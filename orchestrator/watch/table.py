@@ -1,0 +1,209 @@
+"""The health table: a snapshot and a width in, lines of text out.
+
+Pure: no I/O, no clock, no state. Covers the header, the choice of columns, the lines of a row, and what to leave
+out when the terminal is small. Does not cover what a cell shows (`columns`) nor redrawing (`live`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from rich.console import Group
+from rich.text import Text
+
+from orchestrator.watch.cells import UNICODE, Glyphs, clock, flow
+from orchestrator.watch.columns import (
+    KEPT_LONGEST_FIRST,
+    NEVER_DROPPED,
+    STATE_STYLES,
+    Column,
+    columns_for,
+)
+from orchestrator.watch.model import STATES_WORST_FIRST, Row, Snapshot, severity, worst_first
+from orchestrator.watch.wording import more_rows, tflops_words, totals
+from workers.messages import WorkerState
+
+_GAP_CELLS = 2
+_REASON_CELLS = 32
+"""A reason gets a column of its own when there is room for so much of it, else a line under its row."""
+_SLOT_CELLS = 6
+_PROGRESS_CELLS = 16
+
+#: In these states a reason is only worth a line of its own when the row is in trouble nevertheless.
+_QUIET_STATES = frozenset({WorkerState.RUNNING, WorkerState.STOPPED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    columns: tuple[Column, ...]
+    widths: dict[str, int]
+    reason_cells: int | None
+    """Width of the reason's column; `None` puts reasons on lines of their own."""
+    total_cells: int
+
+
+def health_table(snapshot: Snapshot, width: int, height: int | None = None, glyphs: Glyphs = UNICODE) -> Group:
+    """Return the health table, worst slot first.
+
+    Args:
+        snapshot: The run at one moment.
+        width: Cells the terminal has in a line. Columns are left out, the least telling first, until they fit.
+        height: Lines the terminal has; the best rows are summed up in a last line when not all fit. `None` shows
+            all of them.
+        glyphs: `glyphs_for(stream.encoding)` of the stream it will be printed to.
+    """
+    header = [*_header(snapshot, width, glyphs), Text()]
+    footer = [Text(), *_footer(snapshot, width, glyphs)]
+    notices = _notices(snapshot.notices, width, None if height is None else max(1, height // 5), glyphs)
+    if not snapshot.rows:
+        return _group([*header, Text("no workers yet", "dim"), *notices], width)
+    rows = worst_first(snapshot.rows)
+    columns = columns_for(rows, glyphs)
+    cells = [{column.name: column.cell(row) for column in columns} for row in rows]
+    layout = _layout(columns, cells, width, glyphs)
+    titles = _titles(layout, glyphs)
+    blocks = [_row_lines(row, shown, layout, width, glyphs) for row, shown in zip(rows, cells, strict=True)]
+    room = None if height is None else height - len(header) - len(titles) - len(notices)
+    if room is not None and room < len(footer) + 4:
+        footer = []  # rows say more than sums
+    body = _fitting(rows, blocks, None if room is None else room - len(footer), glyphs)
+    return _group([*header, *titles, *body, *footer, *notices], width)
+
+
+def _group(lines: Iterable[Text], width: int) -> Group:
+    shown = []
+    for line in lines:
+        line.no_wrap = True
+        line.overflow = "crop"
+        line.truncate(width)
+        shown.append(line)
+    return Group(*shown)
+
+
+def _header(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
+    seen, planned = len(snapshot.nodes_seen), len(snapshot.nodes_planned)
+    share = min(1.0, snapshot.elapsed_s / snapshot.duration_s) if snapshot.duration_s > 0 else 1.0
+    bar = glyphs.bar(full=share, part=0.0, width=_PROGRESS_CELLS)
+    segments = [
+        Text(f"nodes {seen}/{planned}", "bold" if seen >= planned else "bold red"),
+        *(Text(f"{count} {state}", STATE_STYLES[state]) for state, count in snapshot.state_counts.items()),
+        Text(tflops_words(snapshot.tflops_total, glyphs), "bold"),
+        Text(f"{clock(snapshot.elapsed_s)} of {clock(snapshot.duration_s)}"),
+        Text.assemble((bar, "green"), f" {int(share * 100)} %"),
+        Text(f"{clock(snapshot.remaining_s)} left"),
+    ]
+    return flow(segments, width, glyphs.separator)
+
+
+def _footer(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
+    return flow([Text(said) for said in totals(snapshot)], width, glyphs.separator)
+
+
+def _notices(notices: Sequence[str], width: int, most: int | None, glyphs: Glyphs) -> list[Text]:
+    shown = notices if most is None or len(notices) <= most else notices[: most - 1]
+    lines = [Text(glyphs.shorten(f"! {glyphs.clean(notice)}", width), "bold yellow") for notice in shown]
+    if hidden := len(notices) - len(shown):
+        lines.append(Text(f"! {hidden} {'more ' if shown else ''}warnings", "bold yellow"))
+    return lines
+
+
+def _layout(columns: Sequence[Column], cells: Sequence[dict[str, Text | None]], width: int, glyphs: Glyphs) -> _Layout:
+    widths: dict[str, int] = {}
+    known: set[str] = set(NEVER_DROPPED)
+    for column in columns:
+        shown = [cell for row in cells if (cell := row[column.name]) is not None]
+        if shown:
+            known.add(column.name)
+        headings = (column.title, column.unit, glyphs.missing)
+        widths[column.name] = max(*map(cell_len, headings), *(cell.cell_len for cell in shown), 0)
+    needed = {**widths, "reason": _REASON_CELLS}
+    everything = sum(needed.values()) + _GAP_CELLS * (len(needed) - 1)
+    if everything <= width:
+        kept, used = set(needed), everything
+    else:
+        kept, used = _kept(needed, known | {"reason"}, width)
+    overhang = used - width
+    if overhang > 0:
+        widths["slot"] = max(_SLOT_CELLS, widths["slot"] - overhang)
+    inline = "reason" in kept
+    return _Layout(
+        columns=tuple(column for column in columns if column.name in kept),
+        widths=widths,
+        reason_cells=_REASON_CELLS + width - used if inline else None,
+        total_cells=width if inline else min(used, width),
+    )
+
+
+def _kept(needed: dict[str, int], known: set[str], width: int) -> tuple[set[str], int]:
+    """Return the names of the columns that fit, and the cells they use; columns without one value go first."""
+    kept = set(NEVER_DROPPED)
+    used = sum(needed[name] for name in NEVER_DROPPED) + _GAP_CELLS * (len(NEVER_DROPPED) - 1)
+    for name in KEPT_LONGEST_FIRST:
+        cost = needed[name] + _GAP_CELLS
+        if name not in kept and name in known and used + cost <= width:
+            kept.add(name)
+            used += cost
+    return kept, used
+
+
+def _titles(layout: _Layout, glyphs: Glyphs) -> list[Text]:
+    titles = {column.name: Text(column.title) for column in layout.columns}
+    units = {column.name: Text(column.unit) for column in layout.columns}
+    first = _line(titles, layout, glyphs)
+    if layout.reason_cells is not None:
+        first.append("  reason")
+    second = _line(units, layout, glyphs)
+    for line in (first, second):
+        line.stylize("dim")
+    return [first, second, Text(glyphs.rule * layout.total_cells, "dim")]
+
+
+def _line(cells: dict[str, Text | None] | dict[str, Text], layout: _Layout, glyphs: Glyphs) -> Text:
+    """Return one line of aligned cells."""
+    line = Text()
+    for column in layout.columns:
+        if line:
+            line.append(" " * _GAP_CELLS)
+        width = layout.widths[column.name]
+        cell = cells[column.name]
+        shown = Text(glyphs.missing, "dim") if cell is None else cell.copy()
+        if shown.cell_len > width:  # only a slot's column is ever narrower than its text
+            shown = Text(_tail(shown.plain, width, glyphs), shown.style)
+        padding = " " * (width - shown.cell_len)
+        line.append_text(shown).append(padding) if column.left else line.append(padding).append_text(shown)
+    return line
+
+
+def _tail(text: str, width: int, glyphs: Glyphs) -> str:
+    """Return the end of a name that is too long: the number of a slot is there."""
+    room = width - cell_len(glyphs.ellipsis)
+    while cell_len(text) > room:
+        text = text[1:]
+    return glyphs.ellipsis + text
+
+
+def _row_lines(row: Row, cells: dict[str, Text | None], layout: _Layout, width: int, glyphs: Glyphs) -> list[Text]:
+    line = _line(cells, layout, glyphs)
+    reason = glyphs.clean(row.reason)
+    if layout.reason_cells is not None:
+        return [line.append("  ").append(glyphs.shorten(reason, layout.reason_cells))]
+    in_trouble = severity(row) < (STATES_WORST_FIRST.index(row.state), 2)
+    if not reason or (row.state in _QUIET_STATES and not in_trouble):
+        return [line]
+    return [line, Text(glyphs.shorten(f"  {glyphs.branch} {reason}", width), STATE_STYLES[row.state])]
+
+
+def _fitting(rows: Sequence[Row], blocks: Sequence[list[Text]], room: int | None, glyphs: Glyphs) -> list[Text]:
+    """Return the lines of as many rows as there is room for, and a last line for the others."""
+    if room is None or sum(map(len, blocks)) <= room:
+        return [line for block in blocks for line in block]
+    shown: list[Text] = []
+    count = 0
+    while count < len(blocks) - 1 and (not shown or len(shown) + len(blocks[count]) < room):
+        shown += blocks[count]
+        count += 1
+    hidden = Counter(row.state for row in rows[count:])
+    return [*shown, Text(more_rows(hidden, glyphs), "dim")]

@@ -1,0 +1,87 @@
+"""Sums of a run in words, shared by the table and the plain lines.
+
+Pure. Does not cover the table's cells, nor outcome and exit code: those are the head's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from orchestrator.duration import format_duration
+from orchestrator.watch.cells import Glyphs, decimals_for, number, share_pct, whole
+from orchestrator.watch.model import Row, Snapshot, natural_order, success_rate
+from workers.messages import WorkerState
+
+
+def counted(count: int, noun: str, nouns: str | None = None) -> str:
+    """Return "1 restart", "2 restarts"; `nouns` where an s does not make the plural."""
+    return f"{whole(count)} {noun if count == 1 else nouns or noun + 's'}"
+
+
+def tflops_words(tflops: float | None, glyphs: Glyphs) -> str:
+    """Return a throughput with its unit."""
+    return f"{number(tflops, decimals_for((tflops,))) or glyphs.missing} TFLOP/s"
+
+
+def more_rows(counts: Mapping[WorkerState, int], glyphs: Glyphs) -> str:
+    """Return the line that stands for the rows there is no room for."""
+    total = f"{glyphs.ellipsis} and {sum(counts.values())} more"
+    if len(counts) == 1:
+        return f"{total} {next(iter(counts))}"
+    return f"{total}: {', '.join(f'{count} {state}' for state, count in counts.items())}"
+
+
+def totals(snapshot: Snapshot) -> tuple[str, ...]:
+    """Return what happened over the run, a phrase for each kind."""
+    restarts = counted(snapshot.restart_count, "restart")
+    if snapshot.steps_lost_upper_bound:
+        restarts += f" (at most {counted(snapshot.steps_lost_upper_bound, 'step')} lost)"
+    said = [
+        _steps_words(snapshot.success_rate, snapshot.steps_ok + snapshot.steps_oom + snapshot.steps_error),
+        f"{whole(snapshot.oom_count)} OOM",
+        counted(snapshot.emergency_count, "emergency", "emergencies"),
+        restarts,
+    ]
+    if snapshot.verify_checks or snapshot.verify_errors:
+        said.append(f"{counted(snapshot.verify_checks, 'check')}, {whole(snapshot.verify_errors)} wrong")
+    return tuple(said)
+
+
+def closing_lines(snapshot: Snapshot, glyphs: Glyphs) -> tuple[str, ...]:
+    """Return the end of a run in a line per node and one for all."""
+    nodes: dict[str, list[Row]] = {}
+    for row in snapshot.rows:
+        nodes.setdefault(row.node, []).append(row)
+    names = {node: glyphs.shorten(glyphs.clean(node), 24) for node in sorted(nodes, key=natural_order)}
+    longest = max([len("total"), *map(len, names.values())])
+    whole_run = [
+        f"{'total':<{longest}}",
+        counted(len(snapshot.rows), "worker"),
+        tflops_words(snapshot.tflops_total, glyphs),
+        *totals(snapshot),
+        f"ran {glyphs.clean(format_duration(snapshot.elapsed_s))}",
+    ]
+    lines = [_node_line(f"{name:<{longest}}", nodes[node], glyphs) for node, name in names.items()]
+    return (*lines, "  ".join(whole_run))
+
+
+def _node_line(name: str, rows: Sequence[Row], glyphs: Glyphs) -> str:
+    known = [row.tflops for row in rows if row.tflops is not None]
+    steps_ok = sum(row.steps_ok for row in rows)
+    steps_oom = sum(row.steps_oom for row in rows)
+    steps_error = sum(row.steps_error for row in rows)
+    rate = success_rate(steps_ok=steps_ok, steps_oom=steps_oom, steps_error=steps_error)
+    said = (
+        name,
+        counted(len(rows), "worker"),
+        tflops_words(sum(known) if known else None, glyphs),
+        _steps_words(rate, steps_ok + steps_oom + steps_error),
+        f"{whole(sum(row.oom_count for row in rows))} OOM",
+        counted(sum(row.restarts for row in rows), "restart"),
+    )
+    return "  ".join(said)
+
+
+def _steps_words(rate: float | None, steps: int) -> str:
+    good = share_pct(rate)
+    return "no steps yet" if good is None else f"{good} % of {counted(steps, 'step')} good"

@@ -1,0 +1,313 @@
+"""Reads YAML into plain data and remembers where every value came from: a line of the file, or an override.
+
+Covers the file, the text, the tree and `--set`. Does not cover what the values mean: `config` checks that.
+Hostile input (binary, huge, deeply nested, exploding aliases, custom tags) is refused in bounded time and
+memory, with the line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import yaml
+
+from orchestrator.errors import ConfigError, Problem
+
+#: Keys from the root down to a value; list items by their number.
+KeyPath: TypeAlias = tuple[str, ...]
+
+#: A hand-written configuration has a few KiB; more is the wrong file.
+MAX_FILE_BYTES = 1024 * 1024
+#: The configuration has four levels; this bounds recursion far below Python's own limit.
+MAX_DEPTH = 32
+#: Keys and values, before and after aliases are expanded. A thousand nodes need about 30,000.
+MAX_VALUES = 50_000
+
+_TAG = "tag:yaml.org,2002:"
+_SCALAR_TAGS = frozenset(_TAG + kind for kind in ("null", "bool", "int", "float", "str", "timestamp"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YamlSource:
+    """Plain data with the origin of each part of it."""
+
+    name: str
+    """The file as the user named it."""
+    data: Any
+    lines: Mapping[KeyPath, int]
+    """Line of each key in the file, counted from 1."""
+    overrides: Mapping[KeyPath, str]
+    """Each overridden path with the override as typed, `--set a.b=c`; the later of two comes last."""
+    problems: tuple[Problem, ...]
+    """What was wrong with the text yet did not keep the rest from being read."""
+
+    def problem(self, path: KeyPath, text: str, valid: str | None, related: Sequence[KeyPath] = ()) -> Problem:
+        """Return a problem at `path`, placed at its override or at the nearest line of the file.
+
+        `related` are the paths a sum was made of: an override among them is the likelier cause, so it is named.
+        """
+        key = ".".join(path) or None
+        culprits = [typed for where, typed in self.overrides.items() if where in related]
+        if culprits:
+            return Problem(culprits[-1], None, key, text, valid)
+        for length in range(len(path), -1, -1):
+            if path[:length] in self.overrides:
+                return Problem(self.overrides[path[:length]], None, key, text, valid)
+            if path[:length] in self.lines:
+                return Problem(self.name, self.lines[path[:length]], key, text, valid)
+        return Problem(self.name, None, key, text, valid)
+
+
+def plain_source(name: str, data: object) -> YamlSource:
+    """Return `data` that came from no text, so that its problems are named after `name` alone."""
+    return YamlSource(name=name, data=data, lines={}, overrides={}, problems=())
+
+
+def read_yaml_file(path: str) -> YamlSource:
+    """Read the YAML file at `path`.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, too large, not text, not YAML, or empty.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        raise _refusal(path, None, "no such file", "--config PATH with the path of a cluster.yaml") from None
+    except IsADirectoryError:
+        raise _refusal(path, None, "is a directory", f"--config {path.rstrip('/')}/cluster.yaml") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise _refusal(path, None, f"cannot be read: {reason}", "--config PATH with a file you may read") from None
+    if len(raw) > MAX_FILE_BYTES:
+        raise _refusal(path, None, "is larger than 1 MiB", "--config PATH with a cluster.yaml")
+    if b"\0" in raw:
+        raise _refusal(path, None, "is a binary file", "a YAML text file in UTF-8")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise _refusal(path, line, "is not UTF-8 text", "the file saved again with the encoding UTF-8") from None
+    return read_yaml_text(text, path)
+
+
+def read_yaml_text(text: str, name: str) -> YamlSource:
+    """Read YAML `text`; `name` is what its problems are called after.
+
+    Raises:
+        ConfigError: not YAML, empty, or more than the limits of this module.
+    """
+    try:
+        root = _GuardedLoader(text, name).get_single_node()
+    except yaml.YAMLError as error:
+        raise _syntax_refusal(error, text, name) from None
+    if root is None:
+        raise _refusal(name, None, "is empty", "start from the cluster.yaml that comes with the program")
+    walk = _Walk(name)
+    data = walk.value(root, (), 0)
+    return YamlSource(name=name, data=data, lines=walk.lines, overrides={}, problems=tuple(walk.problems))
+
+
+def apply_overrides(source: YamlSource, overrides: Sequence[str]) -> YamlSource:
+    """Return `source` with each `a.b=value` put into its data; values are read as YAML.
+
+    An override that cannot be applied becomes one of the problems and changes nothing.
+    """
+    for typed in overrides:
+        try:
+            source = _with_override(source, typed)
+        except ConfigError as error:
+            source = replace(source, problems=(*source.problems, *error.problems))
+    return source
+
+
+def _with_override(source: YamlSource, typed: str) -> YamlSource:
+    name = f"--set {typed}"
+    dotted, equals, text = typed.partition("=")
+    words = [word.strip() for word in dotted.split(".")]
+    if not equals or not all(words):
+        raise _refusal(name, None, "is not KEY=VALUE", "--set workload.size=4096, with the keys joined by dots")
+    path = _path_of(words, source.data)
+    value = _override_value(text, name, path)
+    data = _put(source.data, path, value, name)
+    lines = {where: line for where, line in source.lines.items() if where[: len(path)] != path}
+    kept = {where: word for where, word in source.overrides.items() if where[: len(path)] != path}
+    return replace(source, data=data, lines=lines, overrides={**kept, path: name})
+
+
+def _override_value(text: str, name: str, path: KeyPath) -> object:
+    """Return what the right-hand side means; nothing after the `=` is null, as in a file."""
+    if not text.strip():
+        return None
+    try:
+        value = read_yaml_text(text, name)
+        problems = value.problems
+    except ConfigError as error:
+        problems = error.problems
+    if problems:
+        # Lines and keys were counted inside the override, where they help nobody.
+        key = ".".join(path)
+        raise ConfigError(replace(problem, line=None, key=key) for problem in problems)
+    return value.data
+
+
+def _path_of(words: Sequence[str], data: object) -> KeyPath:
+    """Return the key path of dotted `words`; a key that itself holds dots (`pc1.lan`) is found if it exists."""
+    path: list[str] = []
+    rest = list(words)
+    while rest:
+        length = 1
+        if isinstance(data, dict):
+            length = next((n for n in range(len(rest), 1, -1) if ".".join(rest[:n]) in data), 1)
+        key = ".".join(rest[:length])
+        data = data.get(key) if isinstance(data, dict) else None
+        path.append(key)
+        rest = rest[length:]
+    return tuple(path)
+
+
+def _put(data: object, path: KeyPath, value: object, name: str, done: KeyPath = ()) -> object:
+    """Return `data` with `value` at `path`; what lies beside the path is shared, not copied."""
+    if not path:
+        return value
+    here = ".".join(done)
+    if data is not None and not isinstance(data, dict):
+        raise _refusal(name, None, f"{here or 'the file'} holds a single value or a list, no keys", None)
+    branch: dict[str, object] = data or {}
+    if done == ("nodes",) and path[0] not in branch:
+        known = ", ".join(branch) or "no node is configured"
+        raise _refusal(name, None, f"there is no node {path[0]}", known)
+    return {**branch, path[0]: _put(branch.get(path[0]), path[1:], value, name, (*done, path[0]))}
+
+
+class _GuardedLoader(yaml.SafeLoader):
+    """Composes nodes within `MAX_DEPTH` and `MAX_VALUES`. The pure-Python loader: its recursion is ours to bound."""
+
+    def __init__(self, text: str, name: str) -> None:
+        super().__init__(text)
+        self._source = name
+        self._depth = 0
+        self._nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self._depth += 1
+        self._nodes += 1
+        if self._depth > MAX_DEPTH:
+            raise self._refusal(f"is nested deeper than {MAX_DEPTH} levels")
+        if self._nodes > MAX_VALUES:
+            raise self._refusal(f"has more than {MAX_VALUES} keys and values")
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def _refusal(self, text: str) -> ConfigError:
+        event = self.peek_event()  # type: ignore[no-untyped-call]  # types-PyYAML leaves it bare
+        return _refusal(self._source, event.start_mark.line + 1, text, None)
+
+
+class _Walk:
+    """Turns composed nodes into plain data, noting lines and problems on the way."""
+
+    def __init__(self, name: str) -> None:
+        self.lines: dict[KeyPath, int] = {}
+        self.problems: list[Problem] = []
+        self._name = name
+        self._values = 0
+        self._constructor = yaml.constructor.SafeConstructor()
+
+    def value(self, node: yaml.Node, path: KeyPath, depth: int) -> object:
+        """Return the plain value of `node`."""
+        line = node.start_mark.line + 1
+        self.lines.setdefault(path, line)
+        self._values += 1
+        # Aliases make a small text a large tree, or an endless one.
+        if self._values > MAX_VALUES:
+            raise _refusal(
+                self._name, line, f"has more than {MAX_VALUES} values once aliases (*name) are expanded", None
+            )
+        if depth > MAX_DEPTH:
+            raise _refusal(self._name, line, "has an alias (*name) inside the value it stands for", None)
+        if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
+            return self._mapping(node, path, depth)
+        if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
+            return [self.value(item, (*path, str(n)), depth + 1) for n, item in enumerate(node.value)]
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node, path)
+        self._note(line, path, f"has the tag {node.tag.replace(_TAG, '!!')}", "plain values, without tags")
+        return None
+
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath, depth: int) -> dict[str, object]:
+        found: dict[str, object] = {}
+        first_lines: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            key = self._key(key_node, path)
+            if key is None:
+                continue
+            if key in found:
+                text = f"is given twice, on line {first_lines[key]} and on line {line}"
+                self._note(line, (*path, key), text, "one of the two")
+                continue
+            first_lines[key] = line
+            self.lines[(*path, key)] = line
+            found[key] = self.value(value_node, (*path, key), depth + 1)
+        return found
+
+    def _key(self, node: yaml.Node, path: KeyPath) -> str | None:
+        """Return the key, or `None` with a problem noted."""
+        line = node.start_mark.line + 1
+        if node.tag == _TAG + "merge":
+            self._note(line, path, "has a merge key <<", "the keys written out")
+        elif not isinstance(node, yaml.ScalarNode):
+            self._note(line, path, "has a list or a mapping as a key", "a word as the key")
+        elif node.tag != _TAG + "str":
+            quoted = f'the key in quotes: "{node.value}"' if node.tag in _SCALAR_TAGS else "a word as the key"
+            self._note(line, path, f"has the key {node.value[:60] or '(nothing)'}, which is not text", quoted)
+        else:
+            text = self._scalar(node, (*path, node.value))
+            return text if isinstance(text, str) else None
+        return None
+
+    def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> object:
+        line = node.start_mark.line + 1
+        if node.tag not in _SCALAR_TAGS:
+            self._note(line, path, f"has the tag {node.tag.replace(_TAG, '!!')}", "plain values, without tags")
+            return None
+        try:
+            node.value.encode("utf-8")
+            # No key is a date; what looks like one is text.
+            is_text = node.tag in (_TAG + "str", _TAG + "timestamp")
+            return node.value if is_text else self._constructor.construct_object(node)
+        except (ValueError, KeyError, IndexError, OverflowError, yaml.YAMLError):
+            kind = node.tag.removeprefix(_TAG)
+            self._note(line, path, f"{node.value[:60]!r} cannot be read as {kind}", "the value in quotes if it is text")
+            return None
+
+    def _note(self, line: int, path: KeyPath, text: str, valid: str | None) -> None:
+        self.problems.append(Problem(self._name, line, ".".join(path) or None, text, valid))
+
+
+def _refusal(source: str, line: int | None, text: str, valid: str | None) -> ConfigError:
+    return ConfigError([Problem(source, line, None, text, valid)])
+
+
+def _syntax_refusal(error: yaml.YAMLError, text: str, name: str) -> ConfigError:
+    """Return the error for text that is not YAML, at the line where reading stopped."""
+    line = None
+    reason = "is not YAML"
+    valid = None
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        line = error.problem_mark.line + 1
+        reason = f"is not YAML: {error.problem}"
+        if "'\\t'" in str(error.problem):
+            valid = "spaces for indentation; tabs are not allowed"
+        elif isinstance(error, yaml.composer.ComposerError) and "single document" in str(error.context):
+            reason, valid = "holds a second document", "one document, without a --- line between two parts"
+    elif isinstance(error, yaml.reader.ReaderError):
+        line = text.count("\n", 0, error.position) + 1
+        reason = "holds a control character"
+        valid = "printable text"
+    return ConfigError([Problem(name, line, None, reason, valid)])

@@ -1,0 +1,79 @@
+"""What the engine asks of a device: a cap it enforces, memory it measures, and a product that always fits.
+
+Covers the protocol alone. Does not cover policy (how much to use) nor recovery (in which order to call these).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+    from workers.messages import DeviceInfo, MemoryInfo
+
+T = TypeVar("T")
+
+
+class Device(Protocol):
+    """One process's share of one device. Opening it caps the process; there is no way back but to end it."""
+
+    #: Where tensors go.
+    torch_device: torch.device
+    #: The element type really used (`info.dtype` names it).
+    torch_dtype: torch.dtype
+    info: DeviceInfo
+
+    def obtain(self, size_bytes: int) -> torch.Tensor:
+        """Allocate one block of uint8, uninitialised.
+
+        Raises:
+            RuntimeError: The device's own out-of-memory, to be classified by `workers.oom`.
+        """
+        ...
+
+    def free_bytes(self) -> int:
+        """Bytes this worker could still obtain: what its cap leaves, and no more than the device has free."""
+        ...
+
+    def held_bytes(self) -> int:
+        """Bytes the worker's allocator holds now, pool included."""
+        ...
+
+    def step_peak_bytes(self) -> int:
+        """Highest `held_bytes` since the last call, as far as the device can tell. Cheap enough for every step."""
+        ...
+
+    def rebase(self) -> None:
+        """Measure what the process holds besides tensors; call only while no tensor of the workload is alive."""
+        ...
+
+    def memory(self) -> MemoryInfo:
+        """Everything known about memory now. Costs up to a millisecond; not for every step."""
+        ...
+
+    def release(self) -> None:
+        """Collect garbage and give the allocator's unused memory back to the device."""
+        ...
+
+    def clear_pending_error(self) -> None:
+        """Make an error that the device has kept for its next call surface here.
+
+        Raises:
+            RuntimeError: The kept error, or a new one: the device cannot do the smallest thing.
+        """
+        ...
+
+    def emergency(self) -> None:
+        """Run the prepared small product, allocating nothing, and check its value.
+
+        Raises:
+            RuntimeError: The device does not answer.
+            workers.errors.PoisonedError: It answers, wrongly.
+        """
+        ...
+
+    def timed(self, work: Callable[[], T]) -> tuple[T, float]:
+        """Run `work`, wait until the device is done with it, and return its result and the seconds it took."""
+        ...

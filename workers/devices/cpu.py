@@ -1,0 +1,209 @@
+"""The CPU as a device with a real cap: past it the kernel refuses, and torch raises its own out-of-memory.
+
+`RLIMIT_DATA` bounds a process's private writable memory (man 2 getrlimit; since Linux 4.7 it counts private
+mappings too). Set to the present size plus the cap, it makes every recovery path of the engine happen for real on a
+machine without a GPU. Linux only. Does not bound the resident set, nor memory that other processes share.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import resource
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import torch
+
+from workers.devices.emergency import EmergencyProduct
+from workers.errors import MisfitError
+from workers.messages import DeviceInfo, MemoryInfo, WorkerSpec
+
+T = TypeVar("T")
+
+#: glibc's M_MMAP_THRESHOLD (malloc.h). Blocks at least this large get a mapping of their own, so freeing one gives
+#: it back to the kernel at once. The default threshold grows to 32 MiB with use, and what a worker released would
+#: stay on its heap and count against its cap.
+_M_MMAP_THRESHOLD = -3
+_MMAP_THRESHOLD_BYTES = 64 * 1024
+
+#: Kept out of what a worker may obtain, and why: oneDNN builds a kernel for each new shape, taking up to 2 MiB with
+#: one thread and 4 MiB with two (measured, torch 2.13, bf16, n = 256 to 5568); under 0.5 MiB it crashes the process
+#: instead of raising. malloc's header page of each mapping comes out of this too.
+_MARGIN_BYTES = 2 * 2**20
+_MARGIN_PER_THREAD_BYTES = 2**20
+
+_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
+_DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+class CpuDevice:
+    """This process's share of the machine's RAM."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        """Cap this process.
+
+        Args:
+            spec: Budget, element type and the size of the emergency product.
+
+        Raises:
+            MisfitError: The budget leaves nothing to work with, or this is not Linux.
+        """
+        _use_mappings_for_blocks()
+        threads = max(1, (psutil.cpu_count(logical=False) or os.cpu_count() or 1) // spec.workers_on_host)
+        torch.set_num_threads(threads)
+        self.torch_device = torch.device("cpu")
+        self.torch_dtype = _usable_dtype(spec.workload.dtype)
+        before_bytes = _data_bytes()
+        self._emergency = EmergencyProduct(spec.memory.emergency_size, self.torch_device)
+        _warm_up(self.torch_dtype)
+        gc.collect()
+        self._base_bytes = _data_bytes()
+        context_bytes = max(0, self._base_bytes - before_bytes)
+        self._cap_bytes = spec.budget_bytes - context_bytes
+        if self._cap_bytes < spec.memory.floor_bytes:
+            raise MisfitError(
+                f"{spec.slot}: the budget of {spec.budget_bytes / 2**20:.0f} MiB leaves {self._cap_bytes / 2**20:.0f} "
+                f"MiB after {context_bytes / 2**20:.0f} MiB of runtime, under the floor of "
+                f"{spec.memory.floor_bytes / 2**20:.0f} MiB; raise nodes.{spec.node}.vram_per_worker_gib or lower "
+                f"memory.floor_mib"
+            )
+        self._margin_bytes = _MARGIN_BYTES + threads * _MARGIN_PER_THREAD_BYTES
+        self._peak_bytes = 0
+        self._enforce()
+        self.info = DeviceInfo(
+            kind="cpu",
+            name=_cpu_name(),
+            uuid=None,
+            total_bytes=psutil.virtual_memory().total,
+            context_bytes=context_bytes,
+            context_source="measured: growth of the data size while the device was opened",
+            cap_bytes=resource.getrlimit(resource.RLIMIT_DATA)[0] - self._base_bytes,
+            dtype=_DTYPE_NAMES[self.torch_dtype],
+            threads=threads,
+            pid=os.getpid(),
+            hostname=socket.gethostname(),
+            torch_version=torch.__version__,
+        )
+
+    def obtain(self, size_bytes: int) -> torch.Tensor:
+        """Map one block; the kernel refuses past the cap. See `Device.obtain`."""
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def held_bytes(self) -> int:
+        """Growth of the process's data since it was opened: on a CPU there is no pool, this is live memory."""
+        return max(0, _data_bytes() - self._base_bytes)
+
+    def step_peak_bytes(self) -> int:
+        """What is held now: the kernel keeps no highest data size, so scratch freed inside a step is not seen."""
+        held = self.held_bytes()
+        self._peak_bytes = max(self._peak_bytes, held)
+        return held
+
+    def free_bytes(self) -> int:
+        """See `Device.free_bytes`; the machine's available RAM bounds it too."""
+        return self._obtainable(self.held_bytes(), psutil.virtual_memory().available)
+
+    def memory(self) -> MemoryInfo:
+        """See `Device.memory`."""
+        machine = psutil.virtual_memory()
+        held = self.held_bytes()
+        peak, self._peak_bytes = max(self._peak_bytes, held), held
+        return MemoryInfo(
+            device_total_bytes=machine.total,
+            device_used_bytes=machine.total - machine.available,
+            free_bytes=self._obtainable(held, machine.available),
+            allocated_bytes=held,
+            reserved_bytes=held,
+            peak_bytes=peak,
+            alloc_retries=0,  # the CPU allocator asks the kernel once; it has no pool to flush and try again
+        )
+
+    def release(self) -> None:
+        """See `Device.release`."""
+        gc.collect()
+
+    def clear_pending_error(self) -> None:
+        """A CPU reports its errors at once and keeps none."""
+
+    def emergency(self) -> None:
+        """See `Device.emergency`."""
+        self._emergency.run()
+
+    def timed(self, work: Callable[[], T]) -> tuple[T, float]:
+        """See `Device.timed`; a CPU is done when the call returns."""
+        started = time.perf_counter()
+        result = work()
+        return result, time.perf_counter() - started
+
+    def rebase(self) -> None:
+        """See `Device.rebase`.
+
+        Other threads of the process grow it over the hours (their stacks and heaps count as data); without this
+        their growth would eat the cap that was promised to tensors.
+        """
+        self._base_bytes = _data_bytes()
+        self._enforce()
+
+    def _obtainable(self, held_bytes: int, available_bytes: int) -> int:
+        return max(0, min(self._cap_bytes - held_bytes - self._margin_bytes, available_bytes))
+
+    def _enforce(self) -> None:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (self._base_bytes + self._cap_bytes, hard))
+
+
+def _data_bytes() -> int:
+    """Private writable memory of this process, as the kernel counts it against RLIMIT_DATA (VmData).
+
+    Raises:
+        MisfitError: The kernel does not tell; the cap cannot be enforced here.
+    """
+    try:
+        with Path("/proc/self/status").open(encoding="ascii", errors="replace") as status:
+            for line in status:
+                if line.startswith("VmData:"):
+                    return int(line.split()[1]) * 1024
+    except OSError as error:
+        raise MisfitError(f"the CPU device needs Linux's /proc/self/status to cap memory: {error}") from error
+    raise MisfitError("the CPU device needs VmData in /proc/self/status (Linux) to cap memory")
+
+
+def _use_mappings_for_blocks() -> None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # absent in musl, whose large blocks are mappings anyway
+        mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+
+
+def _usable_dtype(name: str) -> torch.dtype:
+    """The type a CPU runs in place of `name`: it has no fast fp16, and bf16 only where the instructions exist."""
+    if name == "fp16":
+        return torch.bfloat16 if _has_fast_bf16() else torch.float32
+    return _DTYPES[name]
+
+
+def _has_fast_bf16() -> bool:
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    return any(word in flags for word in ("avx512_bf16", "amx_bf16", " bf16"))
+
+
+def _warm_up(dtype: torch.dtype) -> None:
+    """Make the kernel library build what it keeps, so that it is charged to the context and not to the cap."""
+    left = torch.ones((512, 512), dtype=dtype)
+    torch.mm(left, left)
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return "CPU"
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU")

@@ -1,0 +1,224 @@
+"""A CUDA card as a device: torch's caching allocator under a cap, and the context it costs, measured.
+
+`torch.cuda.set_per_process_memory_fraction` makes the allocator refuse past a share of the card's total memory; it
+is read back. It does not cover what lies outside that allocator (the context, cuBLAS handles, other libraries), so
+the cap is the budget less that, measured per process. Never changes the card's settings.
+"""
+
+from __future__ import annotations
+
+import gc
+import getpass
+import hashlib
+import os
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import torch
+
+from workers import sensors
+from workers.devices.emergency import EmergencyProduct
+from workers.errors import MisfitError
+from workers.messages import DeviceInfo, MemoryInfo, WorkerSpec
+
+T = TypeVar("T")
+
+_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+#: The caching allocator maps blocks over 10 MiB in multiples of this (kRoundLarge, c10/cuda/CUDACachingAllocator).
+_SEGMENT_BYTES = 2 * 2**20
+
+#: Charged when nothing on this machine can measure the context. Reports of 2020-2024 put it near 300 MB
+#: (pytorch #20532, #107667); newer cards and drivers take more, so this is on the safe side.
+_ASSUMED_CONTEXT_BYTES = 512 * 2**20
+
+
+class CudaDevice:
+    """This process's share of one card: the first that CUDA_VISIBLE_DEVICES shows."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        """Create the context, warm up what later must not allocate, measure, and cap the allocator.
+
+        Args:
+            spec: Budget, the card's sum of budgets, element type, size of the emergency product.
+
+        Raises:
+            MisfitError: No card is visible, the budgets do not fit the card, or the context eats the budget.
+            RuntimeError: The card is out of memory even for a context, or broken.
+        """
+        if not torch.cuda.is_available():
+            raise MisfitError(
+                f"{spec.slot}: torch {torch.__version__} sees no CUDA card on {socket.gethostname()} "
+                f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}); check nvidia-smi and that this "
+                f"torch is a CUDA build"
+            )
+        self.torch_device = torch.device("cuda", 0)
+        card = sensors.visible_card()
+        self.torch_dtype = _DTYPES[spec.workload.dtype]
+        if spec.workload.dtype == "tf32":
+            torch.set_float32_matmul_precision("high")
+        threads = max(1, (psutil.cpu_count(logical=False) or os.cpu_count() or 1) // spec.workers_on_host)
+        torch.set_num_threads(threads)
+        with _alone_on_card(card) as used_before_bytes:
+            properties = torch.cuda.get_device_properties(self.torch_device)
+            self._total_bytes = int(properties.total_memory)
+            _check_card(spec, self._total_bytes, properties.name)
+            self._emergency = EmergencyProduct(spec.memory.emergency_size, self.torch_device)
+            self._warm_up()
+            context_bytes, source = _context_bytes(card, used_before_bytes)
+        cap_bytes = spec.budget_bytes - context_bytes
+        if cap_bytes < spec.memory.floor_bytes:
+            raise MisfitError(
+                f"{spec.slot}: the budget of {spec.budget_bytes / 2**20:.0f} MiB leaves {cap_bytes / 2**20:.0f} MiB "
+                f"after a CUDA context of {context_bytes / 2**20:.0f} MiB ({source}), under the floor of "
+                f"{spec.memory.floor_bytes / 2**20:.0f} MiB; raise nodes.{spec.node}.vram_per_worker_gib or start "
+                f"fewer workers"
+            )
+        torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / self._total_bytes), self.torch_device)
+        fraction = torch.cuda.get_per_process_memory_fraction(self.torch_device)
+        self._cap_bytes = int(fraction * self._total_bytes)
+        self._peak_bytes = 0
+        self.info = DeviceInfo(
+            kind="cuda",
+            name=properties.name,
+            uuid=f"GPU-{properties.uuid}",
+            total_bytes=self._total_bytes,
+            context_bytes=context_bytes,
+            context_source=source,
+            cap_bytes=self._cap_bytes,
+            dtype=spec.workload.dtype,
+            threads=threads,
+            pid=os.getpid(),
+            hostname=socket.gethostname(),
+            torch_version=torch.__version__,
+        )
+
+    def obtain(self, size_bytes: int) -> torch.Tensor:
+        """Take one block, in whole allocator segments so that rounding never asks for more than was meant."""
+        whole = size_bytes - size_bytes % _SEGMENT_BYTES or size_bytes
+        return torch.empty(whole, dtype=torch.uint8, device=self.torch_device)
+
+    def held_bytes(self) -> int:
+        """See `Device.held_bytes`."""
+        return torch.cuda.memory_reserved(self.torch_device)
+
+    def free_bytes(self) -> int:
+        """See `Device.free_bytes`; asks the driver, so other tenants of the card count."""
+        free_on_card, _ = torch.cuda.mem_get_info(self.torch_device)
+        return max(0, min(self._cap_bytes - self.held_bytes(), free_on_card))
+
+    def step_peak_bytes(self) -> int:
+        """See `Device.step_peak_bytes`; exact: the allocator keeps the highest value."""
+        peak = torch.cuda.max_memory_allocated(self.torch_device)
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        self._peak_bytes = max(self._peak_bytes, peak)
+        return peak
+
+    def rebase(self) -> None:
+        """The context was measured when the device was opened; the allocator counts tensors exactly."""
+
+    def memory(self) -> MemoryInfo:
+        """See `Device.memory`."""
+        free_on_card, total = torch.cuda.mem_get_info(self.torch_device)
+        stats = torch.cuda.memory_stats(self.torch_device)
+        allocated = int(stats["allocated_bytes.all.current"])
+        reserved = int(stats["reserved_bytes.all.current"])
+        peak, self._peak_bytes = max(self._peak_bytes, allocated), allocated
+        return MemoryInfo(
+            device_total_bytes=total,
+            device_used_bytes=total - free_on_card,
+            free_bytes=max(0, min(self._cap_bytes - reserved, free_on_card)),
+            allocated_bytes=allocated,
+            reserved_bytes=reserved,
+            peak_bytes=peak,
+            alloc_retries=int(stats["num_alloc_retries"]),
+        )
+
+    def release(self) -> None:
+        """See `Device.release`."""
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def clear_pending_error(self) -> None:
+        """Wait for the card: an error of an earlier launch surfaces here and not in the next step."""
+        torch.cuda.synchronize(self.torch_device)
+
+    def emergency(self) -> None:
+        """See `Device.emergency`."""
+        self._emergency.run()
+
+    def timed(self, work: Callable[[], T]) -> tuple[T, float]:
+        """See `Device.timed`; measured by events on the card, so the host's own delays do not count."""
+        started = torch.cuda.Event(enable_timing=True)
+        ended = torch.cuda.Event(enable_timing=True)
+        started.record()
+        result = work()
+        ended.record()
+        ended.synchronize()
+        return result, started.elapsed_time(ended) / 1e3
+
+    def _warm_up(self) -> None:
+        """Load the kernels and the workspace of the real element type, so that they count as context or reserve."""
+        left = torch.ones((1024, 1024), dtype=self.torch_dtype, device=self.torch_device)
+        torch.mm(left, left)
+        torch.cuda.synchronize(self.torch_device)
+        del left
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _check_card(spec: WorkerSpec, total_bytes: int, name: str) -> None:
+    """Refuse budgets that the real card cannot hold, whatever size its profile promised.
+
+    Raises:
+        MisfitError: With the sum.
+    """
+    allowed = int(spec.memory_fraction * total_bytes)
+    if spec.card_budget_bytes > allowed:
+        raise MisfitError(
+            f"{spec.node}: the workers of one card may hold {spec.card_budget_bytes / 2**30:.2f} GiB in sum, but "
+            f"{spec.memory_fraction:.2f} of the {total_bytes / 2**30:.2f} GiB this {name} really has is "
+            f"{allowed / 2**30:.2f} GiB; lower nodes.{spec.node}.workers or .vram_per_worker_gib"
+        )
+
+
+@contextmanager
+def _alone_on_card(card: str) -> Iterator[int | None]:
+    """Let one worker at a time create its context, and yield the bytes others used before.
+
+    Where the driver does not tell memory per process (WSL2, containers), the context is the growth of the card's
+    use; without the lock seven workers that start together would charge each other.
+    """
+    key = hashlib.sha256(card.encode()).hexdigest()[:16]
+    lock_path = Path(tempfile.gettempdir()) / f"orchestrator-context-{getpass.getuser()}-{key}.lock"
+    descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
+    try:
+        _lock(descriptor)
+        yield sensors.card_used_bytes(card)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    try:
+        import fcntl  # noqa: PLC0415 - absent on Windows, where the context is then measured without a lock
+    except ImportError:
+        return
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def _context_bytes(card: str, used_before_bytes: int | None) -> tuple[int, str]:
+    """What this process holds on the card outside torch's allocator, and how that is known."""
+    reserved = torch.cuda.memory_reserved()
+    own = sensors.process_used_bytes(card)
+    if own is not None and own > reserved:
+        return own - reserved, "measured: NVML, this process"
+    used_now = sensors.card_used_bytes(card)
+    if used_now is not None and used_before_bytes is not None and used_now - used_before_bytes > reserved:
+        return used_now - used_before_bytes - reserved, "measured: growth of the card's use"
+    return _ASSUMED_CONTEXT_BYTES, "assumed: NVML does not tell"

@@ -1,0 +1,231 @@
+"""The policy of the RTX 3070 guide, to the letter: it shrinks after a failure and never forgets one.
+
+Covers the guide's three formulas (techniques 6, 7 and 9) and its emergency protocol (technique 8)::
+
+    size  = max(size_floor, int(base_size × size_decay ** failures))
+    batch = max(batch_floor, base_batch − batch_step × failures)
+    clean up after every `cleanup_every` good steps
+
+Does not grow back, does not look at how many bytes a step took, and does not learn across runs: that is what
+other policies are for.
+
+Where the guide is silent, and what was chosen:
+
+- A base already below a floor: the floor is the base. A floor stops the shrinking, it never enlarges a step.
+- Which failures count: one that the release alone cures does not. If the memory came back, the step is tried once
+  more at the same size; only when that fails too is it a memory failure, and the step shrinks. A further retry must
+  be earned by `GOOD_STEPS_PER_RETRY` good steps or by a smaller size, else a step that fails every second time would
+  be retried for ever.
+- A failure that changes nothing: if rounding or a floor leaves the next size and batch as they were, failures are
+  counted on until one of the two is smaller. The same step is never sent back unchanged as if it were a new one.
+- A counter that only grows: it stops where neither formula shrinks any further. That step is the floor.
+- What happens when the floor fails: emergency. Each slice then runs only the prepared product, until memory
+  returns. A workload that knows its need is tried as soon as that much is free; once that turned out wrong, or if
+  it does not know, every `PRESSURES_PER_BLIND_TRY`-th slice, because repeated failures hurt (under WSL2, everybody).
+- The way back: one good step leaves the emergency, at the floor. Failures are kept, as the guide keeps them.
+- When to clean up after a failure: recovering from one has already released everything, so the count starts anew.
+- A probable out-of-memory is treated as a definite one; how many of those to believe is the engine's business.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Final, assert_never
+
+from workers.messages import MemorySettings, Scalar, WorkloadSpec
+from workers.policy.base import Decision, Emergency, Event, Pressure, Release, Run, StepOk, StepOom
+
+#: Good steps between two retries at the same size. The guide promises a success rate of about 95 %: one forgiven
+#: failure in 20 attempts keeps that promise, more would not.
+GOOD_STEPS_PER_RETRY: Final = 19
+
+#: In an emergency, try the floor without knowing that it fits at every so many slices: about every 10 s.
+PRESSURES_PER_BLIND_TRY: Final = 10
+
+#: No sensible setting needs as many failures to reach the floor; the guide's own reach it after 8. It bounds the
+#: search for the floor when a setting never shrinks (`size_decay` 1, `batch_step` 0).
+MAX_FAILURES: Final = 1_000_000
+
+_MIB: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassicState:
+    """What the classic policy remembers."""
+
+    failures: int = 0
+    """Memory failures as the guide's formulas count them; never decreases."""
+    good_steps_to_retry: int = 0
+    """Good steps to go before a failure at this size may be retried; 0 allows the retry."""
+    steps_since_cleanup: int = 0
+    """Good steps since memory was last released; stays 0 when clean-up is off."""
+    emergency: bool = False
+    """Whether the floor has failed and no step has ended well since."""
+    floor_tried_in_vain: bool = False
+    """Whether the floor failed again during this emergency: what is said to be enough was not."""
+    pressures_since_try: int = 0
+    """`Pressure` events of this emergency since the floor was last tried."""
+
+
+class ClassicPolicy:
+    """Shrinks size and batch with every memory failure, down to a floor, then waits in an emergency.
+
+    Trusts that an event is about the step it asked for last; the sizes in events are not read.
+
+    Raises:
+        ValueError: a setting with which the formulas would grow, or reach a size or batch below 1.
+    """
+
+    name: Final = "classic"
+
+    def __init__(self, memory: MemorySettings, workload: WorkloadSpec) -> None:
+        _check(memory, workload)
+        self._memory = memory
+        self._workload = workload
+        self._floor = self._step_after(MAX_FAILURES)
+        self._failures_at_floor = self._failures_until_floor()
+
+    @property
+    def floor(self) -> Run:
+        """The smallest step the formulas reach; this one failing is an emergency."""
+        return self._floor
+
+    def initial(self) -> ClassicState:
+        """Return the state of a worker without failures: it starts at the base size and batch."""
+        return ClassicState()
+
+    def decide(self, state: ClassicState, event: Event) -> tuple[ClassicState, Decision]:
+        """Return the state after `event` and what to do next."""
+        match event:
+            case StepOk():
+                return self._after_good_step(state)
+            case StepOom():
+                return self._after_oom(state, event)
+            case Pressure():
+                return self._under_pressure(state, event)
+            case _:
+                assert_never(event)
+
+    def dump(self, state: ClassicState) -> dict[str, Scalar]:
+        """Return `state` as scalars, signed with the policy's name so that no other policy takes it for its own."""
+        return {"policy": self.name, **asdict(state)}
+
+    def load(self, data: Mapping[str, Scalar]) -> ClassicState:
+        """Return the state that `dump` wrote.
+
+        Raises:
+            ValueError: `data` was written by another policy, under other settings, or is damaged.
+        """
+        if data.get("policy") != self.name:
+            raise ValueError(f"this state was written by policy {data.get('policy')!r}, not by {self.name!r}")
+        known = {field.name for field in fields(ClassicState)}
+        if found := (data.keys() - {"policy"}) ^ known:
+            raise ValueError(f"the state of policy {self.name!r} has missing or unknown keys: {sorted(found)}")
+        state = ClassicState(
+            failures=_count(data, "failures", highest=self._failures_at_floor),
+            good_steps_to_retry=_count(data, "good_steps_to_retry", highest=GOOD_STEPS_PER_RETRY),
+            steps_since_cleanup=_count(data, "steps_since_cleanup", highest=max(0, self._memory.cleanup_every - 1)),
+            emergency=_flag(data, "emergency"),
+            floor_tried_in_vain=_flag(data, "floor_tried_in_vain"),
+            pressures_since_try=_count(data, "pressures_since_try", highest=PRESSURES_PER_BLIND_TRY - 1),
+        )
+        if state.emergency and state.failures < self._failures_at_floor:
+            raise ValueError(f"an emergency after {state.failures} failures, although the step could still shrink")
+        return state
+
+    def _after_good_step(self, state: ClassicState) -> tuple[ClassicState, Decision]:
+        good_steps = state.steps_since_cleanup + 1
+        clean_up = good_steps >= self._memory.cleanup_every > 0
+        state = ClassicState(
+            failures=state.failures,
+            good_steps_to_retry=max(0, state.good_steps_to_retry - 1),
+            steps_since_cleanup=0 if clean_up or not self._memory.cleanup_every else good_steps,
+        )
+        return state, Release() if clean_up else self._step_after(state.failures)
+
+    def _after_oom(self, state: ClassicState, event: StepOom) -> tuple[ClassicState, Decision]:
+        state = replace(state, steps_since_cleanup=0)
+        if state.emergency:
+            # The floor was tried again and failed: no second try on top, the next chance is a later slice.
+            state = replace(state, floor_tried_in_vain=True, pressures_since_try=0)
+            return state, self._emergency(event.free_bytes, event.needed_bytes)
+        if event.memory_came_back and not state.good_steps_to_retry:
+            state = replace(state, good_steps_to_retry=GOOD_STEPS_PER_RETRY)
+            return state, self._step_after(state.failures)
+        if state.failures >= self._failures_at_floor:
+            state = replace(state, emergency=True, floor_tried_in_vain=False, pressures_since_try=0)
+            return state, self._emergency(event.free_bytes, event.needed_bytes)
+        state = replace(state, failures=self._failures_until_smaller(state.failures), good_steps_to_retry=0)
+        return state, self._step_after(state.failures)
+
+    def _under_pressure(self, state: ClassicState, event: Pressure) -> tuple[ClassicState, Decision]:
+        if not state.emergency:
+            return state, self._step_after(state.failures)
+        pressures = state.pressures_since_try + 1
+        waited = pressures >= PRESSURES_PER_BLIND_TRY
+        needed_bytes = event.needed_at_floor_bytes
+        if needed_bytes is None:
+            try_floor = waited
+        else:
+            try_floor = event.free_bytes >= needed_bytes and (waited or not state.floor_tried_in_vain)
+        if try_floor:
+            return replace(state, pressures_since_try=0), self._floor
+        # The count stops one short of a try, so that it stays bounded however long memory is too small to try.
+        state = replace(state, pressures_since_try=min(pressures, PRESSURES_PER_BLIND_TRY - 1))
+        return state, self._emergency(event.free_bytes, needed_bytes)
+
+    def _emergency(self, free_bytes: int, needed_bytes: int | None) -> Emergency:
+        need = "" if needed_bytes is None else f", it needs {needed_bytes / _MIB:.1f} MiB"
+        floor = f"size {self._floor.size} batch {self._floor.batch}"
+        return Emergency(reason=f"out of memory at the smallest step ({floor}{need}), {free_bytes / _MIB:.1f} MiB free")
+
+    def _step_after(self, failures: int) -> Run:
+        """Apply the guide's formulas, techniques 7 and 9."""
+        memory, base = self._memory, self._workload
+        return Run(
+            size=max(min(memory.size_floor, base.size), int(base.size * memory.size_decay**failures)),
+            batch=max(min(memory.batch_floor, base.batch), base.batch - memory.batch_step * failures),
+        )
+
+    def _failures_until_smaller(self, failures: int) -> int:
+        """Return the least count above `failures` with a smaller step; bisection, because the formulas never rise."""
+        step = self._step_after(failures)
+        candidates = range(failures + 1, self._failures_at_floor)
+        return failures + 1 + bisect_left(candidates, True, key=lambda count: self._step_after(count) != step)
+
+    def _failures_until_floor(self) -> int:
+        """Return the least count that gives the floor."""
+        return bisect_left(range(MAX_FAILURES), True, key=lambda count: self._step_after(count) == self._floor)
+
+
+def _check(memory: MemorySettings, workload: WorkloadSpec) -> None:
+    at_least_one = {
+        "workload.size": workload.size,
+        "workload.batch": workload.batch,
+        "memory.size_floor": memory.size_floor,
+        "memory.batch_floor": memory.batch_floor,
+    }
+    for key, value in at_least_one.items():
+        if value < 1:
+            raise ValueError(f"{key} must be at least 1, not {value}")
+    for key, value in {"memory.batch_step": memory.batch_step, "memory.cleanup_every": memory.cleanup_every}.items():
+        if value < 0:
+            raise ValueError(f"{key} must not be negative, not {value}")
+    if not 0 < memory.size_decay <= 1:
+        raise ValueError(f"memory.size_decay must be above 0 and at most 1, not {memory.size_decay}")
+
+
+def _count(data: Mapping[str, Scalar], key: str, *, highest: int) -> int:
+    value = data[key]
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= highest:
+        raise ValueError(f"{key} must be a whole number from 0 to {highest}, not {value!r}")
+    return value
+
+
+def _flag(data: Mapping[str, Scalar], key: str) -> bool:
+    value = data[key]
+    if isinstance(value, bool):
+        return value
+    raise ValueError(f"{key} must be true or false, not {value!r}")

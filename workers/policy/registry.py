@@ -1,0 +1,30 @@
+"""The policies a user can name.
+
+Covers the way from a name to a policy, nothing else: no discovery, no plug-ins, no defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
+
+from workers.messages import MemorySettings, WorkloadSpec
+from workers.policy.base import Policy
+from workers.policy.classic import ClassicPolicy
+
+# Each policy has a state type of its own, and whoever holds one only hands it back: hence Any.
+PolicyFactory: TypeAlias = Callable[[MemorySettings, WorkloadSpec], Policy[Any]]
+
+POLICIES: Final[Mapping[str, PolicyFactory]] = MappingProxyType({ClassicPolicy.name: ClassicPolicy})
+
+
+def make_policy(name: str, memory: MemorySettings, workload: WorkloadSpec) -> Policy[Any]:
+    """Return the policy called `name`, built from the settings of one worker.
+
+    Raises:
+        ValueError: no policy has this name (the message lists those there are), or it refuses the settings.
+    """
+    if name not in POLICIES:
+        raise ValueError(f"no policy is called {name!r}; there are: {', '.join(sorted(POLICIES))}")
+    return POLICIES[name](memory, workload)

@@ -1,0 +1,60 @@
+"""The contract between the engine and what it computes: matmul, or a user's own step.
+
+A workload turns the two numbers a policy moves, size and batch, into tensors and work. It does not catch
+out-of-memory, choose sizes, sleep or report: the engine does. See docs/workloads.md for an example.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadContext:
+    """What a workload is given once, before its first step."""
+
+    device: torch.device
+    """Where its tensors must be."""
+    dtype: torch.dtype
+    """The element type to compute in, as far as the workload has a choice."""
+    seed: int
+    """For whatever it draws at random."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one good step did."""
+
+    flop: float = 0.0
+    """Floating-point operations, for TFLOP/s; 0 when the workload does not count them."""
+
+
+class Workload(ABC):
+    """A workload. Subclass it, or write a class with the same methods."""
+
+    def __init__(self, context: WorkloadContext) -> None:
+        """Keep the context; allocate nothing large here, memory is found in `step`."""
+        self.context = context
+
+    @abstractmethod
+    def step(self, size: int, batch: int) -> StepResult | None:
+        """Do one unit of work of about 0.1 to 1 s at this size and batch.
+
+        Called again after an out-of-memory, with the same numbers or smaller ones, and must then start afresh:
+        a step counts only when it returns. May raise whatever torch raises.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """Drop every tensor, so that nothing this workload holds keeps memory. Called when memory has run out."""
+
+    def resize(self, claim_bytes: int) -> None:
+        """Take note of the claim: the bytes that progressive allocation has obtained. Ignored by default."""
+
+    def needed_bytes(self, size: int, batch: int) -> int | None:
+        """The least memory a step of this size and batch takes, or `None` if it cannot be told beforehand."""
+        del size, batch  # the default knows nothing of them
+        return None
