@@ -135,8 +135,8 @@ def overbooked(node: NodeConfig) -> Overbooked | None:
         asked = f"{asked} on the fullest of {node.gpus} cards"
     asked_gib, allowed_gib = _two_gib(shared_by * each_bytes, allowed_bytes)
     text = (
-        f"{asked} x {node.vram_per_worker_gib:g} GiB = {asked_gib} GiB, "
-        f"but {node.memory_fraction:g} of the {total_gib:g} GiB of {where} is {allowed_gib} GiB"
+        f"{asked} x {node.vram_per_worker_gib:.10g} GiB = {asked_gib} GiB, "
+        f"but {node.memory_fraction:.10g} of the {total_gib:.10g} GiB of {where} is {allowed_gib} GiB"
     )
     fitting = allowed_bytes // each_bytes * (node.gpus or 1)
     smaller = f"vram_per_worker_gib <= {_floor_text(allowed_bytes / shared_by / GIB)}"

@@ -1,8 +1,8 @@
 """cluster.yaml as frozen models, and the checks between keys that one field alone cannot make.
 
-Covers which keys exist, their bounds and defaults, loading, overrides and writing back. Does not cover reading
-the text (`yaml_source`), wording the refusals (`config_problems`) nor the sums (`budget`). The reason for each
-number is in the commented cluster.yaml at the root.
+Covers which keys exist, their bounds and defaults, loading and writing back. Does not cover reading the text
+(`yaml_source`, `overrides`), wording the refusals (`config_problems`) nor the sums (`budget`). The reason for
+each number is in the commented cluster.yaml at the root.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from orchestrator.config_problems import validated
 from orchestrator.duration import VALID_DURATION, parse_duration
-from orchestrator.yaml_source import YamlSource, apply_overrides, plain_source, read_yaml_file
+from orchestrator.overrides import apply_overrides
+from orchestrator.yaml_source import YamlSource, plain_source, read_yaml_file
 
 #: A year of seconds would be a typing error for any pause or timeout; a day is the longest that helps.
 _DAY_S = 86_400
@@ -107,7 +108,7 @@ class WorkloadConfig(_Section):
     size: Size | None = None
     """`None` means each node's own."""
     batch: Annotated[int, Field(ge=1, le=1_048_576)] = 128
-    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
 
 
 class MemoryConfig(_Section):

@@ -59,12 +59,12 @@ def validated(source: YamlSource, model: type[_Model], node_model: type[NodeConf
     config: _Model | None = None
     problems = list(source.problems)
     # A value that could not be read has said so; what stands in for it is not wrong a second time.
-    unreadable = {(problem.source, problem.key) for problem in problems}
+    unreadable = {(problem.source, problem.line, problem.key) for problem in problems}
     try:
         config = model.model_validate(source.data)
     except ValidationError as error:
         found = [_translated(source, model, details) for details in error.errors(include_url=False)]
-        problems += [problem for problem in found if (problem.source, problem.key) not in unreadable]
+        problems += [problem for problem in found if (problem.source, problem.line, problem.key) not in unreadable]
     problems += _between_keys(source, node_model)
     if problems or config is None:
         raise ConfigError(sorted(problems, key=lambda problem: (problem.source != source.name, problem.line or 0)))

@@ -33,10 +33,16 @@ class Problem:
 
     def __str__(self) -> str:
         """Return the problem as one line, `cluster.yaml:7: nodes.pc1.workers: 0 is too small; valid: …`."""
-        place = self.source if self.line is None else f"{self.source}:{self.line}"
-        parts = [place, self.text] if self.key is None else [place, self.key, self.text]
+        source = _shortened(self.source)
+        place = source if self.line is None else f"{source}:{self.line}"
+        parts = [place, self.text] if self.key is None else [place, _shortened(self.key), self.text]
         sentence = ": ".join(parts)
         return one_line(sentence if self.valid is None else f"{sentence}; valid: {self.valid}")
+
+
+def _shortened(typed: str) -> str:
+    """Return what the user typed with the middle left out where it would bury the sentence."""
+    return typed if len(typed) <= 200 else f"{typed[:120]}…{typed[-60:]}"
 
 
 class OrchestratorError(Exception):

@@ -53,23 +53,22 @@ def scale_config(config: Config, scale: float, memory_limit_bytes: int | None) -
         memory_limit_bytes: what the budgets of all workers of all nodes may add up to; `None` for no limit.
 
     Raises:
-        UsageError: the scale is not in its range, the limit is not above zero, or so small that no worker could
-            hold anything.
+        UsageError: the scale is not in its range, the limit is not above zero, or a worker would get less than 1 MiB.
     """
     if not 0 < scale <= 1:
         raise UsageError(f"a scale of {scale:g} is not possible; valid: above 0, at most 1, such as 0.0625")
     if memory_limit_bytes is not None and memory_limit_bytes <= 0:
         raise UsageError(f"a memory limit of {memory_limit_bytes} bytes leaves nothing; valid: more than 0 bytes")
     used = _fitting(config, scale, memory_limit_bytes)
+    smallest_bytes = min(node.vram_per_worker_gib for node in config.nodes.values()) * used * GIB
+    if smallest_bytes < MIB:
+        raise UsageError(
+            f"at a scale of {used:.2g} a worker gets less than 1 MiB; valid: a larger scale or memory limit"
+        )
     data = config.model_dump()
     if used != 1:
         _shrink(data, config, used)
     scaled = type(config).model_validate(data)
-    budgets_bytes = [int(node.vram_per_worker_gib * GIB) for node in scaled.nodes.values()]
-    if min(budgets_bytes) < MIB:
-        raise UsageError(
-            f"at a scale of {used:.2g} a worker would get less than 1 MiB; valid: more memory or fewer workers"
-        )
     lines = [*_lowered(scale, used, memory_limit_bytes), *_changes(config, scaled)]
     return Scaled(config=scaled, scale=used, lines=tuple(lines))
 
@@ -93,7 +92,7 @@ def _shrink(data: dict[str, Any], config: Config, scale: float) -> None:
     # The emergency product must stay the smallest thing a worker can run.
     floor = scaled_size(memory.size_floor, scale, memory.emergency_size)
     data["memory"]["size_floor"] = floor
-    data["memory"]["floor_mib"] = memory.floor_mib * scale
+    data["memory"]["floor_mib"] = max(memory.floor_mib * scale, 1 / MIB)
     if config.workload.size is not None:
         data["workload"]["size"] = scaled_size(config.workload.size, scale, floor)
     for name, node in config.nodes.items():

@@ -1,6 +1,7 @@
 """Reads YAML into plain data and remembers where every value came from: a line of the file, or an override.
 
-Covers the file, the text, the tree and `--set`. Does not cover what the values mean: `config` checks that.
+Covers the file, the text and the tree. Does not cover `--set` itself (`overrides`) nor what the values mean
+(`config`).
 Hostile input (binary, huge, deeply nested, exploding aliases, custom tags) is refused in bounded time and
 memory, with the line.
 """
@@ -8,7 +9,7 @@ memory, with the line.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -50,7 +51,13 @@ class YamlSource:
         `related` are the paths a sum was made of: an override among them is the likelier cause, so it is named.
         """
         key = ".".join(path) or None
-        culprits = [typed for where, typed in self.overrides.items() if where in related]
+        # A key that the file does not have was made by an override of something below it.
+        made = path not in self.lines
+        culprits = [
+            typed
+            for where, typed in self.overrides.items()
+            if where in related or (made and where[: len(path)] == path)
+        ]
         if culprits:
             return Problem(culprits[-1], None, key, text, valid)
         for length in range(len(path), -1, -1):
@@ -111,78 +118,6 @@ def read_yaml_text(text: str, name: str) -> YamlSource:
     return YamlSource(name=name, data=data, lines=walk.lines, overrides={}, problems=tuple(walk.problems))
 
 
-def apply_overrides(source: YamlSource, overrides: Sequence[str]) -> YamlSource:
-    """Return `source` with each `a.b=value` put into its data; values are read as YAML.
-
-    An override that cannot be applied becomes one of the problems and changes nothing.
-    """
-    for typed in overrides:
-        try:
-            source = _with_override(source, typed)
-        except ConfigError as error:
-            source = replace(source, problems=(*source.problems, *error.problems))
-    return source
-
-
-def _with_override(source: YamlSource, typed: str) -> YamlSource:
-    name = f"--set {typed}"
-    dotted, equals, text = typed.partition("=")
-    words = [word.strip() for word in dotted.split(".")]
-    if not equals or not all(words):
-        raise _refusal(name, None, "is not KEY=VALUE", "--set workload.size=4096, with the keys joined by dots")
-    path = _path_of(words, source.data)
-    value = _override_value(text, name, path)
-    data = _put(source.data, path, value, name)
-    lines = {where: line for where, line in source.lines.items() if where[: len(path)] != path}
-    kept = {where: word for where, word in source.overrides.items() if where[: len(path)] != path}
-    return replace(source, data=data, lines=lines, overrides={**kept, path: name})
-
-
-def _override_value(text: str, name: str, path: KeyPath) -> object:
-    """Return what the right-hand side means; nothing after the `=` is null, as in a file."""
-    if not text.strip():
-        return None
-    try:
-        value = read_yaml_text(text, name)
-        problems = value.problems
-    except ConfigError as error:
-        problems = error.problems
-    if problems:
-        # Lines and keys were counted inside the override, where they help nobody.
-        key = ".".join(path)
-        raise ConfigError(replace(problem, line=None, key=key) for problem in problems)
-    return value.data
-
-
-def _path_of(words: Sequence[str], data: object) -> KeyPath:
-    """Return the key path of dotted `words`; a key that itself holds dots (`pc1.lan`) is found if it exists."""
-    path: list[str] = []
-    rest = list(words)
-    while rest:
-        length = 1
-        if isinstance(data, dict):
-            length = next((n for n in range(len(rest), 1, -1) if ".".join(rest[:n]) in data), 1)
-        key = ".".join(rest[:length])
-        data = data.get(key) if isinstance(data, dict) else None
-        path.append(key)
-        rest = rest[length:]
-    return tuple(path)
-
-
-def _put(data: object, path: KeyPath, value: object, name: str, done: KeyPath = ()) -> object:
-    """Return `data` with `value` at `path`; what lies beside the path is shared, not copied."""
-    if not path:
-        return value
-    here = ".".join(done)
-    if data is not None and not isinstance(data, dict):
-        raise _refusal(name, None, f"{here or 'the file'} holds a single value or a list, no keys", None)
-    branch: dict[str, object] = data or {}
-    if done == ("nodes",) and path[0] not in branch:
-        known = ", ".join(branch) or "no node is configured"
-        raise _refusal(name, None, f"there is no node {path[0]}", known)
-    return {**branch, path[0]: _put(branch.get(path[0]), path[1:], value, name, (*done, path[0]))}
-
-
 class _GuardedLoader(yaml.SafeLoader):
     """Composes nodes within `MAX_DEPTH` and `MAX_VALUES`. The pure-Python loader: its recursion is ours to bound."""
 
@@ -236,7 +171,8 @@ class _Walk:
             return [self.value(item, (*path, str(n)), depth + 1) for n, item in enumerate(node.value)]
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, path)
-        self._note(line, path, f"has the tag {node.tag.replace(_TAG, '!!')}", "plain values, without tags")
+        tag = node.tag.replace(_TAG, "!!")
+        self._note(self.lines[path], path, f"has the tag {tag}", "plain values, without tags")
         return None
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath, depth: int) -> dict[str, object]:
@@ -272,14 +208,14 @@ class _Walk:
         return None
 
     def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> object:
-        line = node.start_mark.line + 1
+        line = self.lines.get(path, node.start_mark.line + 1)
         if node.tag not in _SCALAR_TAGS:
             self._note(line, path, f"has the tag {node.tag.replace(_TAG, '!!')}", "plain values, without tags")
             return None
         try:
             node.value.encode("utf-8")
-            # No key is a date; what looks like one is text.
-            is_text = node.tag in (_TAG + "str", _TAG + "timestamp")
+            # No key is a date, and 1:30 must not become 90 as YAML 1.1 has it: what looks so is text.
+            is_text = node.tag in (_TAG + "str", _TAG + "timestamp") or ":" in node.value
             return node.value if is_text else self._constructor.construct_object(node)
         except (ValueError, KeyError, IndexError, OverflowError, yaml.YAMLError):
             kind = node.tag.removeprefix(_TAG)

@@ -36,10 +36,7 @@ def render(summary_path: Path, output_path: Path, width: int) -> None:
         OSError: A file cannot be read or written.
         ValueError: The summary is none, or the suffix is another.
     """
-    summary = json.loads(summary_path.read_text(encoding="utf-8"))
-    if not isinstance(summary, dict):
-        raise ValueError(f"{summary_path} holds no run summary")
-    snapshot = snapshot_from_summary(summary)
+    snapshot = snapshot_from_summary(json.loads(summary_path.read_text(encoding="utf-8")))
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(health_table(snapshot, width))
     if output_path.suffix == ".svg":

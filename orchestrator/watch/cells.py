@@ -138,7 +138,7 @@ def flow(segments: Iterable[Text], width: int, separator: str) -> list[Text]:
         if lines and lines[-1].cell_len + cell_len(separator) + segment.cell_len <= width:
             lines[-1].append(separator, "dim").append_text(segment)
         else:
-            lines.append(segment.copy())
+            lines.append(Text().append_text(segment))  # its style must not spread over the line
     return lines
 
 

@@ -129,12 +129,17 @@ def _harmless(value: object, depth: int) -> object:
         return value if value.bit_length() <= 64 else _cut(hex(value))
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if depth < _DEPTH_LIMIT:
-        if isinstance(value, Mapping):
-            return {_cut(str(key)): _harmless(item, depth + 1) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [_harmless(item, depth + 1) for item in value]
+    if isinstance(value, Mapping | list | tuple):
+        return _harmless_items(value, depth + 1) if depth < _DEPTH_LIMIT else "..."
     return _cut(str(value))
+
+
+def _harmless_items(
+    value: Mapping[object, object] | list[object] | tuple[object, ...], depth: int
+) -> dict[str, object] | list[object]:
+    if isinstance(value, Mapping):
+        return {_cut(str(key)): _harmless(item, depth) for key, item in value.items()}
+    return [_harmless(item, depth) for item in value]
 
 
 def _cut(text: str) -> str:

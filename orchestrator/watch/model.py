@@ -37,6 +37,9 @@ _STATE_RANK = {state: rank for rank, state in enumerate(STATES_WORST_FIRST)}
 #: A slot below this share of good steps moves up among its equals; the guides ask for "95%+ success rate".
 LOW_SUCCESS_RATE = 0.95
 
+_NO_TROUBLE = 2
+
+#: Rank of the state, then of the trouble; the smallest is the worst.
 Severity = tuple[int, int]
 
 
@@ -224,13 +227,20 @@ def severity(row: Row) -> Severity:
 
     Coarse on purpose: were the exact success rate part of it, rows would change places at every redraw.
     """
+    return _STATE_RANK[row.state], _trouble(row)
+
+
+def in_trouble(row: Row) -> bool:
+    """Say whether a slot has wrong results or too many failed steps, whatever its state."""
+    return _trouble(row) < _NO_TROUBLE
+
+
+def _trouble(row: Row) -> int:
     if row.verify_errors:
-        trouble = 0
-    elif row.steps_error or (row.success_rate is not None and row.success_rate < LOW_SUCCESS_RATE):
-        trouble = 1
-    else:
-        trouble = 2
-    return _STATE_RANK[row.state], trouble
+        return 0
+    if row.steps_error or (row.success_rate is not None and row.success_rate < LOW_SUCCESS_RATE):
+        return 1
+    return _NO_TROUBLE
 
 
 def worst_first(rows: Iterable[Row]) -> tuple[Row, ...]:

@@ -115,7 +115,7 @@ def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
         half.unlink(missing_ok=True)
 
 
-def snapshot_from_summary(summary: Mapping[str, Any]) -> Snapshot:
+def snapshot_from_summary(summary: object) -> Snapshot:
     """Rebuild the last snapshot of a run from its summary, as far as a summary knows it.
 
     The planned length is not in it: the run is taken to have ended on time.
@@ -123,8 +123,8 @@ def snapshot_from_summary(summary: Mapping[str, Any]) -> Snapshot:
     Raises:
         ValueError: This is no summary, or one of a schema this version does not read.
     """
-    if summary.get("schema") != SCHEMA:
-        raise ValueError(f"not a run summary of schema {SCHEMA}: schema is {summary.get('schema')!r}")
+    if not isinstance(summary, Mapping) or summary.get("schema") != SCHEMA:
+        raise ValueError(f"this is no run summary of schema {SCHEMA}")
     try:
         duration_s = float(summary["duration_s"] or 0.0)
         return Snapshot(

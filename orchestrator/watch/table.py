@@ -22,7 +22,7 @@ from orchestrator.watch.columns import (
     Column,
     columns_for,
 )
-from orchestrator.watch.model import STATES_WORST_FIRST, Row, Snapshot, severity, worst_first
+from orchestrator.watch.model import Row, Snapshot, in_trouble, worst_first
 from orchestrator.watch.wording import more_rows, tflops_words, totals
 from workers.messages import WorkerState
 
@@ -31,6 +31,8 @@ _REASON_CELLS = 32
 """A reason gets a column of its own when there is room for so much of it, else a line under its row."""
 _SLOT_CELLS = 6
 _PROGRESS_CELLS = 16
+_ROWS_BEFORE_SUMS = 8
+"""The line of sums goes when the terminal has room for fewer lines of rows than that."""
 
 #: In these states a reason is only worth a line of its own when the row is in trouble nevertheless.
 _QUIET_STATES = frozenset({WorkerState.RUNNING, WorkerState.STOPPED})
@@ -67,8 +69,8 @@ def health_table(snapshot: Snapshot, width: int, height: int | None = None, glyp
     titles = _titles(layout, glyphs)
     blocks = [_row_lines(row, shown, layout, width, glyphs) for row, shown in zip(rows, cells, strict=True)]
     room = None if height is None else height - len(header) - len(titles) - len(notices)
-    if room is not None and room < len(footer) + 4:
-        footer = []  # rows say more than sums
+    if room is not None and room < len(footer) + _ROWS_BEFORE_SUMS:
+        footer = []
     body = _fitting(rows, blocks, None if room is None else room - len(footer), glyphs)
     return _group([*header, *titles, *body, *footer, *notices], width)
 
@@ -190,10 +192,11 @@ def _row_lines(row: Row, cells: dict[str, Text | None], layout: _Layout, width: 
     reason = glyphs.clean(row.reason)
     if layout.reason_cells is not None:
         return [line.append("  ").append(glyphs.shorten(reason, layout.reason_cells))]
-    in_trouble = severity(row) < (STATES_WORST_FIRST.index(row.state), 2)
-    if not reason or (row.state in _QUIET_STATES and not in_trouble):
+    quiet = row.state in _QUIET_STATES
+    if not reason or (quiet and not in_trouble(row)):
         return [line]
-    return [line, Text(glyphs.shorten(f"  {glyphs.branch} {reason}", width), STATE_STYLES[row.state])]
+    style = "bold red" if quiet else STATE_STYLES[row.state]
+    return [line, Text(glyphs.shorten(f"  {glyphs.branch} {reason}", width), style)]
 
 
 def _fitting(rows: Sequence[Row], blocks: Sequence[list[Text]], room: int | None, glyphs: Glyphs) -> list[Text]:

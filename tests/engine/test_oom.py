@@ -9,12 +9,15 @@ import sys
 import textwrap
 import weakref
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from workers.errors import MisfitError, PoisonedError
 from workers.messages import FailureKind
 from workers.oom import Failure, classify, traceback_text
+
+ROOT = Path(__file__).parents[2]
 
 DEFINITE, PROBABLE = FailureKind.DEFINITE, FailureKind.PROBABLE
 POISONED, OTHER = FailureKind.POISONED, FailureKind.OTHER
@@ -398,7 +401,8 @@ def test_a_real_refusal_by_the_kernel_is_definite() -> None:
         print(torch.ones(mib).sum().item())
         """
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False)
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     verdict, still_alive = done.stdout.splitlines()
     assert verdict == 'definite | text "DefaultCPUAllocator: can\'t allocate memory"'

@@ -60,9 +60,8 @@ def play(policy: ClassicPolicy, *events: Event, state: ClassicState | None = Non
 
 
 def in_emergency(policy: ClassicPolicy) -> ClassicState:
-    state = policy.initial()
-    while not state.emergency:
-        state, _ = policy.decide(state, OOM_MEMORY_GONE)
+    state, _ = play(policy, *[OOM_MEMORY_GONE] * len(GUIDE_SIZES))
+    assert state.emergency
     return state
 
 

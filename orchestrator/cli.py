@@ -1,0 +1,192 @@
+"""Verbs to configuration to exit code; the only place that exits.
+
+Covers arguments and how errors reach the user. Does not know how anything is done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Annotated, NoReturn
+
+import click
+import typer
+
+from orchestrator.config import load_config
+from orchestrator.duration import parse_duration
+from orchestrator.errors import NoClusterError, OrchestratorError, UsageError
+from orchestrator.watch.summary import failure_dict, summary_text
+
+app = typer.Typer(
+    name="orchestrator",
+    help="Keeps several GPU workers per card busy on ordinary PCs, and survives out-of-memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+ConfigPath = Annotated[str, typer.Option("--config", "-c", help="The configuration.", metavar="FILE")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Override any key, such as workload.size=4096. May be repeated.", metavar="KEY=VALUE"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, and nothing else there.")]
+
+
+@app.command()
+def run(  # noqa: PLR0913 - one parameter for each option of the command
+    config: ConfigPath = "cluster.yaml",
+    duration: Annotated[
+        str | None, typer.Option(help="Minutes, or 30s, 2h, 1h30m. Default: run.duration.", metavar="TIME")
+    ] = None,
+    local: Annotated[bool, typer.Option("--local", help="This machine alone, with what it really has.")] = False,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="Every node as a small copy on this machine: real Ray, real failures.")
+    ] = False,
+    scale: Annotated[
+        float | None, typer.Option(help="Of bytes in a rehearsal; sizes by its root. Default: 1/16 on a CPU.")
+    ] = None,
+    workload: Annotated[
+        str | None, typer.Option(help="matmul, or your own package.module:Class.", metavar="NAME")
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help="How sizes follow failures: classic.", metavar="NAME")] = None,
+    overrides: Overrides = None,
+    json_output: AsJson = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a live table.")] = False,
+    wait_for_nodes: Annotated[
+        bool, typer.Option("--wait-for-nodes", help="Start on what is there; nodes may join later.")
+    ] = False,
+    run_dir: Annotated[str | None, typer.Option(help="Where run folders go. Default: run.dir.", metavar="DIR")] = None,
+) -> None:
+    """Run the workers and show their health. Ctrl-C ends the run and writes the summary."""
+    from orchestrator import modes  # noqa: PLC0415 - `--help` and typing errors should not wait for these
+    from orchestrator import run as runs  # noqa: PLC0415
+
+    if local and rehearse:
+        raise UsageError("--local and --rehearse exclude each other")
+    if scale is not None and not rehearse:
+        raise UsageError("--scale only makes sense with --rehearse")
+    named = {"run.duration": duration, "workload.name": workload, "memory.policy": policy, "run.dir": run_dir}
+    given = [f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
+    if duration is not None:
+        _check_duration(duration)
+    loaded = load_config(config, [*(overrides or []), *given])
+    _let_workers_import_from_here()
+    options = runs.Options(json=json_output, plain=plain, wait_for_nodes=wait_for_nodes)
+    if rehearse:
+        stage = modes.in_rehearsal(loaded, scale)
+    elif local:
+        stage = modes.on_this_machine(loaded)
+    else:
+        stage = modes.on_cluster(loaded)
+    try:
+        code = runs.run(stage, options)
+    except NoClusterError as error:
+        raise (error if local or rehearse else runs.without_cluster(loaded, error)) from error
+    raise typer.Exit(code)
+
+
+@app.command()
+def plan(config: ConfigPath = "cluster.yaml", overrides: Overrides = None, json_output: AsJson = False) -> None:
+    """Show where each worker will go and what it may use."""
+    from orchestrator import planning  # noqa: PLC0415 - only this verb needs it
+
+    loaded = load_config(config, overrides or [])
+    typer.echo(planning.plan_json(loaded) if json_output else planning.plan_text(loaded))
+
+
+@app.command()
+def up(
+    node: Annotated[str, typer.Argument(help="A key under nodes: in the configuration.")],
+    config: ConfigPath = "cluster.yaml",
+    overrides: Overrides = None,
+    head_address: Annotated[
+        str | None, typer.Option(help="How other PCs reach the head. Default: what is configured, else this PC.",
+                                 metavar="HOST[:PORT]")
+    ] = None,
+    execute: Annotated[bool, typer.Option("--exec", help="Run the commands instead of printing them.")] = False,
+) -> None:
+    """Print the exact commands that make a PC a node of the cluster."""
+    from orchestrator import nodes  # noqa: PLC0415 - only this verb needs it
+
+    loaded = load_config(config, overrides or [])
+    if node not in loaded.nodes:
+        raise UsageError(f"{config} has no node {node!r}; valid: {', '.join(loaded.nodes)}")
+    command = nodes.command_for(loaded, node, head_address)
+    if not execute:
+        typer.echo(command.script(node))
+        return
+    raise typer.Exit(nodes.execute(command))
+
+
+@app.command()
+def stop(
+    config: ConfigPath = "cluster.yaml",
+    overrides: Overrides = None,
+    node: Annotated[
+        str | None, typer.Option(help="Also end the Ray node that `up NODE` started on this PC.", metavar="NODE")
+    ] = None,
+) -> None:
+    """End the runs under way on this machine as Ctrl-C would."""
+    from orchestrator import nodes  # noqa: PLC0415 - only this verb needs it
+
+    loaded = load_config(config, overrides or [])
+    for line in nodes.stop_runs(loaded.run.dir):
+        typer.echo(line)
+    if node is not None:
+        for line in nodes.stop_node(node):
+            typer.echo(line)
+
+
+def main() -> NoReturn:
+    """Run the command line and exit."""
+    wants_json = "--json" in sys.argv[1:]
+    try:
+        code = app(standalone_mode=False)
+        _exit(code if isinstance(code, int) else 0)
+    except OrchestratorError as error:
+        _fail(str(error), error.exit_code, wants_json=wants_json)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        _exit(2)
+    except click.ClickException as error:
+        if not wants_json:
+            error.show()
+        _fail(error.format_message() if wants_json else None, error.exit_code, wants_json=wants_json)
+    except (KeyboardInterrupt, click.Abort):
+        _fail("interrupted", 130, wants_json=wants_json)
+    except BrokenPipeError:
+        # The reader of our output went away; there is nobody left to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _exit(1)
+
+
+def _fail(message: str | None, code: int, *, wants_json: bool) -> NoReturn:
+    if wants_json:
+        outcome = "interrupted" if code == 130 else "failed"
+        print(summary_text(failure_dict(message or "", code, outcome)))  # noqa: T201 - the one object of --json
+    elif message:
+        print(message, file=sys.stderr)  # noqa: T201 - the user's terminal
+    _exit(code)
+
+
+def _exit(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def _check_duration(text: str) -> None:
+    try:
+        parse_duration(text)
+    except ValueError as error:
+        raise UsageError(f"--duration {text}: {error}") from error
+
+
+def _let_workers_import_from_here() -> None:
+    """Make the user's own workload importable by workers: Ray hands this process's search path on to them."""
+    if os.getcwd() not in sys.path:  # noqa: PTH109 - sys.path holds strings
+        sys.path.insert(0, os.getcwd())  # noqa: PTH109
+
+

@@ -1,0 +1,101 @@
+"""Connects to a running cluster, or says within seconds why that cannot be.
+
+Covers finding the address, the token and the connection. Does not start anything (`rehearse.py` does) and does not
+judge whether the cluster fits the plan (`placement.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from orchestrator.cluster import auth
+from orchestrator.cluster.base import Fleet
+from orchestrator.errors import NoClusterError
+
+#: Long enough for a LAN, short enough not to be taken for a hang.
+_REACH_S = 3.0
+
+#: Where `ray start --head` leaves its address on this machine (ray/_private/utils.py, RAY_TMPDIR).
+_ADDRESS_FILE = "ray_current_cluster"
+
+
+@contextlib.contextmanager
+def connected(address: str, auth_mode: str) -> Iterator[Fleet]:
+    """Connect this process to the cluster at `address` and disconnect at the end.
+
+    Args:
+        address: `auto` for the cluster this machine belongs to, or `host:port` of its head.
+        auth_mode: `token` or `none`.
+
+    Raises:
+        NoClusterError: There is none, it cannot be reached, or it does not let us in.
+    """
+    found = head_address(address)
+    _reach(found)
+    has_token = auth.use_user_token(auth_mode)
+    with driver(found, has_token=has_token) as fleet:
+        yield fleet
+
+
+@contextlib.contextmanager
+def driver(address: str, *, has_token: bool) -> Iterator[Fleet]:
+    """Be a Ray driver of the cluster at `address`; the environment must say how to authenticate."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    import ray  # noqa: PLC0415 - reads the authentication settings when it is imported
+
+    from orchestrator.cluster.fleet import RayFleet  # noqa: PLC0415 - imports ray
+
+    try:
+        ray.init(
+            address=address,
+            log_to_driver=False,
+            logging_level="ERROR",
+            configure_logging=False,
+            namespace=f"orchestrator-{os.getpid()}",
+        )
+    except Exception as error:  # Ray raises a dozen unrelated types here
+        raise NoClusterError(_refused(address, error, has_token=has_token)) from error
+    try:
+        yield RayFleet()
+    finally:
+        ray.shutdown()
+
+
+def head_address(address: str) -> str:
+    """Return `host:port` for `auto` too.
+
+    Raises:
+        NoClusterError: This machine belongs to no cluster.
+    """
+    if address != "auto":
+        return address
+    if named := os.environ.get("RAY_ADDRESS"):
+        return named.removeprefix("ray://")
+    folder = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray"  # noqa: S108 - Ray's own choice of place
+    try:
+        found = (folder / _ADDRESS_FILE).read_text(encoding="utf-8").strip()
+    except OSError:
+        found = ""
+    if not found:
+        raise NoClusterError("no Ray cluster runs on this machine")
+    return found
+
+
+def _reach(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_REACH_S).close()
+    except (OSError, ValueError) as error:
+        raise NoClusterError(f"the Ray head at {address} cannot be reached ({error})") from error
+
+
+def _refused(address: str, error: Exception, *, has_token: bool) -> str:
+    text = " ".join(str(error).split())[:300]
+    if "uthenticat" in type(error).__name__ + text or "token" in text:
+        mine = "the one in ~/.ray/auth_token is not the head's" if has_token else "there is none in ~/.ray/auth_token"
+        return f"the Ray head at {address} asks for a token, and {mine}; copy that file from the head"
+    return f"the Ray head at {address} refused the connection: {type(error).__name__}: {text}"

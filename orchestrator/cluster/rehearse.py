@@ -1,0 +1,155 @@
+"""A cluster of raylets on this machine, private to this run: real Ray, real labels, nothing shared, nothing left.
+
+Each node of the configuration becomes a raylet with its label and the CPUs and GPUs it declares. All of it lives
+below one temporary folder, so another Ray of the same user is neither seen nor touched. What is ended at the end are
+descendants of this process, by process id. Uses Ray's own `Node`, as `ray start` does: the command line would also
+start a dashboard, an autoscaler and a client server, and write down this cluster as the user's current one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from orchestrator.cluster import auth
+from orchestrator.cluster.base import Fleet
+from orchestrator.cluster.connect import driver
+from orchestrator.errors import NoClusterError
+
+#: Ray's least (ray_constants.OBJECT_STORE_MINIMUM_MEMORY_BYTES is 75 MiB); reports are inlined and need none of it.
+_OBJECT_STORE_BYTES = 80 * 2**20
+
+#: Unix socket paths end at 107 bytes, and Ray puts 70 of its own behind its folder.
+_LONGEST_FOLDER = 35
+
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+_START_TIMEOUT_S = 60.0
+_END_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayletPlan:
+    """One raylet to start."""
+
+    name: str
+    cpus: int
+    gpus: int
+
+
+@contextlib.contextmanager
+def rehearsed(plans: Sequence[RayletPlan]) -> Iterator[Fleet]:
+    """Start the raylets, connect, and tear everything down again whatever happens in between.
+
+    Args:
+        plans: The first becomes the head.
+
+    Raises:
+        NoClusterError: Ray cannot be started here.
+    """
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    _adopt_orphans()
+    folder = Path(tempfile.mkdtemp(prefix="orch-", dir=_short_folder()))
+    saved = {name: os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")}
+    nodes: list[Any] = []
+    try:
+        auth.use_private_token(folder)
+        _start(plans, folder, nodes)
+        with driver(nodes[0].gcs_address, has_token=True) as fleet:
+            _await_nodes(fleet, {plan.name for plan in plans})
+            yield fleet
+    finally:
+        for node in reversed(nodes):
+            with contextlib.suppress(Exception):  # what it leaves is ended below
+                node.kill_all_processes(check_alive=False, allow_graceful=False)
+        _end_descendants(except_pids=before)
+        shutil.rmtree(folder, ignore_errors=True)
+        _restore(saved)
+
+
+def _start(plans: Sequence[RayletPlan], folder: Path, nodes: list[Any]) -> None:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    from ray._private.node import Node  # noqa: PLC0415 - ray reads the token settings when it is imported
+    from ray._private.parameter import RayParams  # noqa: PLC0415
+
+    for plan in plans:
+        is_head = not nodes
+        params = RayParams(
+            labels={"node": plan.name},
+            num_cpus=plan.cpus,
+            num_gpus=plan.gpus,
+            gcs_address=None if is_head else nodes[0].gcs_address,
+            temp_dir=str(folder / "ray"),
+            object_store_memory=_OBJECT_STORE_BYTES,
+            node_manager_port=0,
+            min_worker_port=0,
+            max_worker_port=0,
+            dashboard_agent_listen_port=0,
+            include_dashboard=False,
+            include_log_monitor=False,
+            no_monitor=True,
+        )
+        try:
+            # spawn_reaper makes the kernel end these processes with this one, even after kill -9.
+            nodes.append(Node(params, head=is_head, shutdown_at_exit=False, spawn_reaper=True))
+        except Exception as error:  # Ray raises many types here
+            raise NoClusterError(f"Ray could not start a node for {plan.name} on this machine: {error}") from error
+
+
+def _await_nodes(fleet: Fleet, names: set[str]) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while names - {fact.name for fact in fleet.nodes()}:
+        if time.monotonic() > deadline:
+            raise NoClusterError(f"the rehearsal's nodes did not come up in {_START_TIMEOUT_S:.0f} s")
+        time.sleep(0.02)
+
+
+def _short_folder() -> str:
+    usual = tempfile.gettempdir()
+    return usual if len(usual) <= _LONGEST_FOLDER else "/tmp"  # noqa: S108 - mkdtemp makes it private
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of workers whose raylet has died, so that they are found, ended and reaped."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _end_descendants(except_pids: set[int]) -> None:
+    """End every descendant of this process that the rehearsal brought, and reap it."""
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    while time.monotonic() < deadline:
+        alive = [c for c in psutil.Process().children(recursive=True) if c.pid not in except_pids]
+        if not alive:
+            return
+        for child in alive:
+            with contextlib.suppress(psutil.Error):
+                if child.status() != psutil.STATUS_ZOMBIE:
+                    child.kill()
+        psutil.wait_procs(alive, timeout=0.2)
+        _reap({child.pid for child in alive})
+
+
+def _reap(pids: set[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError, ProcessLookupError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def _restore(environment: dict[str, str | None]) -> None:
+    for name, value in environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -1,0 +1,45 @@
+"""What cards this machine has, asked of NVML. Does not ask torch: the head never loads it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import pynvml
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """One NVIDIA card."""
+
+    name: str
+    uuid: str
+    total_bytes: int
+    free_bytes: int
+
+
+def cards() -> tuple[Card, ...]:
+    """Return the cards of this machine that CUDA_VISIBLE_DEVICES does not hide; none if there is no driver."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in {"", "-1"}:
+        return ()
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()
+    try:
+        return tuple(_card(index) for index in range(pynvml.nvmlDeviceGetCount()))
+    except pynvml.NVMLError:
+        return ()
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _card(index: int) -> Card:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    return Card(
+        name=str(pynvml.nvmlDeviceGetName(handle)),
+        uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
+        total_bytes=int(memory.total),
+        free_bytes=int(memory.free),
+    )

@@ -1,0 +1,149 @@
+"""The three grounds a run can stand on: the user's cluster, this machine as it is, or a rehearsal of the cluster here.
+
+Each turns a configuration into a `Stage`: what will really run, where, and the lines that say so. Does not start
+anything by itself; entering `Stage.fleet` does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import psutil
+
+from orchestrator import hardware
+from orchestrator.budget import GIB, node_budget
+from orchestrator.cluster.base import Fleet
+from orchestrator.cluster.connect import connected
+from orchestrator.cluster.rehearse import RayletPlan, rehearsed
+from orchestrator.config import Config, config_from_data
+from orchestrator.placement import Ground, SlotPlan, plan_slots
+from orchestrator.scale import REHEARSAL_SCALE, scale_config
+
+#: Of free RAM, for all workers of a rehearsal or of `--local` together: the machine stays usable.
+_RAM_SHARE = 0.5
+
+#: Of a card's free memory, for a rehearsal of all nodes on it.
+_CARD_SHARE = 0.75
+
+#: A card alone: no more workers than the guides put on the largest of theirs, and as large as theirs.
+_LOCAL_WORKERS_PER_CARD = 7
+_LOCAL_WORKER_GIB = 3.0
+_LOCAL_MEMORY_FRACTION = 0.9
+_LOCAL_CPU_WORKER_GIB = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A run made ready."""
+
+    config: Config
+    """As it will be used."""
+    ground: Ground
+    fleet: AbstractContextManager[Fleet]
+    """Connects, or starts and connects, when entered."""
+    lines: tuple[str, ...]
+    """What the user should know before it begins."""
+
+    @property
+    def plans(self) -> tuple[SlotPlan, ...]:
+        """Every slot of the run."""
+        return plan_slots(self.config, self.ground)
+
+
+def on_cluster(config: Config) -> Stage:
+    """Run on the cluster that `cluster.address` names."""
+    return Stage(
+        config=config, ground=Ground(), fleet=connected(config.cluster.address, config.cluster.auth), lines=()
+    )
+
+
+def in_rehearsal(config: Config, scale: float | None) -> Stage:
+    """Run every node of the configuration as a raylet on this machine, on its card if it has one.
+
+    Args:
+        config: Of the real cluster.
+        scale: Of bytes; `None` takes 1/16 on a CPU, and on a card as much as it has room for.
+
+    Raises:
+        UsageError: The scale is out of range, or leaves the workers nothing.
+    """
+    cards = hardware.cards()
+    if cards:
+        limit_bytes = int(_CARD_SHARE * cards[0].free_bytes)
+        where, device = f"on this machine's {cards[0].name}", "cuda"
+        asked = 1.0 if scale is None else scale
+    else:
+        limit_bytes = int(_RAM_SHARE * psutil.virtual_memory().available)
+        where, device = "on this machine's CPU, the caps enforced by the kernel", "cpu"
+        asked = REHEARSAL_SCALE if scale is None else scale
+    scaled = scale_config(config, asked, limit_bytes)
+    raylets = [_raylet(scaled.config, name, gpus=None) for name in _head_first(scaled.config)]
+    if cards:
+        raylets = [replace(raylet, gpus=min(raylet.gpus, 1)) for raylet in raylets]
+    return Stage(
+        config=scaled.config,
+        ground=Ground(device=device, one_machine=True),
+        fleet=rehearsed(raylets),
+        lines=(
+            f"Rehearsal {where}: bytes x {scaled.scale:.4g}, sizes x {scaled.scale**0.5:.4g}",
+            *(f"  {line.key}: {line.before} -> {line.after}" for line in scaled.lines),
+        ),
+    )
+
+
+def on_this_machine(config: Config) -> Stage:
+    """Run on what this machine has: its cards, else its CPU. `nodes:` of the configuration is put aside."""
+    cards = hardware.cards()
+    node = _card_node(cards) if cards else _cpu_node()
+    data = {**config.model_dump(), "nodes": {"local": node}}
+    data["cluster"] = {**data["cluster"], "head": None}
+    local = config_from_data(data, "--local")
+    words = (
+        f"{len(cards)} x {cards[0].name}" if cards else f"CPU, {os.cpu_count()} cores, the caps enforced by the kernel"
+    )
+    workers, budget_gib = local.nodes["local"].workers, local.nodes["local"].vram_per_worker_gib
+    return Stage(
+        config=local,
+        ground=Ground(device="cuda" if cards else "cpu", one_machine=not cards),
+        fleet=rehearsed([_raylet(local, "local", gpus=len(cards))]),
+        lines=(f"This machine: {words}; {workers} workers x {budget_gib:.2f} GiB",),
+    )
+
+
+def _raylet(config: Config, name: str, *, gpus: int | None) -> RayletPlan:
+    budget = node_budget(name, config.nodes[name], config)
+    return RayletPlan(name=name, cpus=budget.cpus_total, gpus=budget.gpus if gpus is None else gpus)
+
+
+def _head_first(config: Config) -> Sequence[str]:
+    return [config.head_node, *(name for name in config.nodes if name != config.head_node)]
+
+
+def _card_node(cards: Sequence[hardware.Card]) -> dict[str, object]:
+    # The smallest card sets the pace: every worker of a node has the same budget.
+    total_gib = min(card.total_bytes for card in cards) / GIB
+    per_card = max(1, min(_LOCAL_WORKERS_PER_CARD, int(total_gib * _LOCAL_MEMORY_FRACTION / _LOCAL_WORKER_GIB)))
+    return {
+        "gpu": "local-card",
+        "gpus": len(cards),
+        "workers": per_card * len(cards),
+        "vram_gib": total_gib,
+        "vram_per_worker_gib": int(100 * total_gib * _LOCAL_MEMORY_FRACTION / per_card) / 100,
+        "memory_fraction": _LOCAL_MEMORY_FRACTION,
+        "size": 8192 if total_gib >= 16 else 4096,
+    }
+
+
+def _cpu_node() -> dict[str, object]:
+    workers = max(1, psutil.cpu_count(logical=False) or os.cpu_count() or 1)
+    share_gib = _RAM_SHARE * psutil.virtual_memory().available / GIB / workers
+    return {
+        "gpu": "cpu",
+        "gpus": 0,
+        "workers": workers,
+        "vram_per_worker_gib": min(_LOCAL_CPU_WORKER_GIB, int(100 * share_gib) / 100),
+        "size": 2048,
+    }

@@ -1,0 +1,102 @@
+"""From a slot's plan and state to its row in the health table. Pure; draws nothing."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from orchestrator.lifecycle import Slot
+from orchestrator.placement import SlotPlan
+from orchestrator.watch.model import Row, success_rate
+from workers.messages import Report, WorkerState
+
+#: Throughput and duty are means over the reports of about this long: steady to read, quick to fall.
+_WINDOW_S = 10.0
+
+#: States in which the last throughput is history.
+_IDLE = frozenset({WorkerState.LOST, WorkerState.RESTARTING, WorkerState.QUARANTINED})
+
+
+@dataclass(slots=True)
+class Meter:
+    """Throughput of one slot over its last reports."""
+
+    best_tflops: float | None = None
+    _reports: deque[Report] = field(default_factory=deque)
+
+    def add(self, report: Report) -> None:
+        """Take a report into the window.
+
+        The first report of a process is mostly warming up: it serves only until there is another.
+        """
+        if self._reports and (_is_first(report) or _is_first(self._reports[0])):
+            self._reports.clear()
+        self._reports.append(report)
+        while len(self._reports) > 1 and sum(r.wall_s for r in self._reports) > _WINDOW_S:
+            self._reports.popleft()
+        tflops = self.tflops
+        if tflops is not None and not _is_first(report):
+            self.best_tflops = max(self.best_tflops or 0.0, tflops)
+
+    @property
+    def tflops(self) -> float | None:
+        """Sustained TFLOP/s: work over wall time, idleness for the duty included; `None` if none is counted."""
+        wall_s = sum(report.wall_s for report in self._reports)
+        flop = sum(report.work_flop for report in self._reports)
+        return flop / wall_s / 1e12 if wall_s > 0 and flop > 0 else None
+
+    @property
+    def duty(self) -> float | None:
+        """Share of wall time the device was kept busy."""
+        wall_s = sum(report.wall_s for report in self._reports)
+        return min(1.0, sum(report.busy_s for report in self._reports) / wall_s) if wall_s > 0 else None
+
+
+def _is_first(report: Report) -> bool:
+    return any(event.name == "device_opened" for event in report.events)
+
+
+def row(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
+    """Return what the table shows of a slot at `now_s` (monotonic seconds)."""
+    report, counters = slot.report, slot.counters
+    device = report.device if report is not None else None
+    memory = report.memory if report is not None else None
+    tflops = None if slot.state in _IDLE else meter.tflops
+    baseline_pct = 100.0 * tflops / meter.best_tflops if tflops is not None and meter.best_tflops else None
+    return Row(
+        slot=slot.slot,
+        node=plan.spec.node,
+        gpu_name=device.name if device is not None else plan.gpu,
+        gpu_uuid=device.uuid if device is not None else None,
+        device=device.kind if device is not None else plan.spec.device,
+        state=slot.state,
+        reason=slot.reason,
+        policy=plan.spec.policy,
+        size=report.size if report is not None else None,
+        batch=report.batch if report is not None else None,
+        dtype=device.dtype if device is not None else plan.spec.workload.dtype,
+        tflops=tflops,
+        baseline_pct=baseline_pct,
+        allocated_bytes=memory.allocated_bytes if memory is not None else None,
+        reserved_bytes=memory.reserved_bytes if memory is not None else None,
+        claim_bytes=report.claim_bytes if report is not None else None,
+        cap_bytes=device.cap_bytes if device is not None else None,
+        budget_bytes=plan.spec.budget_bytes,
+        device_used_bytes=memory.device_used_bytes if memory is not None else None,
+        device_total_bytes=memory.device_total_bytes if memory is not None else None,
+        steps_ok=counters.steps_ok,
+        steps_oom=counters.steps_oom,
+        steps_error=counters.steps_error,
+        success_rate=success_rate(
+            steps_ok=counters.steps_ok, steps_oom=counters.steps_oom, steps_error=counters.steps_error
+        ),
+        oom_count=counters.oom_count,
+        alloc_retries=memory.alloc_retries if memory is not None else None,
+        emergency_count=counters.emergency_count,
+        restarts=counters.restarts,
+        duty_requested=plan.spec.duty,
+        duty_measured=meter.duty,
+        verify_checks=counters.verify_checks,
+        verify_errors=counters.verify_errors,
+        heartbeat_age_s=now_s - slot.heard_at_s if slot.heard_at_s is not None else None,
+    )

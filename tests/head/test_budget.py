@@ -1,0 +1,193 @@
+"""The sums: every worker fits on its card, in Ray's steps and in bytes."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.budget import (
+    GIB,
+    MAX_WORKERS_PER_CARD,
+    gpu_fraction,
+    node_budget,
+    overbooked,
+    threads_per_worker,
+    workers_per_card,
+)
+from orchestrator.config import Config, NodeConfig
+
+
+def node(**changes: object) -> NodeConfig:
+    """Return the reference node pc1 with `changes`, checked by its model but by no sum."""
+    pc1 = {
+        "gpu": "rtx-3090",
+        "workers": 7,
+        "cpus_per_worker": 8,
+        "gpu_share": 0.6,
+        "vram_per_worker_gib": 3.33,
+        "memory_fraction": 0.99,
+        "size": 8192,
+    }
+    return NodeConfig.model_validate({**pc1, **changes})
+
+
+def config(one: NodeConfig, **sections: object) -> Config:
+    """Return a configuration with `one` as its only node."""
+    return Config.model_validate({"nodes": {"pc1": one.model_dump()}, **sections})
+
+
+@pytest.mark.parametrize(
+    ("workers", "gpus", "fraction"),
+    [(7, 1, 0.1428), (3, 1, 0.3333), (1, 1, 1.0), (2, 2, 1.0), (3, 2, 0.5), (7, 2, 0.25), (8, 0, 0.0), (100, 1, 0.01)],
+)
+def test_gpu_fraction(workers: int, gpus: int, fraction: float) -> None:
+    assert gpu_fraction(workers, gpus) == fraction
+
+
+@given(gpus=st.integers(1, 16), data=st.data())
+def test_every_worker_gets_onto_a_card_and_no_card_takes_more_than_planned(gpus: int, data: st.DataObject) -> None:
+    workers = data.draw(st.integers(gpus, gpus * MAX_WORKERS_PER_CARD))
+    # Ray's own arithmetic: whole steps of 1/10000, the rest cut off.
+    steps = int(Fraction(repr(gpu_fraction(workers, gpus))) * 10_000)
+    shared_by = workers_per_card(workers, gpus)
+    assert shared_by * steps <= 10_000
+    assert 10_000 // steps == shared_by
+    free = [10_000] * gpus
+    for _ in range(workers):
+        card = next(n for n in range(gpus) if free[n] >= steps)
+        free[card] -= steps
+
+
+@pytest.mark.parametrize(("cores", "workers", "threads"), [(16, 7, 2), (4, 8, 1), (1, 1, 1), (16, 1, 16), (10, 10, 1)])
+def test_threads_never_exceed_the_cores_unless_workers_do(cores: int, workers: int, threads: int) -> None:
+    assert threads_per_worker(cores, workers) == threads
+
+
+def test_the_reference_node() -> None:
+    found = node_budget("pc1", node(), config(node()))
+    assert found.gpu_fraction == 0.1428
+    assert (found.cpus_per_worker, found.cpus_total) == (8, 56)
+    assert found.budget_bytes == int(3.33 * GIB)
+    assert found.card_budget_bytes == 7 * found.budget_bytes
+    assert found.card_total_bytes == round(23.69 * GIB)
+    assert found.card_allowed_bytes == round(0.99 * 23.69 * GIB)
+    assert found.card_budget_bytes <= found.card_allowed_bytes
+    assert (found.duty, found.size, found.batch, found.dtype) == (0.6, 8192, 128, "fp16")
+
+
+@pytest.mark.parametrize(("mode", "duty"), [("duty", 0.6), ("mps", None), ("none", None)])
+def test_the_share_is_a_duty_only_in_duty_mode(mode: str, duty: float | None) -> None:
+    assert node_budget("pc1", node(), config(node(), compute_share_mode=mode)).duty == duty
+
+
+@pytest.mark.parametrize(
+    ("node_size", "workload_size", "size"), [(8192, None, 8192), (None, None, 4096), (8192, 512, 512), (None, 512, 512)]
+)
+def test_the_workload_size_wins_over_the_node_size_wins_over_the_default(
+    node_size: int | None, workload_size: int | None, size: int
+) -> None:
+    one = node(size=node_size)
+    assert node_budget("pc1", one, config(one, workload={"size": workload_size})).size == size
+
+
+def test_the_node_dtype_wins_over_the_workload_dtype() -> None:
+    one = node(dtype="bf16")
+    assert node_budget("pc1", one, config(one)).dtype == "bf16"
+
+
+def test_several_cards_are_summed_for_the_fullest() -> None:
+    one = node(gpus=2, workers=7)
+    found = node_budget("pc1", one, config(one))
+    assert (found.workers_per_card, found.card_budget_bytes) == (4, 4 * found.budget_bytes)
+
+
+def test_a_node_without_cards_has_no_fraction_and_no_known_total() -> None:
+    one = node(gpu="cpu", gpus=0)
+    found = node_budget("pc1", one, config(one))
+    assert (found.gpu_fraction, found.workers_per_card) == (0.0, 7)
+    assert found.card_total_bytes is None
+    assert found.card_allowed_bytes is None
+    assert overbooked(one) is None
+
+
+def test_vram_gib_is_what_the_workers_of_a_node_without_cards_share() -> None:
+    one = node(gpu="cpu", gpus=0, vram_gib=16)
+    excess = overbooked(one)
+    assert excess is not None
+    assert excess.text == "7 workers x 3.33 GiB = 23.31 GiB, but 0.99 of the 16 GiB of its memory is 15.84 GiB"
+    assert excess.valid == "at most 4 workers, or vram_per_worker_gib <= 2.26"
+
+
+@pytest.mark.parametrize(
+    ("changes", "text", "valid"),
+    [
+        (
+            {"workers": 8},
+            "8 workers x 3.33 GiB = 26.64 GiB, but 0.99 of the 23.69 GiB of a rtx-3090 is 23.45 GiB",
+            "at most 7 workers, or vram_per_worker_gib <= 2.93",
+        ),
+        (
+            {"workers": 15, "gpus": 2},
+            (
+                "8 workers on the fullest of 2 cards x 3.33 GiB = 26.64 GiB, "
+                "but 0.99 of the 23.69 GiB of a rtx-3090 is 23.45 GiB"
+            ),
+            "at most 14 workers, or vram_per_worker_gib <= 2.93",
+        ),
+        (
+            {"workers": 1, "vram_per_worker_gib": 24},
+            "1 worker x 24 GiB = 24.00 GiB, but 0.99 of the 23.69 GiB of a rtx-3090 is 23.45 GiB",
+            "vram_per_worker_gib <= 23.45",
+        ),
+        (
+            {"gpu": "mine", "vram_gib": 8, "memory_fraction": 0.5, "workers": 2},
+            "2 workers x 3.33 GiB = 6.66 GiB, but 0.5 of the 8 GiB of a mine is 4.00 GiB",
+            "at most 1 worker, or vram_per_worker_gib <= 2.00",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_sum_and_the_ways_out(
+    changes: dict[str, object], text: str, valid: str
+) -> None:
+    excess = overbooked(node(**changes))
+    assert excess is not None
+    assert (excess.text, excess.valid) == (text, valid)
+
+
+def test_a_sum_that_is_a_hair_too_much_is_shown_with_enough_digits() -> None:
+    excess = overbooked(node(workers=1, vram_per_worker_gib=4.0001, vram_gib=4, memory_fraction=1.0))
+    assert excess is not None
+    assert "= 4.0001 GiB, but 1 of the 4 GiB of a rtx-3090 is 4.0000 GiB" in excess.text
+    tiny = overbooked(node(workers=1, vram_per_worker_gib=4.0000001, vram_gib=4, memory_fraction=1.0))
+    assert tiny is not None
+    assert "x 4.0000001 GiB = 4.0000000997 GiB, but 1 of the 4 GiB of a rtx-3090 is 4.0000000000 GiB" in tiny.text
+
+
+def test_an_exact_fit_is_not_refused() -> None:
+    assert overbooked(node(workers=4, vram_per_worker_gib=1, vram_gib=8, memory_fraction=0.5)) is None
+    assert overbooked(node(workers=3, vram_per_worker_gib=1, vram_gib=10, memory_fraction=0.3)) is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    workers=st.integers(1, 100),
+    gpus=st.integers(0, 8),
+    each_gib=st.floats(0.001, 200),
+    total_gib=st.floats(0.01, 200),
+    fraction=st.floats(0.01, 1),
+)
+def test_following_either_advice_makes_it_fit(
+    workers: int, gpus: int, each_gib: float, total_gib: float, fraction: float
+) -> None:
+    one = node(workers=workers, gpus=gpus, vram_per_worker_gib=each_gib, vram_gib=total_gib, memory_fraction=fraction)
+    excess = overbooked(one)
+    if excess is None:
+        found = node_budget("pc1", one, config(one))
+        assert found.card_allowed_bytes is not None
+        assert found.card_budget_bytes <= found.card_allowed_bytes
+        return
+    fewer, _, smaller = excess.valid.rpartition("vram_per_worker_gib <= ")
+    assert overbooked(one.model_copy(update={"vram_per_worker_gib": float(smaller)})) is None
+    if fewer:
+        assert overbooked(one.model_copy(update={"workers": int(fewer.split()[2])})) is None

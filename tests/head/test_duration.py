@@ -1,0 +1,104 @@
+"""Durations as typed and as shown."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.duration import MAX_DURATION_S, format_duration, parse_duration
+
+
+@pytest.mark.parametrize(
+    ("typed", "seconds"),
+    [
+        (5, 300.0),
+        (0.5, 30.0),
+        ("5", 300.0),
+        ("1.5", 90.0),
+        ("30s", 30.0),
+        ("2h", 7200.0),
+        ("5m", 300.0),
+        ("1h30m", 5400.0),
+        ("1h 30m", 5400.0),
+        (" 1H30M15S ", 5415.0),
+        ("1d", 86_400.0),
+        ("0.5h", 1800.0),
+        ("365d", MAX_DURATION_S),
+    ],
+)
+def test_what_may_be_typed(typed: str | float, seconds: float) -> None:
+    assert parse_duration(typed) == seconds
+
+
+@pytest.mark.parametrize(
+    ("typed", "why"),
+    [
+        (0, "not longer than nothing"),
+        (-5, "not longer than nothing"),
+        ("0s", "not longer than nothing"),
+        ("-5", "not longer than nothing"),
+        (math.nan, "nan is not a duration"),
+        (math.inf, "longer than a year"),
+        (-math.inf, "not longer than nothing"),
+        (10**400, "a number of more than 18 digits is longer than a year"),
+        (-(10**400), "not longer than nothing"),
+        (1e300, "longer than a year"),
+        ("366d", "longer than a year"),
+        ("999999999999h", "longer than a year"),
+        ("", "not a duration"),
+        ("   ", "not a duration"),
+        ("s", "not a duration"),
+        ("5x", "not a duration"),
+        ("30m1h", "not a duration"),
+        ("1h-30m", "not a duration"),
+        ("-30s", "not a duration"),
+        ("nan", "not a duration"),
+        ("1e3", "not a duration"),
+        ("\u0665", "not a duration"),
+        (True, "not a duration"),
+        ("1h" + " " * 100_000 + "x", "not a duration"),
+        ("9" * 100_000, "not a duration"),
+    ],
+)
+def test_refusals_say_what_is_valid(typed: str | float, why: str) -> None:
+    with pytest.raises(ValueError, match=why) as caught:
+        parse_duration(typed)
+    assert "30s, 2h, 1h30m" in str(caught.value)
+    assert len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (300, "5m"),
+        (5400, "1h 30m"),
+        (45, "45s"),
+        (0, "0s"),
+        (0.25, "0.2s"),
+        (59.99, "59.9s"),
+        (61.9, "1m 1s"),
+        (3600, "1h"),
+        (90_061, "1d 1h 1m 1s"),
+        (math.inf, "–"),  # noqa: RUF001  # the sign of the tables
+        (math.nan, "–"),  # noqa: RUF001  # the sign of the tables
+        (-1, "–"),  # noqa: RUF001  # the sign of the tables
+    ],
+)
+def test_how_a_duration_is_shown(seconds: float, shown: str) -> None:
+    assert format_duration(seconds) == shown
+
+
+@given(st.integers(min_value=1, max_value=int(MAX_DURATION_S)))
+def test_what_is_shown_can_be_typed(seconds: int) -> None:
+    assert parse_duration(format_duration(seconds)) == seconds
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.one_of(st.text(max_size=80), st.floats(), st.integers()))
+def test_anything_is_a_duration_in_range_or_a_value_error(typed: str | float) -> None:
+    try:
+        seconds = parse_duration(typed)
+    except ValueError:
+        return
+    assert 0 < seconds <= MAX_DURATION_S

@@ -1,0 +1,159 @@
+"""The diary: every line is JSON whatever is thrown at it, and a full disk is a problem, not a crash."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.watch.events import TEXT_LIMIT_BYTES, EventLog, _LineFile
+from workers.messages import WorkerState
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    content = path.read_text(encoding="utf-8")
+    assert content.endswith("\n")
+    return [json.loads(line) for line in content.splitlines()]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "events.jsonl"
+
+
+@pytest.fixture
+def log(path: Path) -> Iterator[EventLog]:
+    """Open a log and close it after the test."""
+    opened = EventLog(path)
+    yield opened
+    opened.close()
+
+
+def test_an_event_is_a_line_at_once(path: Path) -> None:
+    log = EventLog(path, lambda: 1_700_000_000.1234)
+    log.write("state_changed", slot="pc1/3", state=WorkerState.BACKOFF, size=5734, path=Path("x"))
+    log.write("run_started")
+
+    assert lines(path) == [
+        {
+            "at": "2023-11-14T22:13:20.123Z",
+            "event": "state_changed",
+            "slot": "pc1/3",
+            "state": "BACKOFF",
+            "size": 5734,
+            "path": "x",
+        },
+        {"at": "2023-11-14T22:13:20.123Z", "event": "run_started", "slot": None},
+    ]
+    assert log.problem is None
+    log.close()
+
+
+def test_an_existing_log_is_continued(path: Path) -> None:
+    for _ in range(2):
+        log = EventLog(path)
+        log.write("opened")
+        log.close()
+
+    assert len(lines(path)) == 2
+
+
+def test_hostile_text_stays_one_line(path: Path, log: EventLog) -> None:
+    log.write("boom\nboom", slot="a\nb", text="x\n\r\x00\x1b[31m\u2028\x85\udc80", **{"key\n": 1})
+
+    ((read),) = lines(path)
+    assert read["text"] == "x\n\r\x00\x1b[31m\u2028\x85\udc80"
+    assert len(path.read_bytes().splitlines()) == 1
+
+
+def test_a_megabyte_of_traceback_keeps_its_beginning_and_its_end(path: Path, log: EventLog) -> None:
+    log.write("error", error="Traceback" + "é" * 2**20 + "ValueError: this one")
+
+    ((read),) = lines(path)
+    assert len(read["error"].encode()) < TEXT_LIMIT_BYTES + 100
+    assert read["error"].startswith("Traceback")
+    assert read["error"].endswith("ValueError: this one")
+    assert "bytes cut" in read["error"]
+
+
+def test_values_that_json_does_not_know(path: Path, log: EventLog) -> None:
+    deep: list[object] = []
+    for _ in range(1000):
+        deep = [deep]
+    log.write("odd", numbers=[math.nan, math.inf, 1.5], huge=10**5000, deep=deep, inner={"a": {1: (2, None)}})
+
+    ((read),) = lines(path)
+    assert read["numbers"] == [None, None, 1.5]
+    assert read["inner"] == {"a": {"1": [2, None]}}
+    assert read["huge"].startswith("0x")
+
+
+def test_details_may_be_called_anything(path: Path, log: EventLog) -> None:
+    details = {"event": 1, "self": 2, "at": 3, "method_name": 4, "fields": 5}
+    log.write("odd", **details)
+
+    ((read),) = lines(path)
+    assert (read["event"], read["event_"], read["self"], read["at_"]) == ("odd", 1, 2, 3)
+    assert (read["method_name"], read["fields"]) == (4, 5)
+
+
+@given(
+    st.dictionaries(
+        st.text(st.characters(), max_size=8).filter(lambda key: key != "slot"),
+        st.one_of(st.text(st.characters()), st.floats(), st.integers(), st.none(), st.binary()),
+    )
+)
+def test_any_details_make_one_line_of_json(tmp_path_factory: pytest.TempPathFactory, fields: dict[str, object]) -> None:
+    path = tmp_path_factory.mktemp("log") / "events.jsonl"
+    log = EventLog(path)
+    log.write("any", **fields)
+    log.close()
+
+    assert len(lines(path)) == 1
+
+
+def test_a_full_disk_is_a_problem_not_a_crash() -> None:
+    log = EventLog(Path("/dev/full"))
+    log.write("one")
+    log.write("two")
+
+    assert log.problem is not None
+    assert "2 lost" in log.problem
+    assert "No space left" in log.problem
+    log.close()
+
+
+def test_a_place_that_cannot_be_opened_is_tried_again(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "later" / "events.jsonl")
+    log.write("lost")
+    assert log.problem is not None
+    (tmp_path / "later").mkdir()
+    log.write("kept")
+
+    assert log.problem is None
+    assert [line["event"] for line in lines(tmp_path / "later" / "events.jsonl")] == ["kept"]
+    log.close()
+
+
+def test_a_line_that_did_not_fit_spoils_no_other(path: Path) -> None:
+    class Nearly(FileIO):
+        def write(self, content: bytes) -> int | None:
+            return super().write(content[:5])
+
+    file = _LineFile(path)
+    file._raw = Nearly(path, "a")
+    with pytest.raises(OSError, match="only 5 of 16"):
+        file.info('{"first": "no"}')
+    file._raw.close()
+    file._raw = None
+    file.info('{"second": 1}')
+    file.close()
+
+    assert path.read_text().splitlines() == ['{"fir', '{"second": 1}']

@@ -1,0 +1,224 @@
+"""The watchers at a terminal, at a pipe, and when either goes away."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from orchestrator.watch.live import LiveTable, PlainLines, Silent
+from workers.messages import WorkerState
+
+from .conftest import RowMaker, SnapshotMaker
+
+
+class Clock:
+    """Moves when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Lost(io.StringIO):
+    """A stream whose other end is gone after some writes."""
+
+    def __init__(self, failure: Exception) -> None:
+        super().__init__()
+        self.failure: Exception | None = failure
+
+    def write(self, text: str) -> int:
+        if self.failure is not None:
+            raise self.failure
+        return super().write(text)
+
+
+def terminal(stream: io.StringIO, width: int = 100, height: int = 20) -> Console:
+    return Console(
+        file=stream, force_terminal=True, width=width, height=height, color_system=None, _environ={"TERM": "xterm"}
+    )
+
+
+def test_at_most_four_redraws_a_second(make_row: RowMaker, make_snapshot: SnapshotMaker) -> None:
+    stream, now = io.StringIO(), Clock()
+    table = LiveTable(terminal(stream), now)
+    for _ in range(100):
+        now.now_s += 0.01
+        table.update(make_snapshot(make_row()))
+    drawn = stream.getvalue().count("TFLOP/s ·")
+    table.close(make_snapshot(make_row()))
+
+    assert drawn in {4, 5}
+
+
+def test_the_last_frame_stays_whole_with_the_totals_and_the_cursor_is_back(
+    make_row: RowMaker, make_snapshot: SnapshotMaker
+) -> None:
+    stream, now = io.StringIO(), Clock()
+    table = LiveTable(terminal(stream), now)
+    snapshot = make_snapshot(*(make_row(slot=f"pc1/{index}") for index in range(70)), restart_count=2)
+    stdout = sys.stdout
+    table.update(snapshot)
+    assert "more RUNNING" in stream.getvalue()
+    assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l")  # never hidden for long
+    stream.truncate(0)
+    table.close(snapshot)
+
+    last = stream.getvalue()
+    assert all(f"pc1/{index} " in last for index in range(70))
+    assert "total  70 workers" in last
+    assert "2 restarts" in last
+    assert last.rindex("\x1b[?25h") > last.rfind("\x1b[?25l")
+    assert sys.stdout is stdout
+
+
+def test_a_resized_terminal_gets_a_table_of_its_new_width(make_row: RowMaker, make_snapshot: SnapshotMaker) -> None:
+    stream, now = io.StringIO(), Clock()
+    console = terminal(stream, width=200)
+    table = LiveTable(console, now)
+    table.update(make_snapshot(make_row()))
+    console.size = (60, 10)
+    now.now_s = 1.0
+    stream.truncate(0)
+    stream.seek(0)
+    table.update(make_snapshot(make_row(state=WorkerState.BACKOFF)))
+    shown = re.sub(r"\x1b\[[\d;?]*[A-Za-z]|\r", "", stream.getvalue())
+    table.close(make_snapshot(make_row()))
+
+    assert "BACKOFF" in shown
+    assert max(map(len, shown.splitlines())) <= 60
+
+
+def test_closed_before_the_first_update_it_still_shows_the_end(
+    make_row: RowMaker, make_snapshot: SnapshotMaker
+) -> None:
+    stream = io.StringIO()
+    LiveTable(terminal(stream)).close(make_snapshot(make_row()))
+
+    assert "pc1/0" in stream.getvalue()
+
+
+@pytest.mark.parametrize("failure", [OSError(5, "terminal gone"), BrokenPipeError()])
+def test_a_lost_terminal_does_not_end_the_run(
+    make_row: RowMaker, make_snapshot: SnapshotMaker, failure: OSError | ValueError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Lost(failure)
+    console = terminal(stream)
+
+    def broken_pipe() -> None:
+        raise SystemExit(1)  # what rich does, less its change to this process's own stdout
+
+    monkeypatch.setattr(console, "on_broken_pipe", broken_pipe)
+    stdout = sys.stdout
+    table = LiveTable(console)
+    table.update(make_snapshot(make_row()))
+    table.update(make_snapshot(make_row()))
+    table.close(make_snapshot(make_row()))
+
+    assert sys.stdout is stdout
+
+
+def test_plain_lines_say_changes_once_and_progress_every_ten_seconds(
+    make_row: RowMaker, make_snapshot: SnapshotMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    stream = io.StringIO()
+    plain = PlainLines(stream)
+    first = make_snapshot(make_row(), elapsed_s=0.0)
+    fallen = make_row(state=WorkerState.BACKOFF, size=5734, reason="out of memory\x1b[31m\nat 8192", oom_count=3)
+    for elapsed_s in (0.0, 1.0, 2.0):
+        plain.update(replace(first, elapsed_s=elapsed_s))
+    for elapsed_s in (5.0, 9.9, 10.2, 15.0, 20.0, 21.0):
+        plain.update(replace(first, rows=(fallen,), elapsed_s=elapsed_s, notices=("pc2 has not joined",)))
+
+    lines = [re.sub(r"^\d\d:\d\d:\d\d ", "AT ", line) for line in stream.getvalue().splitlines()]
+    assert lines == [
+        "AT pc1/0 RUNNING size 8192: steady",
+        "AT pc1/0 BACKOFF size 5734: out of memory [31m at 8192",
+        "AT ! pc2 has not joined",
+        "00:10 of 00:30  nodes 2/2  1 BACKOFF  9.610 TFLOP/s  oom 3",
+        "00:20 of 00:30  nodes 2/2  1 BACKOFF  9.610 TFLOP/s  oom 3",
+    ]
+
+
+def test_plain_lines_end_with_the_totals(make_row: RowMaker, make_snapshot: SnapshotMaker) -> None:
+    stream = io.StringIO()
+    rows = (make_row(), make_row(slot="pc2/0", node="pc2", tflops=None, steps_ok=0))
+    PlainLines(stream).close(make_snapshot(*rows, restart_count=1, steps_lost_upper_bound=7, elapsed_s=1.0))
+
+    assert stream.getvalue().splitlines()[-3:] == [
+        "pc1    1 worker  9.610 TFLOP/s  100 % of 400 steps good  0 OOM  0 restarts",
+        "pc2    1 worker  - TFLOP/s  no steps yet  0 OOM  0 restarts",
+        (
+            "total  2 workers  9.610 TFLOP/s  100 % of 400 steps good  0 OOM  0 emergencies  "
+            "1 restart (at most 7 steps lost)  824 checks, 0 wrong  ran 1s"
+        ),
+    ]
+
+
+def test_plain_lines_in_an_encoding_that_lacks_letters(make_row: RowMaker, make_snapshot: SnapshotMaker) -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    plain = PlainLines(stream)
+    plain.update(make_snapshot(make_row(reason="メモリ", slot="größe/0")))
+    plain.close(make_snapshot(make_row(node="größe", tflops=None)))
+
+    assert b"gr??e/0 RUNNING size 8192: ???" in raw.getvalue()
+
+
+@pytest.mark.parametrize("failure", [BrokenPipeError(), ValueError("closed"), OSError(28, "disk full")])
+def test_plain_lines_survive_their_stream(
+    make_row: RowMaker, make_snapshot: SnapshotMaker, failure: OSError | ValueError
+) -> None:
+    plain = PlainLines(Lost(failure))
+    plain.update(make_snapshot(make_row()))
+    plain.close(make_snapshot(make_row()))
+
+
+def test_plain_lines_go_on_when_a_full_disk_has_room_again(make_row: RowMaker, make_snapshot: SnapshotMaker) -> None:
+    stream = Lost(OSError(28, "disk full"))
+    plain = PlainLines(stream)
+    plain.update(make_snapshot(make_row()))
+    stream.failure = None
+    plain.update(make_snapshot(make_row(state=WorkerState.LOST)))
+
+    assert "LOST" in stream.getvalue()
+
+
+def test_a_reader_that_leaves_a_real_pipe_is_survived(make_row: RowMaker, make_snapshot: SnapshotMaker) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    stream = os.fdopen(writing, "w")
+    plain = PlainLines(stream)
+    plain.update(make_snapshot(make_row()))
+    plain.close(make_snapshot(make_row()))
+    with pytest.raises(BrokenPipeError):
+        stream.close()  # what could not be written is tried once more
+
+
+def test_silent_says_nothing(
+    make_row: RowMaker, make_snapshot: SnapshotMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Silent().update(make_snapshot(make_row()))
+    Silent().close(make_snapshot(make_row()))
+
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_room_loads_neither_ray_nor_torch() -> None:
+    root = Path(__file__).resolve().parents[2]
+    rooms = (path.stem for path in sorted((root / "orchestrator" / "watch").glob("*.py")))
+    imports = "; ".join(f"import orchestrator.watch.{name}" for name in rooms if name != "__init__")
+    code = f"{imports}; import sys; print('ray' in sys.modules, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+
+    assert done.stdout.split() == ["False", "False"]

@@ -1,0 +1,222 @@
+"""The health table on a real console: every width, nasty data, and what is left out first."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from orchestrator.watch.cells import ASCII, UNICODE, Glyphs, clock, glyphs_for, number, share_pct, whole
+from orchestrator.watch.columns import KEPT_LONGEST_FIRST, columns_for
+from orchestrator.watch.model import Row, Snapshot
+from orchestrator.watch.table import health_table
+from workers.messages import WorkerState
+
+from .conftest import Drawer, RowMaker, SnapshotMaker
+
+WIDTHS = (200, 150, 120, 100, 80, 60, 40)
+
+NASTY = (
+    {"reason": "out of memory " * 200},
+    {"reason": "[red]x[/red] [bold", "state": WorkerState.BACKOFF},
+    {"reason": "two\nlines\x1b[31m\x07\t\u202eright to left", "state": WorkerState.PAUSED},
+    {"reason": "メモリ不足 " * 30, "gpu_name": "カード" * 20, "state": WorkerState.EMERGENCY},
+    {"size": 10**40, "batch": 10**400, "tflops": 1e300, "steps_ok": 10**30, "oom_count": 10**12},
+    {"tflops": math.nan, "power_w": math.inf, "heartbeat_age_s": 1e9, "temperature_c": -273.15},
+    {"allocated_bytes": 10**400, "reserved_bytes": 0, "cap_bytes": 0, "device_used_bytes": 10**400},
+    {"slot": "the-workstation-in-the-cellar-of-the-house/12", "state": WorkerState.LOST},
+    {"dtype": "\udc80", "gpu_name": "", "reason": "", "state": WorkerState.WARMING},
+)
+
+
+def bare(slot: str) -> Row:
+    return Row(slot=slot, node="pc1", state=WorkerState.STARTING, reason="")
+
+
+@pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nasty_rows_keep_to_their_lines(
+    make_row: RowMaker, make_snapshot: SnapshotMaker, draw: Drawer, width: int, glyphs: Glyphs
+) -> None:
+    rows = [make_row(**{"slot": f"pc1/{index}", **nasty}) for index, nasty in enumerate(NASTY)]
+    snapshot = make_snapshot(*rows, bare("pc1/77"), notices=("disk\nfull" * 50,))
+
+    lines = draw(health_table(snapshot, width, glyphs=glyphs), width)
+
+    assert all(cell_len(line) <= width for line in lines)
+    assert all(line.replace(" ", "a").isprintable() for line in lines)
+    rule = next(number for number, line in enumerate(lines) if set(line.strip()) == {glyphs.rule})
+    assert sum(state.value in line for line in lines[rule:] for state in WorkerState) == len(NASTY) + 1
+    if glyphs is ASCII:
+        assert "\n".join(lines).isascii()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_slot_state_size_and_throughput_are_always_there(
+    make_row: RowMaker, make_snapshot: SnapshotMaker, draw: Drawer, width: int
+) -> None:
+    snapshot = make_snapshot(make_row(state=WorkerState.QUARANTINED), make_row(slot="pc1/10"))
+
+    lines = draw(health_table(snapshot, width), width)
+
+    for slot in ("pc1/0 ", "pc1/10"):
+        (line,) = (line for line in lines if line.startswith(slot))
+        assert "8192/128" in line
+        assert "9.61" in line
+    assert any("QUARANTINED" in line and "8192/128" in line for line in lines)
+
+
+@settings(deadline=None)
+@given(st.data(), st.integers(1, 220), st.one_of(st.none(), st.integers(1, 60)))
+def test_any_rows_fit_any_width(
+    any_row: st.SearchStrategy[Row], data: st.DataObject, width: int, height: int | None
+) -> None:
+    snapshot = Snapshot(
+        run_id="r",
+        started_at=0.0,
+        elapsed_s=0.0,
+        duration_s=0.0,
+        nodes_planned=(),
+        nodes_seen=(),
+        rows=tuple(data.draw(st.lists(any_row, max_size=5))),
+    )
+
+    table = health_table(snapshot, width, height)
+
+    assert all(cell_len(line.plain) <= width for line in table.renderables)
+
+
+def test_markup_in_a_reason_is_shown_as_it_is(make_row: RowMaker, make_snapshot: SnapshotMaker, draw: Drawer) -> None:
+    snapshot = make_snapshot(make_row(state=WorkerState.BACKOFF, reason="[red]x[/red]"))
+
+    assert "[red]x[/red]" in "\n".join(draw(health_table(snapshot, 200), 200))
+    assert "[red]x[/red]" in "\n".join(draw(health_table(snapshot, 60), 60))
+
+
+def test_nothing_that_is_asked_for_is_missing_when_there_is_room(
+    make_row: RowMaker, make_snapshot: SnapshotMaker, draw: Drawer
+) -> None:
+    row = make_row(oom_count=3, emergency_count=1, success_rate=0.9997, verify_errors=2)
+
+    text = "\n".join(draw(health_table(make_snapshot(row), 230), 230))
+
+    for shown in (
+        "nodes 2/2", "1 RUNNING", "9.610 TFLOP/s", "00:10 of 00:30", "33 %", "00:20 left",
+        "RTX 3090", "8192/128", "fp16", " 97 ", "███████▒▒░", "1.90/2.40/2.63", "3/1", "99.9", "60/59", " 71 ",
+        "281/350", "412/2", " 0.8", "21.0/24.0", "steady",
+    ):  # fmt: skip
+        assert shown in text
+
+
+def test_columns_without_one_value_go_before_any_other(
+    make_row: RowMaker, make_snapshot: SnapshotMaker, draw: Drawer
+) -> None:
+    sensors = {"temperature_c": None, "power_w": None, "power_limit_w": None, "throttle_pct": None}
+    snapshot = make_snapshot(make_row(**sensors))
+
+    assert "temp" not in "\n".join(draw(health_table(snapshot, 120), 120))
+    wide = draw(health_table(snapshot, 230), 230)
+    assert "temp" in "\n".join(wide)
+    assert f"  {UNICODE.missing}  " in next(line for line in wide if line.startswith("pc1/0"))
+
+
+def test_every_column_has_a_place_in_the_order(make_row: RowMaker) -> None:
+    names = {column.name for column in columns_for([make_row()], UNICODE)} | {"reason"}
+
+    assert names == set(KEPT_LONGEST_FIRST)
+
+
+def test_a_reason_gets_its_own_line_when_narrow_unless_all_is_well(
+    make_row: RowMaker, make_snapshot: SnapshotMaker, draw: Drawer
+) -> None:
+    snapshot = make_snapshot(
+        make_row(state=WorkerState.BACKOFF, reason="out of memory at 8192"),
+        make_row(slot="pc1/1", reason="all is well"),
+        make_row(slot="pc1/2", reason="the card computes wrongly", verify_errors=1),
+    )
+
+    text = "\n".join(draw(health_table(snapshot, 80), 80))
+
+    assert "  └ out of memory at 8192" in text
+    assert "  └ the card computes wrongly" in text
+    assert "all is well" not in text
+
+
+@pytest.mark.parametrize("height", [5, 10, 12, 24, 50])
+def test_seventy_rows_end_in_a_line_that_counts_the_rest(
+    make_row: RowMaker, make_snapshot: SnapshotMaker, draw: Drawer, height: int | None
+) -> None:
+    rows = [make_row(slot=f"pc1/{index}") for index in range(69)]
+    lost = make_row(slot="pc2/0", state=WorkerState.LOST, reason="pc2 is gone")
+    snapshot = make_snapshot(*rows, lost, notices=tuple(f"notice {index}" for index in range(30)))
+
+    lines = draw(health_table(snapshot, 120, height), 120)
+
+    shown = sum(line.startswith(("pc1/", "pc2/")) for line in lines)
+    assert shown >= 1
+    assert any(line == f"… and {70 - shown} more RUNNING" for line in lines)
+    assert any(line.startswith("pc2/0") for line in lines)
+    assert len(lines) <= max(height, 10)
+
+
+def test_hidden_rows_of_several_states_are_counted_by_state(
+    make_row: RowMaker, make_snapshot: SnapshotMaker, draw: Drawer
+) -> None:
+    rows = [make_row(slot=f"a/{i}", state=WorkerState.BACKOFF, reason="") for i in range(10)]
+    snapshot = make_snapshot(*rows, *(make_row(slot=f"b/{i}") for i in range(10)))
+
+    assert "… and 13 more: 3 BACKOFF, 10 RUNNING" in draw(health_table(snapshot, 120, 13), 120)
+
+
+def test_bytes_of_a_rehearsal_are_in_mib(make_row: RowMaker, make_snapshot: SnapshotMaker, draw: Drawer) -> None:
+    row = make_row(allocated_bytes=100 * 2**20, reserved_bytes=160 * 2**20, cap_bytes=213 * 2**20)
+
+    assert "100/160/213" in "\n".join(draw(health_table(make_snapshot(row), 100), 100))
+
+
+def test_no_workers_yet(make_snapshot: SnapshotMaker, draw: Drawer) -> None:
+    lines = draw(health_table(make_snapshot(notices=("pc2 has not joined",)), 80), 80)
+
+    assert "no workers yet" in lines
+    assert "! pc2 has not joined" in lines
+
+
+@pytest.mark.parametrize(
+    ("encoding", "glyphs"), [("utf-8", UNICODE), ("UTF8", UNICODE), ("ascii", ASCII), ("cp1252", ASCII), (None, ASCII)]
+)
+def test_glyphs_suit_the_encoding(encoding: str | None, glyphs: Glyphs) -> None:
+    assert glyphs_for(encoding) is glyphs
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (share_pct(0.99999), "99.9"),
+        (share_pct(1.0), "100"),
+        (share_pct(None), None),
+        (number(0.0, 3), "0.000"),
+        (number(0.0004, 3), "<0.001"),
+        (number(1e300, 0), "1e+300"),
+        (number(math.nan, 0), None),
+        (whole(10**9), "1e+9"),
+        (whole(0), "0"),
+        (clock(3725), "1:02:05"),
+        (clock(math.nan), "00:00"),
+        (UNICODE.bar(full=0.001, part=5.0, width=4), "█▒▒▒"),
+        (UNICODE.bar(full=0.0, part=0.0, width=4), "░░░░"),
+        (ASCII.bar(full=0.5, part=0.75, width=4), "##=."),
+        (UNICODE.shorten("メモリ", 4), "メ…"),
+        (UNICODE.shorten("abc", 0), ""),
+    ],
+)
+def test_values_as_text(shown: object, expected: object) -> None:
+    assert shown == expected
+
+
+def test_glyphs_of_a_style_are_one_cell_wide() -> None:
+    for glyphs in (UNICODE, ASCII):
+        assert isinstance(glyphs, Glyphs)
+        assert {cell_len(char) for char in (glyphs.full, glyphs.part, glyphs.empty, glyphs.missing)} == {1}
