@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import Annotated, NoReturn
+import traceback
+from typing import Annotated, Any, NoReturn
 
-import click
 import typer
 
 from orchestrator.config import load_config
@@ -140,34 +140,39 @@ def stop(
             typer.echo(line)
 
 
+#: Base of what typer raises for a bad command line: click's ClickException, or that of the copy newer typers carry.
+_BadCommandLine: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+
 def main() -> NoReturn:
     """Run the command line and exit."""
     wants_json = "--json" in sys.argv[1:]
     try:
         code = app(standalone_mode=False)
-        _exit(code if isinstance(code, int) else 0)
     except OrchestratorError as error:
         _fail(str(error), error.exit_code, wants_json=wants_json)
-    except click.exceptions.NoArgsIsHelpError as error:
+    except _BadCommandLine as error:
+        if wants_json:
+            _fail(error.format_message(), error.exit_code, wants_json=True)
         error.show()
-        _exit(2)
-    except click.ClickException as error:
-        if not wants_json:
-            error.show()
-        _fail(error.format_message() if wants_json else None, error.exit_code, wants_json=wants_json)
-    except (KeyboardInterrupt, click.Abort):
+        _exit(error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", 130, wants_json=wants_json)
     except BrokenPipeError:
         # The reader of our output went away; there is nobody left to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         _exit(1)
+    except Exception as error:  # noqa: BLE001 - a bug of ours; what was started is already torn down
+        traceback.print_exc()
+        _fail(f"internal error, please report it: {type(error).__name__}: {error}", 1, wants_json=wants_json)
+    _exit(code if isinstance(code, int) else 0)
 
 
-def _fail(message: str | None, code: int, *, wants_json: bool) -> NoReturn:
+def _fail(message: str, code: int, *, wants_json: bool) -> NoReturn:
     if wants_json:
         outcome = "interrupted" if code == 130 else "failed"
-        print(summary_text(failure_dict(message or "", code, outcome)))  # noqa: T201 - the one object of --json
-    elif message:
+        print(summary_text(failure_dict(message, code, outcome)))  # noqa: T201 - the one object of --json
+    else:
         print(message, file=sys.stderr)  # noqa: T201 - the user's terminal
     _exit(code)
 

@@ -103,6 +103,7 @@ class Supervisor:
         return Snapshot(
             run_id=self._info.run_id,
             started_at=self._info.started_at_unix_s,
+            now_unix_s=time.time(),
             elapsed_s=min(now_s - counting_since_s, self._info.duration_s) if self._ends_at_s else 0.0,
             duration_s=self._info.duration_s,
             nodes_planned=tuple(self._config.nodes),

@@ -147,6 +147,8 @@ class Snapshot:
     run_id: str
     started_at: float
     """Unix time, in seconds."""
+    now_unix_s: float
+    """The moment of the snapshot, which is later than `started_at + elapsed_s`: starting up does not count."""
     elapsed_s: float
     duration_s: float
     """Planned length of the run."""
@@ -163,11 +165,6 @@ class Snapshot:
     def remaining_s(self) -> float:
         """Seconds until the planned end; 0 once it has passed."""
         return max(0.0, self.duration_s - self.elapsed_s)
-
-    @property
-    def now_unix_s(self) -> float:
-        """The moment of the snapshot as Unix time."""
-        return self.started_at + self.elapsed_s
 
     @property
     def state_counts(self) -> dict[WorkerState, int]:

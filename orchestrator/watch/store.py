@@ -50,14 +50,14 @@ class SampleStore:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._connection: sqlite3.Connection | None = None
-        self._due_s = 0.0
+        self._due_unix_s = 0.0
         self.problem: str | None = None
         """A sentence for the user while samples cannot be written, `None` while they can."""
 
     def update(self, snapshot: Snapshot) -> None:
         """Write a sample of every slot, unless that was done less than `WRITE_EVERY_S` ago."""
-        if snapshot.elapsed_s >= self._due_s:
-            self._due_s = snapshot.elapsed_s + WRITE_EVERY_S
+        if snapshot.now_unix_s >= self._due_unix_s:
+            self._due_unix_s = snapshot.now_unix_s + WRITE_EVERY_S
             self._write(snapshot)
 
     def close(self, snapshot: Snapshot) -> None:

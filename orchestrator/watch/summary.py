@@ -66,7 +66,14 @@ def summary_dict(
 def failure_dict(error: str, exit_code: int, outcome: str = "failed") -> dict[str, Any]:
     """Return the summary of a run that never began: the same keys, no workers, counts 0, the rest unknown."""
     nothing = Snapshot(
-        run_id="", started_at=0.0, elapsed_s=0.0, duration_s=0.0, nodes_planned=(), nodes_seen=(), rows=()
+        run_id="",
+        started_at=0.0,
+        now_unix_s=0.0,
+        elapsed_s=0.0,
+        duration_s=0.0,
+        nodes_planned=(),
+        nodes_seen=(),
+        rows=(),
     )
     unknown = {"run_id": None, "started_at": None, "duration_s": None, "workers_planned": None}
     return {**summary_dict(nothing, outcome, exit_code, "", error), **unknown}
@@ -127,9 +134,11 @@ def snapshot_from_summary(summary: object) -> Snapshot:
         raise ValueError(f"this is no run summary of schema {SCHEMA}")
     try:
         duration_s = float(summary["duration_s"] or 0.0)
+        started_at = datetime.fromisoformat(summary["started_at"]).timestamp() if summary["started_at"] else 0.0
         return Snapshot(
             run_id=str(summary["run_id"] or ""),
-            started_at=datetime.fromisoformat(summary["started_at"]).timestamp() if summary["started_at"] else 0.0,
+            started_at=started_at,
+            now_unix_s=started_at + duration_s,
             elapsed_s=duration_s,
             duration_s=duration_s,
             nodes_planned=tuple(summary["nodes_planned"]),

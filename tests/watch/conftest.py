@@ -91,7 +91,9 @@ def make_snapshot() -> SnapshotMaker:
             "nodes_seen": ("pc1", "pc2"),
             "rows": rows,
         }
-        return Snapshot(**{**usual, **changed})
+        given = {**usual, **changed}
+        given.setdefault("now_unix_s", given["started_at"] + given["elapsed_s"])
+        return Snapshot(**given)
 
     return make
 

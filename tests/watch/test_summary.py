@@ -40,6 +40,7 @@ def test_any_rows_make_valid_json(
     snapshot = Snapshot(
         run_id="r",
         started_at=0.0,
+        now_unix_s=0.0,
         elapsed_s=elapsed_s,
         duration_s=30.0,
         nodes_planned=("pc1",),

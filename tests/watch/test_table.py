@@ -77,6 +77,7 @@ def test_any_rows_fit_any_width(
     snapshot = Snapshot(
         run_id="r",
         started_at=0.0,
+        now_unix_s=0.0,
         elapsed_s=0.0,
         duration_s=0.0,
         nodes_planned=(),
