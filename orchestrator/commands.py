@@ -72,15 +72,20 @@ def node_command(config: Config, node: str, head_address: str) -> NodeCommand:
 
 
 def _token_steps(*, is_head: bool, host: str) -> tuple[str, ...]:
-    """The token is made once on the head and copied to every other PC; it is never printed."""
+    """Return how the token is made, once on the head, and copied to every other PC; it is never printed."""
     if is_head:
         return (
             "# once: a secret that every PC of the cluster must have",
-            "test -s ~/.ray/auth_token || ray get-auth-token --generate > /dev/null; chmod 600 ~/.ray/auth_token",
+            (
+                "test -s ~/.ray/auth_token || (umask 077; ray get-auth-token --generate > /dev/null); "
+                "chmod 600 ~/.ray/auth_token"
+            ),
         )
     source = shlex.quote(f"{host}:.ray/auth_token")
     return (
         "# once: fetch the head's secret (or copy ~/.ray/auth_token from it in any other way)",
-        f"mkdir -p ~/.ray && {{ test -s ~/.ray/auth_token || scp {source} ~/.ray/auth_token; }} "
-        "&& chmod 600 ~/.ray/auth_token",
+        (
+            f"mkdir -p ~/.ray && {{ test -s ~/.ray/auth_token || (umask 077; scp -- {source} ~/.ray/auth_token); }} "
+            "&& chmod 600 ~/.ray/auth_token"
+        ),
     )

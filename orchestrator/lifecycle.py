@@ -113,8 +113,9 @@ class Slot:
     """When the present incarnation was first asked to work."""
     heard_at_s: float | None = None
     silent_since_s: float | None = None
-    """When the last process died, until the next one reports."""
+    """When a process that cannot be reached was first asked to work, until one reports or dies."""
     deaths_at_s: tuple[float, ...] = ()
+    """Those of the last `death_window_s`, and all since the last report: a slot that never answers is given up."""
     errors_in_a_row: int = 0
     resume: ResumeState | None = None
     report: Report | None = None
@@ -229,7 +230,7 @@ def advance(slot: Slot, event: Event, now_s: float, rules: Rules, ends_at_s: flo
         ends_at_s: When the run shall end, once that is known; slices are cut to fit.
     """
     after, commands = _react(slot, event, now_s, rules, ends_at_s)
-    if (after.state, after.reason) != (slot.state, slot.reason) and after.state is not slot.state:
+    if after.state is not slot.state:
         commands = (*commands, _state_note(slot, after))
     return after, commands
 
@@ -239,17 +240,18 @@ def _react(slot: Slot, event: Event, now_s: float, rules: Rules, ends_at_s: floa
         return slot, _refusal(event, slot)
     match event:
         case NodeJoined():
-            return _node_joined(slot, now_s, rules, ends_at_s)
+            result = _node_joined(slot, now_s, rules, ends_at_s)
         case NodeLeft():
-            return _node_left(slot, now_s)
+            result = _node_left(slot, now_s)
         case SliceReported(report=report):
-            return _reported(slot, report, now_s, rules, ends_at_s)
+            result = _reported(slot, report, now_s, rules, ends_at_s)
         case SliceFailed():
-            return _failed(slot, event, now_s, rules)
+            result = _failed(slot, event, now_s, rules)
         case Tick():
-            return _ticked(slot, now_s, rules, ends_at_s)
+            result = _ticked(slot, now_s, rules, ends_at_s)
         case Drain():
-            return _drain(slot)
+            result = _drain(slot)
+    return result
 
 
 def _node_joined(slot: Slot, now_s: float, rules: Rules, ends_at_s: float | None) -> Result:
@@ -257,7 +259,13 @@ def _node_joined(slot: Slot, now_s: float, rules: Rules, ends_at_s: float | None
         return slot, ()
     place: tuple[Command, ...] = () if slot.placed else (Place(),)
     again = slot.placed
-    slot = replace(slot, placed=True, state=WorkerState.STARTING, reason="its process is starting")
+    slot = replace(
+        slot,
+        placed=True,
+        state=WorkerState.STARTING,
+        reason="its process is starting",
+        deaths_at_s=_recent(slot.deaths_at_s, now_s, rules),
+    )
     slot, commands = _begin(slot, now_s, rules, ends_at_s, new_process=again)
     return slot, (*place, *commands)
 
@@ -275,12 +283,12 @@ def _node_left(slot: Slot, now_s: float) -> Result:
         silent_since_s=None,
         deaths_at_s=tuple(at for at in slot.deaths_at_s if at < now_s - _NODE_BLAME_S),
     )
-    return lost, (Forget(),)
+    return _stopped_if_draining(lost), (Forget(),)
 
 
 def _reported(slot: Slot, report: Report, now_s: float, rules: Rules, ends_at_s: float | None) -> Result:
     flight = _flight(slot, report.incarnation, report.sequence)
-    if flight is None:
+    if flight is None or report.slot != slot.slot:
         return slot, _refusal(SliceReported(report=report), slot)
     slot = replace(
         slot,
@@ -288,6 +296,7 @@ def _reported(slot: Slot, report: Report, now_s: float, rules: Rules, ends_at_s:
         proven=True,
         heard_at_s=now_s,
         silent_since_s=None,
+        deaths_at_s=_recent(slot.deaths_at_s, now_s, rules),
         state=report.state,
         reason=report.reason,
         report=report,
@@ -310,7 +319,10 @@ def _failed(slot: Slot, event: SliceFailed, now_s: float, rules: Rules) -> Resul
     if _flight(slot, event.incarnation, event.sequence) is None:
         return slot, ()  # the second of two slices that failed together: the first has said it all
     if event.failure is SliceFailure.UNBUILDABLE:
-        return slot, (EndRun(reason=f"{slot.slot}: the worker cannot be started: {event.text}"),)
+        if slot.report is None:
+            return slot, (EndRun(reason=f"{slot.slot}: the worker cannot be started: {event.text}"),)
+        # It did work before: its process is in a bad way, not its code.
+        return _died(slot, f"its process failed outside a step: {event.text}", now_s, rules, before=(Restart(),))
     if slot.proven or event.failure is SliceFailure.DIED:
         return _died(slot, f"its process ended: {event.text}", now_s, rules, before=())
     silent_since_s = slot.silent_since_s if slot.silent_since_s is not None else slot.working_since_s
@@ -381,30 +393,27 @@ def _fill(slot: Slot, now_s: float, rules: Rules, ends_at_s: float | None) -> Re
 
 def _send(slot: Slot, duration_s: float, now_s: float) -> tuple[Slot, Submit]:
     flight = Flight(sequence=slot.next_sequence, duration_s=duration_s, submitted_at_s=now_s)
-    command = Submit(
-        incarnation=slot.incarnation, sequence=flight.sequence, duration_s=duration_s, resume=slot.resume
-    )
+    command = Submit(incarnation=slot.incarnation, sequence=flight.sequence, duration_s=duration_s, resume=slot.resume)
     return replace(slot, in_flight=(*slot.in_flight, flight), next_sequence=slot.next_sequence + 1), command
 
 
 def _died(slot: Slot, why: str, now_s: float, rules: Rules, *, before: tuple[Command, ...]) -> Result:
-    """The slot's process is gone, or must go: wait, longer each time, and start again; or give up."""
-    deaths = (*(at for at in slot.deaths_at_s if at > now_s - rules.death_window_s), now_s)
+    """Wait, longer each time, and start again, because the process is gone or must go; or give up."""
+    deaths = (*(_recent(slot.deaths_at_s, now_s, rules) if slot.proven else slot.deaths_at_s), now_s)
     slot = _drop_flights(slot)
     slot = replace(
         slot,
         deaths_at_s=deaths,
-        silent_since_s=now_s,
+        silent_since_s=None,
         counters=replace(slot.counters, restarts=slot.counters.restarts + 1),
     )
     if len(deaths) >= rules.max_deaths:
-        return _quarantine(slot, f"{len(deaths)} deaths in {rules.death_window_s:.0f} s; the last: {why}")
-    # The first death of a window is met at once; waiting begins when it happens again.
-    wait_s = 0.0 if len(deaths) == 1 else rules.restart_backoff_s * 2.0 ** (len(deaths) - 2)
+        span_s = max(rules.death_window_s, now_s - deaths[0])
+        return _quarantine(slot, f"{len(deaths)} deaths in {span_s:.0f} s; the last: {why}")
+    # The first death of a window is met at once; waiting begins when it happens again. 2.0**1024 would overflow.
+    wait_s = 0.0 if len(deaths) == 1 else rules.restart_backoff_s * 2.0 ** min(len(deaths) - 2, 1000)
     wait_s = min(wait_s, rules.restart_backoff_max_s)
-    slot = replace(
-        slot, phase=Phase.PAUSING, state=WorkerState.RESTARTING, reason=why, wake_at_s=now_s + wait_s
-    )
+    slot = replace(slot, phase=Phase.PAUSING, state=WorkerState.RESTARTING, reason=why, wake_at_s=now_s + wait_s)
     return _stopped_if_draining(slot), (Forget(), *before)
 
 
@@ -417,6 +426,10 @@ def _quarantine(slot: Slot, why: str) -> Result:
 
 def _stopped_if_draining(slot: Slot) -> Slot:
     return replace(slot, phase=Phase.STOPPED, wake_at_s=None) if slot.draining else slot
+
+
+def _recent(deaths_at_s: tuple[float, ...], now_s: float, rules: Rules) -> tuple[float, ...]:
+    return tuple(at for at in deaths_at_s if at > now_s - rules.death_window_s)
 
 
 def _drop_flights(slot: Slot) -> Slot:

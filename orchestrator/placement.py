@@ -62,18 +62,24 @@ def plan_slots(config: Config, ground: Ground) -> tuple[SlotPlan, ...]:
     budgets = [node_budget(name, node, config) for name, node in config.nodes.items()]
     sharing = sum(budget.workers for budget in budgets) if ground.one_machine else None
     shared_bytes = sum(budget.workers * budget.budget_bytes for budget in budgets) if ground.one_machine else None
+    slots = [(budget, f"{budget.node}/{index}") for budget in budgets for index in range(budget.workers)]
     return tuple(
-        _slot_plan(config, ground, budget, index, sharing, shared_bytes)
-        for budget in budgets
-        for index in range(budget.workers)
+        _slot_plan(config, ground, budget, slot, seed, sharing, shared_bytes)
+        # Each worker draws its own numbers, and the same ones in the next run.
+        for seed, (budget, slot) in enumerate(slots, start=config.workload.seed)
     )
 
 
 def _slot_plan(
-    config: Config, ground: Ground, budget: NodeBudget, index: int, sharing: int | None, shared_bytes: int | None
+    config: Config,
+    ground: Ground,
+    budget: NodeBudget,
+    slot: str,
+    seed: int,
+    sharing: int | None,
+    shared_bytes: int | None,
 ) -> SlotPlan:
     node = config.nodes[budget.node]
-    slot = f"{budget.node}/{index}"
     spec = WorkerSpec(
         slot=slot,
         node=budget.node,
@@ -90,8 +96,7 @@ def _slot_plan(
             dtype=budget.dtype,
             size=budget.size,
             batch=budget.batch,
-            # Each worker draws its own numbers, and the same ones in the next run.
-            seed=config.workload.seed + index,
+            seed=seed,
         ),
     )
     seat = Seat(slot=slot, node=budget.node, num_cpus=budget.cpus_per_worker, num_gpus=budget.gpu_fraction)
@@ -133,12 +138,16 @@ def _node_refusals(budget: NodeBudget, facts: list[NodeFact]) -> Iterable[Refusa
         return
     if len(facts) > 1:
         where = ", ".join(sorted(fact.address for fact in facts))
-        yield Refusal(node=name, missing=Missing.TWICE, text=f"{len(facts)} live nodes have the label node={name}: {where}")
+        yield Refusal(
+            node=name, missing=Missing.TWICE, text=f"{len(facts)} live nodes have the label node={name}: {where}"
+        )
         return
     fact = facts[0]
     if fact.cpus < budget.cpus_total:
         sum_text = f"{budget.workers} workers x {budget.cpus_per_worker} = {budget.cpus_total}"
-        yield Refusal(node=name, missing=Missing.CPUS, text=f"{name} offers {fact.cpus:g} CPUs, the plan needs {sum_text}")
+        yield Refusal(
+            node=name, missing=Missing.CPUS, text=f"{name} offers {fact.cpus:g} CPUs, the plan needs {sum_text}"
+        )
     if fact.gpus < budget.gpus:
         yield Refusal(
             node=name, missing=Missing.GPUS, text=f"{name} offers {fact.gpus:g} GPUs, the plan needs {budget.gpus}"

@@ -14,6 +14,11 @@ from orchestrator.config import Config
 #: Beside an RTX 3090 or 3070 a CUDA context takes about this much (pytorch #20532, #107667); the worker measures it.
 _USUAL_CONTEXT_BYTES = 300 * 2**20
 
+_HEADINGS = ("worker", "card", "GPU fraction", "CPUs", "threads", "budget", "cap about", "duty", "size", "batch")
+
+#: Room for the longest names of a node and a card: nothing is cut, and a terminal wraps what it cannot hold.
+_WIDTH = 400
+
 
 def plan_json(config: Config) -> str:
     """Return the plan as one JSON object."""
@@ -24,7 +29,7 @@ def plan_json(config: Config) -> str:
 def plan_text(config: Config) -> str:
     """Return the plan as a table for people."""
     table = Table(title=None, box=None, pad_edge=False, header_style="bold")
-    for heading in ("worker", "card", "GPU fraction", "CPUs", "threads", "budget", "cap about", "duty", "size", "batch"):
+    for heading in _HEADINGS:
         table.add_column(heading, justify="left" if heading in {"worker", "card"} else "right", no_wrap=True)
     sums: list[str] = []
     for budget in _budgets(config):
@@ -39,12 +44,12 @@ def plan_text(config: Config) -> str:
                 f"cores/{budget.workers}",
                 f"{budget.budget_bytes / GIB:.2f} GiB",
                 f"{_cap_about(budget) / GIB:.2f} GiB",
-                "–" if budget.duty is None else f"{budget.duty:.0%}",
+                "–" if budget.duty is None else f"{budget.duty:.0%}",  # noqa: RUF001 - the sign for an unknown value
                 str(budget.size),
                 str(budget.batch),
             )
         sums.append(_sum_line(budget))
-    console = Console(width=120, file=None, force_terminal=False)
+    console = Console(width=_WIDTH, file=None, force_terminal=False)
     with console.capture() as capture:
         console.print(table)
     note = "The cap is the budget less the CUDA context, about 0.3 GiB; each worker measures its own."
@@ -62,7 +67,8 @@ def _cap_about(budget: NodeBudget) -> int:
 def _sum_line(budget: NodeBudget) -> str:
     each = f"{budget.workers_per_card} x {budget.budget_bytes / GIB:.2f} GiB = {budget.card_budget_bytes / GIB:.2f} GiB"
     share = budget.workers_per_card * budget.gpu_fraction
-    words = [f"{budget.node}: {budget.workers} workers, {budget.cpus_total} CPUs, a card holds {each}"]
+    holder = "a card holds" if budget.gpus else "its memory holds"
+    words = [f"{budget.node}: {budget.workers} workers, {budget.cpus_total} CPUs, {holder} {each}"]
     if budget.card_allowed_bytes is not None and budget.card_total_bytes is not None:
         words.append(
             f"of {budget.card_allowed_bytes / GIB:.2f} GiB allowed ({budget.card_total_bytes / GIB:.2f} GiB shown)"

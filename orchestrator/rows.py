@@ -13,8 +13,8 @@ from workers.messages import Report, WorkerState
 #: Throughput and duty are means over the reports of about this long: steady to read, quick to fall.
 _WINDOW_S = 10.0
 
-#: States in which the last throughput is history.
-_IDLE = frozenset({WorkerState.LOST, WorkerState.RESTARTING, WorkerState.QUARANTINED})
+#: States in which the last throughput is history: no process of the slot works.
+_IDLE = frozenset({WorkerState.LOST, WorkerState.STARTING, WorkerState.RESTARTING, WorkerState.QUARANTINED})
 
 
 @dataclass(slots=True)
@@ -95,7 +95,7 @@ def row(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
         emergency_count=counters.emergency_count,
         restarts=counters.restarts,
         duty_requested=plan.spec.duty,
-        duty_measured=meter.duty,
+        duty_measured=None if slot.state in _IDLE else meter.duty,
         verify_checks=counters.verify_checks,
         verify_errors=counters.verify_errors,
         heartbeat_age_s=now_s - slot.heard_at_s if slot.heard_at_s is not None else None,

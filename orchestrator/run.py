@@ -11,8 +11,6 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -56,24 +54,27 @@ def run(stage: Stage, options: Options) -> int:
     """
     folder = _run_folder(stage.config)
     started_at = time.time()
-    with own_screen(folder / "ray.log") as screen, _interruptible() as interrupted:
+    interrupts = Interrupts()
+    interrupts.install()
+    with own_screen(folder / "ray.log") as screen:
         events = EventLog(folder / "events.jsonl")
         try:
             if not options.json:
-                for line in (*stage.lines, f"Run folder: {folder}"):
+                for line in stage.lines:
                     print(line, file=screen.err, flush=True)  # noqa: T201 - the user's terminal
             events.write("run_started", run_id=folder.name, workers=len(stage.plans))
-            snapshot = _supervised(stage, options, folder, started_at, screen, events, interrupted)
-        except OrchestratorError as error:
-            events.write("run_failed", error=str(error))
-            write_summary(folder / "summary.json", failure_dict(str(error), error.exit_code))
-            raise
+            snapshot = _supervised(stage, options, folder, started_at, screen, events, interrupts)
+            return _concluded(stage, options, folder, started_at, screen, events, snapshot, interrupts.asked)
         except BaseException as error:
-            events.write("run_failed", error=repr(error))
+            code = error.exit_code if isinstance(error, OrchestratorError) else 1
+            outcome = "failed"
+            if isinstance(error, KeyboardInterrupt):
+                outcome, code = "interrupted", 130
+            events.write("run_failed", error=str(error) or repr(error))
+            write_summary(folder / "summary.json", failure_dict(str(error) or repr(error), code, outcome))
             raise
-        else:
-            return _concluded(stage, options, folder, started_at, screen, events, snapshot, interrupted())
         finally:
+            interrupts.restore()
             events.close()
 
 
@@ -84,11 +85,14 @@ def _supervised(  # noqa: PLR0913 - the parts of one run, each used here alone
     started_at: float,
     screen: Screen,
     events: EventLog,
-    interrupted: Callable[[], bool],
+    interrupts: Interrupts,
 ) -> Snapshot:
     store = SampleStore(folder / "samples.sqlite")
     with stage.fleet as fleet:
+        interrupts.install()
         _preflight(stage.config, fleet, options)
+        if not options.json:
+            print(f"Run folder: {folder}", file=screen.err, flush=True)  # noqa: T201 - the user's terminal
         supervisor = Supervisor(
             info=RunInfo(
                 run_id=folder.name, started_at_unix_s=started_at, duration_s=stage.config.run.duration_s
@@ -98,7 +102,7 @@ def _supervised(  # noqa: PLR0913 - the parts of one run, each used here alone
             fleet=fleet,
             watchers=(_viewer(options, screen), store),
             events=events,
-            interrupted=interrupted,
+            interrupted=lambda: interrupts.asked,
             problems=lambda: [problem for problem in (store.problem, events.problem) if problem is not None],
         )
         return supervisor.run()
@@ -184,24 +188,30 @@ def without_cluster(config: Config, error: NoClusterError) -> NoClusterError:
     )
 
 
-@contextmanager
-def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Turn the first Ctrl-C (or SIGTERM, or a closed terminal) into a question the run asks; the second raises."""
-    asked: list[int] = []
+class Interrupts:
+    """Turns the first Ctrl-C (or SIGTERM, or a closed terminal) into a question the run asks; the second raises."""
 
-    def ask(number: int, frame: FrameType | None) -> None:
-        del frame
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(number)
+    _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    before = {number: signal.signal(number, ask) for number in numbers}
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, handler in before.items():
+    def __init__(self) -> None:
+        self.asked = False
+        self._before = {number: signal.getsignal(number) for number in self._NUMBERS}
+
+    def install(self) -> None:
+        """Take the signals; to be called again after Ray has connected, which takes SIGTERM for itself."""
+        for number in self._NUMBERS:
+            signal.signal(number, self._ask)
+
+    def restore(self) -> None:
+        """Give the signals back to whom they belonged."""
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
 
 
 def _run_folder(config: Config) -> Path:

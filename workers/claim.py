@@ -50,7 +50,7 @@ def climb(device: Device, settings: MemorySettings) -> Climb:
         claim_bytes = max(claim_bytes, obtained)
         failures += refused
         if refused or share >= 1.0:
-            break  # a refusal found the ceiling; what was reached below it is the claim
+            break  # all of it, or less: a refusal found the ceiling; what was reached below it is the claim
         share += settings.first_fraction
     return Climb(claim_bytes=claim_bytes, target_bytes=target_bytes, failures=failures)
 
@@ -60,8 +60,9 @@ def _obtain_or_reduce(device: Device, wanted_bytes: int, floor_bytes: int, setti
     refused = 0
     while True:
         device.release()  # the last stage's block, or the cache that stood in the way
-        if _obtained(device, wanted_bytes):
-            return wanted_bytes, refused
+        obtained_bytes = _obtained(device, wanted_bytes)
+        if obtained_bytes is not None:
+            return obtained_bytes, refused
         refused += 1
         wanted_bytes = int(wanted_bytes * (1.0 - settings.retry_reduction))
         if wanted_bytes <= floor_bytes:
@@ -69,14 +70,15 @@ def _obtain_or_reduce(device: Device, wanted_bytes: int, floor_bytes: int, setti
             return 0, refused
 
 
-def _obtained(device: Device, wanted_bytes: int) -> bool:
+def _obtained(device: Device, wanted_bytes: int) -> int | None:
+    """Obtain a block and let it go; return the size it really had, or `None` if memory was short."""
     failure = None
     try:
-        device.obtain(wanted_bytes)
+        obtained_bytes = device.obtain(wanted_bytes)
     except Exception as error:  # noqa: BLE001 - every failure is classified; only memory's may pass
         failure = oom.classify(error)
     if failure is None:
-        return True
+        return obtained_bytes
     if failure.kind in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
-        return False
+        return None
     raise PoisonedError(f"allocating {wanted_bytes} bytes failed for another reason: {failure.text}")

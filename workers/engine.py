@@ -22,7 +22,7 @@ from workers.oom import Failure
 from workers.policy.base import Decision, Emergency, Event, Policy, Pressure, Release, Run, StepOk, StepOom
 from workers.policy.registry import make_policy
 from workers.tally import Tally
-from workers.workloads.base import Workload, WorkloadContext
+from workers.workloads.base import StepResult, Workload, WorkloadContext
 from workers.workloads.loading import load_workload
 
 #: How many probable out-of-memory errors in a row are believed. Their texts (cuBLAS, cuDNN) can also mean a bug of
@@ -47,6 +47,12 @@ class _Life:
     probable_in_a_row: int = 0
     owed_sleep_s: float = 0.0
     in_emergency: bool = False
+
+    def release(self) -> None:
+        """Have the workload drop its tensors, and everything unused go back to the device."""
+        with self.device.enforced():
+            self.workload.release()
+        self.device.release()
 
     def ask(self, event: Event) -> Decision:
         self.state, decision = self.policy.decide(self.state, event)
@@ -75,6 +81,7 @@ class Engine:
             Always a report; its verdict says whether this process may go on.
         """
         tally = Tally(directive=directive)
+        failure: Failure | None = None
         try:
             if self._poisoned is not None:
                 raise PoisonedError(self._poisoned)  # noqa: TRY301 - a slice queued behind the one that found out
@@ -85,12 +92,29 @@ class Engine:
             tally.settle(WorkerState.STOPPED, str(error))
             return tally.report(Verdict.MISFIT)
         except PoisonedError as error:
-            self._poisoned = str(error)
-            tally.settle(WorkerState.RESTARTING, f"the device no longer answers this process: {error}")
-            tally.event("poisoned", reason=str(error))
-            return tally.report(Verdict.POISONED, resume=self._resume())
+            return self._give_up(tally, str(error))
+        except Exception as error:  # noqa: BLE001 - a user's release, resize or needed_bytes may raise anything too
+            failure = oom.classify(error)
+            tally.error = oom.traceback_text(error)
+        if failure is not None:
+            return self._stumble(tally, failure)
         tally.claim_bytes = life.claim_bytes
         return tally.report(Verdict.OK, device=life.device.info, memory=memory, resume=self._resume())
+
+    def _give_up(self, tally: Tally, reason: str) -> Report:
+        self._poisoned = reason
+        tally.settle(WorkerState.RESTARTING, f"the device no longer answers this process: {reason}")
+        tally.event("poisoned", reason=reason)
+        return tally.report(Verdict.POISONED, resume=self._resume())
+
+    def _stumble(self, tally: Tally, failure: Failure) -> Report:
+        """Report a failure outside any step as an error of the workload: it ends the slice and nothing else."""
+        if failure.kind is FailureKind.POISONED:
+            return self._give_up(tally, failure.text)
+        tally.steps_error += 1
+        tally.settle(WorkerState.BACKOFF, f"the workload failed outside its step: {failure.text}")
+        device = None if self._life is None else self._life.device.info
+        return tally.report(Verdict.OK, device=device, resume=self._resume())
 
     def _resume(self) -> ResumeState | None:
         return None if self._life is None else self._life.policy.dump(self._life.state)
@@ -175,7 +199,8 @@ def _climb(life: _Life, tally: Tally) -> None:
     if went.claim_bytes != life.claim_bytes or went.failures:
         tally.event("claimed", claim_bytes=went.claim_bytes, target_bytes=went.target_bytes, failures=went.failures)
     life.claim_bytes = went.claim_bytes
-    life.workload.resize(went.claim_bytes)
+    with life.device.enforced():
+        life.workload.resize(went.claim_bytes)
 
 
 def _work(life: _Life, tally: Tally) -> None:
@@ -218,6 +243,7 @@ def _step(life: _Life, tally: Tally, run: Run) -> Event | None:
     tally.size, tally.batch = run.size, run.batch
     try:
         result, seconds = life.device.timed(lambda: life.workload.step(run.size, run.batch))
+        flop = _flop(result)
     except Exception as error:  # noqa: BLE001 - classified below, outside the handler
         # Only text leaves the handler: the traceback holds the frames, and the frames hold the tensors.
         failure = oom.classify(error)
@@ -226,14 +252,15 @@ def _step(life: _Life, tally: Tally, run: Run) -> Event | None:
         life.probable_in_a_row = 0
         life.in_emergency = False
         tally.steps_ok += 1
-        tally.work_flop += result.flop if result is not None else 0.0
+        tally.work_flop += flop
         tally.busy_s += seconds
         tally.settle(WorkerState.RUNNING, "")
         return StepOk(size=run.size, batch=run.batch, peak_bytes=life.device.step_peak_bytes(), seconds=seconds)
     if failure.kind is FailureKind.PROBABLE:
         life.probable_in_a_row += 1
     if failure.kind is FailureKind.OTHER or life.probable_in_a_row > MAX_PROBABLE_IN_A_ROW:
-        life.workload.release()
+        life.release()
+        life.device.rebase()
         tally.steps_error += 1
         tally.error = traceback
         tally.settle(WorkerState.BACKOFF, f"the workload failed: {failure.text}")
@@ -241,6 +268,19 @@ def _step(life: _Life, tally: Tally, run: Run) -> Event | None:
     if failure.kind is FailureKind.POISONED:
         raise PoisonedError(failure.text)
     return _survive(life, tally, run, failure)
+
+
+def _flop(result: object) -> float:
+    """Return what a step counted; users tend to return their loss.
+
+    Raises:
+        TypeError: The step returned something else.
+    """
+    if result is None:
+        return 0.0
+    if isinstance(result, StepResult):
+        return result.flop
+    raise TypeError(f"a step must return a StepResult or None, not {type(result).__name__}")
 
 
 def _survive(life: _Life, tally: Tally, run: Run, failure: Failure) -> StepOom:
@@ -252,8 +292,7 @@ def _survive(life: _Life, tally: Tally, run: Run, failure: Failure) -> StepOom:
     started = time.monotonic()
     tally.steps_oom += 1
     tally.oom_count += 1
-    life.workload.release()
-    life.device.release()
+    life.release()
     _prove_alive(life, tally)
     life.device.rebase()
     needed_bytes = life.workload.needed_bytes(run.size, run.batch)
@@ -296,8 +335,7 @@ def _stay_in_emergency(life: _Life, tally: Tally, reason: str) -> None:
     if not life.in_emergency:
         tally.event("emergency", reason=reason)
         life.in_emergency = True
-    life.workload.release()
-    life.device.release()
+    life.release()
     _prove_alive(life, tally)
     time.sleep(max(_EMERGENCY_PAUSE_S, tally.remaining_s))
     life.device.rebase()

@@ -78,7 +78,7 @@ def _made(kind: FailureKind) -> RuntimeError:
             return RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)` (injected)")
         case FailureKind.POISONED:
             error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered (injected)")
-            error.error_code = _ILLEGAL_ADDRESS
+            error.error_code = _ILLEGAL_ADDRESS  # type: ignore[attr-defined]  # torch sets it in C++
             return error
         case FailureKind.OTHER:
             return RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3) (injected)")

@@ -12,6 +12,8 @@ import contextlib
 import ctypes
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from orchestrator.cluster import auth
+from orchestrator.cluster import auth, janitor
 from orchestrator.cluster.base import Fleet
 from orchestrator.cluster.connect import driver
 from orchestrator.errors import NoClusterError
@@ -62,19 +64,44 @@ def rehearsed(plans: Sequence[RayletPlan]) -> Iterator[Fleet]:
     folder = Path(tempfile.mkdtemp(prefix="orch-", dir=_short_folder()))
     saved = {name: os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")}
     nodes: list[Any] = []
+    keeper = _hire_janitor(folder)
     try:
         auth.use_private_token(folder)
         _start(plans, folder, nodes)
         with driver(nodes[0].gcs_address, has_token=True) as fleet:
             _await_nodes(fleet, {plan.name for plan in plans})
+            _tell(keeper, _descendants({*before, keeper.pid}))
             yield fleet
     finally:
         for node in reversed(nodes):
             with contextlib.suppress(Exception):  # what it leaves is ended below
                 node.kill_all_processes(check_alive=False, allow_graceful=False)
-        _end_descendants(except_pids=before)
+        _end_descendants(except_pids={*before, keeper.pid})
         shutil.rmtree(folder, ignore_errors=True)
+        keeper.communicate("bye\n")
         _restore(saved)
+
+
+def _hire_janitor(folder: Path) -> subprocess.Popen[str]:
+    """Start what cleans up if this process is killed; out of reach of the terminal's Ctrl-C."""
+    return subprocess.Popen(  # noqa: S603 - our own file, with a folder we made
+        [sys.executable, "-I", janitor.__file__, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        text=True,
+    )
+
+
+def _tell(keeper: subprocess.Popen[str], processes: Sequence[psutil.Process]) -> None:
+    if keeper.stdin is not None:
+        keeper.stdin.writelines(f"{process.pid} {janitor.start_time(process.pid)}\n" for process in processes)
+        keeper.stdin.flush()
+
+
+def _descendants(except_pids: set[int]) -> list[psutil.Process]:
+    return [child for child in psutil.Process().children(recursive=True) if child.pid not in except_pids]
 
 
 def _start(plans: Sequence[RayletPlan], folder: Path, nodes: list[Any]) -> None:
@@ -130,7 +157,7 @@ def _end_descendants(except_pids: set[int]) -> None:
     """End every descendant of this process that the rehearsal brought, and reap it."""
     deadline = time.monotonic() + _END_TIMEOUT_S
     while time.monotonic() < deadline:
-        alive = [c for c in psutil.Process().children(recursive=True) if c.pid not in except_pids]
+        alive = _descendants(except_pids)
         if not alive:
             return
         for child in alive:

@@ -6,6 +6,7 @@ Covers the protocol alone. Does not cover policy (how much to use) nor recovery 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -25,8 +26,18 @@ class Device(Protocol):
     torch_dtype: torch.dtype
     info: DeviceInfo
 
-    def obtain(self, size_bytes: int) -> torch.Tensor:
-        """Allocate one block of uint8, uninitialised.
+    def enforced(self) -> AbstractContextManager[None]:
+        """Hold the process to its cap for the duration of a `with`; every call of the workload belongs into one.
+
+        What the process takes or frees outside is not the workload's and does not count against its cap. A device
+        whose allocator keeps the cap by itself has nothing to do.
+        """
+        ...
+
+    def obtain(self, size_bytes: int) -> int:
+        """Allocate one block and let it go again; return its size, a little less than asked where it is rounded.
+
+        Where the allocator has a pool, the block stays there in one piece.
 
         Raises:
             RuntimeError: The device's own out-of-memory, to be classified by `workers.oom`.
@@ -75,5 +86,5 @@ class Device(Protocol):
         ...
 
     def timed(self, work: Callable[[], T]) -> tuple[T, float]:
-        """Run `work`, wait until the device is done with it, and return its result and the seconds it took."""
+        """Run `work` with the cap enforced, wait until the device is done with it, and return its result and the seconds it took."""
         ...

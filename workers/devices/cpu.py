@@ -3,6 +3,10 @@
 `RLIMIT_DATA` bounds a process's private writable memory (man 2 getrlimit; since Linux 4.7 it counts private
 mappings too). Set to the present size plus the cap, it makes every recovery path of the engine happen for real on a
 machine without a GPU. Linux only. Does not bound the resident set, nor memory that other processes share.
+
+The limit holds while the workload computes and while memory is obtained, and is lifted in between: a process is more
+than its tensors, and Ray's own buffers or Python's, refused at the wall, would end a worker that only had to back off.
+What the process grows by in between is not charged to the cap.
 """
 
 from __future__ import annotations
@@ -13,7 +17,8 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,6 +42,10 @@ _MMAP_THRESHOLD_BYTES = 64 * 1024
 #: instead of raising. malloc's header page of each mapping comes out of this too.
 _MARGIN_BYTES = 2 * 2**20
 _MARGIN_PER_THREAD_BYTES = 2**20
+
+#: How far other threads may push the data size up before they are charged for it. A bound, because a workload that
+#: never lets go of its tensors looks the same from outside, and without one each recovery would forgive it a cap more.
+_DRIFT_LIMIT_BYTES = 64 * 2**20
 
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -63,7 +72,7 @@ class CpuDevice:
         self._emergency = EmergencyProduct(spec.memory.emergency_size, self.torch_device)
         _warm_up(self.torch_dtype)
         gc.collect()
-        self._base_bytes = _data_bytes()
+        self._opened_bytes = self._base_bytes = _data_bytes()
         context_bytes = max(0, self._base_bytes - before_bytes)
         self._cap_bytes = spec.budget_bytes - context_bytes
         if self._cap_bytes < spec.memory.floor_bytes:
@@ -74,8 +83,10 @@ class CpuDevice:
                 f"memory.floor_mib"
             )
         self._margin_bytes = _MARGIN_BYTES + threads * _MARGIN_PER_THREAD_BYTES
+        self._data_bytes = self._base_bytes
         self._peak_bytes = 0
-        self._enforce()
+        with self.enforced():
+            cap_read_back_bytes = resource.getrlimit(resource.RLIMIT_DATA)[0] - self._base_bytes
         self.info = DeviceInfo(
             kind="cpu",
             name=_cpu_name(),
@@ -83,7 +94,7 @@ class CpuDevice:
             total_bytes=psutil.virtual_memory().total,
             context_bytes=context_bytes,
             context_source="measured: growth of the data size while the device was opened",
-            cap_bytes=resource.getrlimit(resource.RLIMIT_DATA)[0] - self._base_bytes,
+            cap_bytes=cap_read_back_bytes,
             dtype=_DTYPE_NAMES[self.torch_dtype],
             threads=threads,
             pid=os.getpid(),
@@ -91,13 +102,14 @@ class CpuDevice:
             torch_version=torch.__version__,
         )
 
-    def obtain(self, size_bytes: int) -> torch.Tensor:
+    def obtain(self, size_bytes: int) -> int:
         """Map one block; the kernel refuses past the cap. See `Device.obtain`."""
-        return torch.empty(size_bytes, dtype=torch.uint8)
+        with self.enforced():
+            return torch.empty(size_bytes, dtype=torch.uint8).nbytes
 
     def held_bytes(self) -> int:
-        """Growth of the process's data since it was opened: on a CPU there is no pool, this is live memory."""
-        return max(0, _data_bytes() - self._base_bytes)
+        """Growth of the process's data under the limit: on a CPU there is no pool, this is live memory."""
+        return max(0, self._data_bytes - self._base_bytes)
 
     def step_peak_bytes(self) -> int:
         """What is held now: the kernel keeps no highest data size, so scratch freed inside a step is not seen."""
@@ -126,7 +138,8 @@ class CpuDevice:
 
     def release(self) -> None:
         """See `Device.release`."""
-        gc.collect()
+        with self.enforced():  # what is freed here was held by the workload
+            gc.collect()
 
     def clear_pending_error(self) -> None:
         """A CPU reports its errors at once and keeps none."""
@@ -137,25 +150,34 @@ class CpuDevice:
 
     def timed(self, work: Callable[[], T]) -> tuple[T, float]:
         """See `Device.timed`; a CPU is done when the call returns."""
-        started = time.perf_counter()
-        result = work()
-        return result, time.perf_counter() - started
+        with self.enforced():
+            started = time.perf_counter()
+            result = work()
+            return result, time.perf_counter() - started
 
     def rebase(self) -> None:
         """See `Device.rebase`.
 
-        Other threads of the process grow it over the hours (their stacks and heaps count as data); without this
-        their growth would eat the cap that was promised to tensors.
+        Other threads of the process grow it over the hours (their stacks and heaps count as data); without this,
+        what they took during a step would eat the cap that was promised to tensors.
         """
-        self._base_bytes = _data_bytes()
-        self._enforce()
+        self._data_bytes = _data_bytes()
+        self._base_bytes = min(self._data_bytes, self._opened_bytes + _DRIFT_LIMIT_BYTES)
 
     def _obtainable(self, held_bytes: int, available_bytes: int) -> int:
         return max(0, min(self._cap_bytes - held_bytes - self._margin_bytes, available_bytes))
 
-    def _enforce(self) -> None:
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    @contextmanager
+    def enforced(self) -> Iterator[None]:
+        """See `Device.enforced`: the kernel refuses what goes past the cap."""
+        self._base_bytes += _data_bytes() - self._data_bytes
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (self._base_bytes + self._cap_bytes, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+            self._data_bytes = _data_bytes()
 
 
 def _data_bytes() -> int:

@@ -14,7 +14,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
@@ -98,10 +98,14 @@ class CudaDevice:
             torch_version=torch.__version__,
         )
 
-    def obtain(self, size_bytes: int) -> torch.Tensor:
+    def enforced(self) -> AbstractContextManager[None]:
+        """See `Device.enforced`: torch's allocator keeps the cap by itself."""
+        return nullcontext()
+
+    def obtain(self, size_bytes: int) -> int:
         """Take one block, in whole allocator segments so that rounding never asks for more than was meant."""
         whole = size_bytes - size_bytes % _SEGMENT_BYTES or size_bytes
-        return torch.empty(whole, dtype=torch.uint8, device=self.torch_device)
+        return torch.empty(whole, dtype=torch.uint8, device=self.torch_device).nbytes
 
     def held_bytes(self) -> int:
         """See `Device.held_bytes`."""
@@ -110,7 +114,9 @@ class CudaDevice:
     def free_bytes(self) -> int:
         """See `Device.free_bytes`; asks the driver, so other tenants of the card count."""
         free_on_card, _ = torch.cuda.mem_get_info(self.torch_device)
-        return max(0, min(self._cap_bytes - self.held_bytes(), free_on_card))
+        return self._obtainable(
+            torch.cuda.memory_allocated(self.torch_device), torch.cuda.memory_reserved(self.torch_device), free_on_card
+        )
 
     def step_peak_bytes(self) -> int:
         """See `Device.step_peak_bytes`; exact: the allocator keeps the highest value."""
@@ -132,7 +138,7 @@ class CudaDevice:
         return MemoryInfo(
             device_total_bytes=total,
             device_used_bytes=total - free_on_card,
-            free_bytes=max(0, min(self._cap_bytes - reserved, free_on_card)),
+            free_bytes=self._obtainable(allocated, reserved, free_on_card),
             allocated_bytes=allocated,
             reserved_bytes=reserved,
             peak_bytes=peak,
@@ -161,6 +167,11 @@ class CudaDevice:
         ended.record()
         ended.synchronize()
         return result, started.elapsed_time(ended) / 1e3
+
+    def _obtainable(self, allocated_bytes: int, reserved_bytes: int, free_on_card_bytes: int) -> int:
+        """The allocator's unused pool counts as obtainable: it is ours, and given back before anything is refused."""
+        pool_bytes = reserved_bytes - allocated_bytes
+        return max(0, min(self._cap_bytes - allocated_bytes, free_on_card_bytes + pool_bytes))
 
     def _warm_up(self) -> None:
         """Load the kernels and the workspace of the real element type, so that they count as context or reserve."""

@@ -1,0 +1,41 @@
+"""A small multi-layer perceptron, trained on random rows: the example of docs/workloads.md."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from workers.workloads.base import StepResult, Workload
+
+LAYERS = 4
+
+
+class Mlp(Workload):
+    """`size` is the width of every layer, `batch` the rows of one training step."""
+
+    model: nn.Sequential | None = None
+
+    def step(self, size: int, batch: int) -> StepResult:
+        """Train on one batch."""
+        where = {"device": self.context.device, "dtype": self.context.dtype}
+        if self.model is None or self.model[0].in_features != size:
+            self.release()  # the old weights must go before the new ones come
+            torch.manual_seed(self.context.seed)
+            blocks = [(nn.Linear(size, size, **where), nn.ReLU()) for _ in range(LAYERS)]
+            self.model = nn.Sequential(*(layer for block in blocks for layer in block))
+        rows = torch.randn(batch, size, **where)
+        loss = (self.model(rows) - rows).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                weight.sub_(weight.grad, alpha=0.01)
+                weight.grad = None
+        return StepResult(flop=6.0 * LAYERS * batch * size * size)
+
+    def release(self) -> None:
+        """Let go of the weights; the next step draws them afresh."""
+        self.model = None
+
+    def needed_bytes(self, size: int, batch: int) -> int:
+        """Weights, their gradients, and the two results of each layer that the way back needs."""
+        return 2 * LAYERS * (size + batch) * size * self.context.dtype.itemsize

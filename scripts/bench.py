@@ -1,0 +1,103 @@
+"""Benchmarks. Each verb prints a table to standard error and one JSON object to standard output.
+
+    python scripts/bench.py oom-storm --errors 1000000
+    python scripts/bench.py overhead --rounds 5 --seconds 8
+    python scripts/bench.py startup --rounds 3
+    python scripts/bench.py recovery --errors 500
+
+Every figure is a ratio inside one run, or stands beside one: this machine's seconds say nothing about another's.
+Exit code 0; 1 when a property is broken (a target that is missed is told, not punished); 2 for wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from pathlib import Path
+
+# The script stands beside the packages, not in them, and they need not be installed.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+
+_MIB = 2**20
+
+
+def main() -> int:
+    """Run the verb and return its exit code."""
+    arguments = _parser().parse_args()
+    # Each verb imports its own: torch, Ray, or both.
+    if arguments.verb == "startup-bare":
+        from benches import startup
+
+        startup.bare_actors(arguments.config, arguments.overrides)
+        return 0
+    from benches.common import show
+
+    match arguments.verb:
+        case "oom-storm":
+            from benches import storm
+
+            result = storm.run(arguments.errors, int(arguments.budget_mib * _MIB), bare=arguments.bare)
+        case "overhead":
+            from benches import overhead
+
+            result = overhead.run(
+                arguments.rounds, arguments.seconds, arguments.size, arguments.dtype, arguments.slice_s
+            )
+        case "startup":
+            from benches import startup
+
+            result = startup.run(arguments.rounds, arguments.config, arguments.overrides)
+        case "recovery":
+            from benches import recovery
+
+            budget_mib = arguments.budget_mib or (3.33 * 1024 if arguments.device == "cuda" else 213)
+            size = arguments.size or (8192 if arguments.device == "cuda" else 1024)
+            result = recovery.run(arguments.errors, arguments.device, int(budget_mib * _MIB), size)
+    return show(result)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Benchmarks of the orchestrator, against something in the same run.")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    verb = verbs.add_parser("oom-storm", help="one process survives a storm of real out-of-memory errors")
+    verb.add_argument("--errors", type=_count, default=1_000_000, help="how many (default: a million)")
+    verb.add_argument("--budget-mib", type=float, default=213.0, help="of the worker, in MiB (default: %(default)s)")
+    verb.add_argument("--bare", action="store_true", help="in this process instead of in a Ray actor")
+
+    verb = verbs.add_parser("overhead", help="work per second under the whole head, against a bare torch loop")
+    verb.add_argument("--rounds", type=_count, default=5, help="pairs of turns (default: %(default)s)")
+    verb.add_argument("--seconds", type=float, default=8.0, help="of each turn (default: %(default)s)")
+    verb.add_argument("--size", type=_count, default=1024, help="edge of the matrices, x 64 (default: %(default)s)")
+    verb.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="(default: %(default)s)")
+    verb.add_argument("--slice-s", type=float, default=1.0, help="length of a slice (default: the shipped one)")
+
+    for name, text in (
+        ("startup", "from the start of the process to ten running workers, against bare actors with torch"),
+        ("startup-bare", "the other side of `startup`, once: the same actors with nothing but torch in them"),
+    ):
+        verb = verbs.add_parser(name, help=text)
+        if name == "startup":
+            verb.add_argument("--rounds", type=_count, default=3, help="pairs of starts (default: %(default)s)")
+        verb.add_argument("--config", default="cluster.yaml", help="(default: %(default)s)")
+        verb.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+
+    verb = verbs.add_parser("recovery", help="from an out-of-memory to the next good step")
+    verb.add_argument("--errors", type=_count, default=500, help="how many (default: %(default)s)")
+    verb.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: %(default)s)")
+    verb.add_argument("--budget-mib", type=float, default=None, help="(default: 213 on a CPU, 3410 on a card)")
+    verb.add_argument("--size", type=_count, default=None, help="of the good steps (default: 1024, 8192 on a card)")
+    return parser
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Benchmarks of the product against something else in the same run. Started by `scripts/bench.py`."""

@@ -1,0 +1,154 @@
+"""The main job in rehearsal: real Ray, real processes, real out-of-memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+from pathlib import Path
+
+import psutil
+import pytest
+
+from orchestrator.config import load_config
+from tests.cluster.conftest import SMALL, Starter, read_events, wait_for
+
+pytestmark = pytest.mark.ray
+
+#: Far too big for every cap, also after scaling to a quarter: 16384 x 16384 needs 1.5 GiB for three matrices.
+TOO_BIG = ("--set", "workload.size=65536")
+
+
+def test_ten_workers_survive_sizes_far_too_big_for_every_cap(start: Starter) -> None:
+    head = start("--rehearse", "--duration", "6s", "--json", *TOO_BIG, "--set", "run.min_success_rate=0")
+    code, out, err = head.finish()
+    assert code == 0, out + err
+    summary = json.loads(out)
+    assert summary == head.summary()
+    assert summary["outcome"] == "good"
+    assert summary["restart_count"] == 0
+    assert summary["nodes_seen"] == ["pc1", "pc2"]
+    assert [row["node"] for row in summary["workers"]] == ["pc1"] * 7 + ["pc2"] * 3
+    for row in summary["workers"]:
+        assert row["oom_count"] >= 1
+        assert row["emergency_count"] >= 1
+        assert row["steps_ok"] > 0
+        assert 0 < row["size"] < 16384
+        assert row["state"] == "RUNNING"
+        assert 0.95 * row["cap_bytes"] <= row["reserved_bytes"] <= row["cap_bytes"] <= row["budget_bytes"]
+
+    folder = head.folder()
+    assert load_config(str(folder / "config.yaml")).nodes["pc1"].workers == 7
+    names = {event["event"] for event in read_events(folder)}
+    assert {"run_started", "node_joined", "device_opened", "claimed", "oom", "backoff", "state", "run_ended"} <= names
+    with sqlite3.connect(folder / "samples.sqlite") as store:
+        (slots,) = store.execute("SELECT COUNT(DISTINCT slot) FROM samples").fetchone()
+    store.close()
+    assert slots == 10
+    assert "ray" not in err.lower().replace("raylet", "").replace("ray.log", "")
+
+
+def test_a_killed_worker_comes_back_in_its_slot_at_the_size_it_had_learned(start: Starter) -> None:
+    head = start("--rehearse", "--duration", "12s", "--json", *TOO_BIG, *SMALL, "--set", "run.min_success_rate=0")
+    head.wait_until_running(3)
+    opened = next(event for event in head.events() if event["event"] == "device_opened" and event["slot"] == "pc1/1")
+    victim = psutil.Process(opened["pid"])
+    os.kill(victim.pid, signal.SIGKILL)
+
+    def reopened() -> bool:
+        return len([e for e in head.events() if e["event"] == "device_opened" and e["slot"] == "pc1/1"]) == 2
+
+    wait_for(reopened, 60, "second process of pc1/1")
+    code, out, err = head.finish()
+    assert code == 0, out + err
+    events = head.events()
+    rows = {row["slot"]: row for row in json.loads(out)["workers"]}
+    row = rows["pc1/1"]
+    assert row["restarts"] == 1
+    assert row["state"] == "RUNNING"
+    # Only the first process ran out of memory: the second began where it had left off.
+    assert row["oom_count"] == rows["pc1/0"]["oom_count"] > 0
+    assert row["size"] == rows["pc1/0"]["size"]
+    assert row["steps_oom"] == row["oom_count"]
+    causes = [e["cause"] for e in events if e["event"] == "state" and e["slot"] == "pc1/1"]
+    assert any("its process ended" in cause for cause in causes)
+    assert rows["pc1/0"]["restarts"] == rows["pc2/0"]["restarts"] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_writes_its_summary_and_leaves_nothing(start: Starter, number: signal.Signals) -> None:
+    head = start("--rehearse", "--duration", "10", "--json", *SMALL)
+    head.wait_until_running(3)
+    head.process.send_signal(number)
+    code, out, _ = head.finish(30)
+    assert code == 130
+    assert json.loads(out)["outcome"] == head.summary()["outcome"] == "interrupted"
+    assert head.summary()["steps_ok"] > 0
+
+
+def test_an_interrupt_while_the_cluster_starts_leaves_nothing(start: Starter) -> None:
+    head = start("--rehearse", "--duration", "10", "--json", *SMALL)
+    head.folder()
+    head.process.send_signal(signal.SIGINT)
+    code, out, _ = head.finish(60)
+    assert code == 130
+    assert json.loads(out)["outcome"] == "interrupted"
+
+
+def test_a_head_that_is_killed_takes_everything_with_it(start: Starter) -> None:
+    head = start("--rehearse", "--duration", "10", *SMALL)
+    head.wait_until_running(3)
+    head.process.kill()
+    head.process.wait()
+    # Nobody of the head is left to clean up, and yet `start` and `nothing_left` find nothing.
+    wait_for(lambda: not list(head.runs.parent.glob("orch-*")), 10, "removal of the rehearsal's folder")
+
+
+def test_an_exception_in_the_head_leaves_nothing(start: Starter, short_tmp: Path) -> None:
+    breaking = short_tmp / "sitecustomize.py"
+    breaking.write_text(
+        "import orchestrator.supervisor as s\n"
+        "def broken(self): raise RuntimeError('a bug of ours')\n"
+        "s.Supervisor._begin_counting = broken\n"
+    )
+    head = start("--rehearse", "--duration", "10", "--json", *SMALL, environment={"PYTHONPATH": str(short_tmp)})
+    code, out, err = head.finish()
+    assert code == 1
+    assert json.loads(out)["outcome"] == "failed"
+    assert "a bug of ours" in json.loads(out)["error"]
+    assert "RuntimeError" in err  # the traceback, for the report
+
+
+def test_a_users_workload_runs_and_its_errors_are_quarantined(start: Starter, short_tmp: Path) -> None:
+    (short_tmp / "mine.py").write_text(
+        "import os, torch\n"
+        "from workers.workloads.base import StepResult, Workload\n"
+        "class Fine(Workload):\n"
+        "    def step(self, size, batch):\n"
+        "        torch.ones(size, size) @ torch.ones(size, size)\n"
+        "        return StepResult(flop=2.0 * size**3)\n"
+        "    def release(self): pass\n"
+        "class Faulty(Fine):\n"
+        "    def step(self, size, batch):\n"
+        "        raise ValueError('no such column')\n"
+    )
+    small = ("--rehearse", "--json", "--set", "nodes.pc1.workers=1", "--set", "nodes.pc2.workers=1")
+    fine = start(*small, "--duration", "3s", "--workload", "mine:Fine", cwd=short_tmp)
+    code, out, err = fine.finish()
+    assert code == 0, out + err
+    assert all(row["steps_ok"] > 0 for row in json.loads(out)["workers"])
+
+    faulty = start(*small, "--duration", "30s", "--workload", "mine:Faulty", cwd=short_tmp)
+    code, out, err = faulty.finish()
+    assert code == 1
+    for row in json.loads(out)["workers"]:
+        assert row["state"] == "QUARANTINED"
+        assert "no such column" in row["reason"]
+    tracebacks = [event["traceback"] for event in faulty.events() if event["event"] == "workload_error"]
+    assert any("raise ValueError" in text for text in tracebacks)
+
+    missing = start(*small, "--duration", "30s", "--workload", "nowhere:Nothing", cwd=short_tmp)
+    code, out, err = missing.finish()
+    assert code == 3
+    assert "nowhere" in json.loads(out)["error"]

@@ -1,0 +1,97 @@
+"""A process of its own for each scenario, and the spec of one worker.
+
+The CPU device caps its whole process and there is no way back, so no scenario may run in the process of the tests.
+"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+from workers.messages import MemorySettings, WorkerSpec, WorkloadSpec
+
+MIB = 2**20
+
+InChild: TypeAlias = Callable[..., Any]
+MakeSpec: TypeAlias = Callable[..., WorkerSpec]
+
+#: Imports a test's module by its name, so that what it pickles and what a spec names are found again.
+CHILD = """
+import importlib, pickle, sys, warnings
+from pathlib import Path
+warnings.simplefilter("ignore")
+folder, module, function, given, wanted = sys.argv[1:]
+sys.path.insert(0, folder)
+arguments = pickle.loads(Path(given).read_bytes())
+result = getattr(importlib.import_module(module), function)(*arguments)
+Path(wanted).write_bytes(pickle.dumps(result))
+"""
+
+
+@pytest.fixture(scope="session")
+def in_child(tmp_path_factory: pytest.TempPathFactory) -> InChild:
+    """Run a function of a test's module in a fresh process and return what it returns."""
+
+    def run(function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - whatever the function returns
+        folder = tmp_path_factory.mktemp("child")
+        given, wanted = folder / "given", folder / "wanted"
+        given.write_bytes(pickle.dumps(arguments))
+        source = Path(function.__code__.co_filename)
+        names = [str(source.parent), source.stem, function.__name__, str(given), str(wanted)]
+        done = subprocess.run(
+            [sys.executable, "-c", CHILD, *names], capture_output=True, text=True, timeout=240, check=False
+        )
+        assert done.returncode == 0, f"{function.__name__} ended with {done.returncode}:\n{done.stderr[-4000:]}"
+        return pickle.loads(wanted.read_bytes())  # noqa: S301 - written by our own child
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def make_spec() -> MakeSpec:
+    """Return a maker of specs: a lone worker with the guides' settings; name what is different."""
+
+    def make(
+        *,
+        budget_bytes: int = 96 * MIB,
+        name: str = "matmul",
+        dtype: str = "fp32",
+        size: int = 512,
+        batch: int = 128,
+        duty: float | None = None,
+        policy: str = "classic",
+        **memory: object,
+    ) -> WorkerSpec:
+        settings = MemorySettings(
+            first_fraction=0.20,
+            retry_reduction=0.10,
+            floor_bytes=4 * MIB,
+            size_decay=0.7,
+            size_floor=256,
+            batch_step=16,
+            batch_floor=32,
+            emergency_size=128,
+            cleanup_every=15,
+        )
+        return WorkerSpec(
+            slot="pc1/0",
+            node="pc1",
+            device="cpu",
+            budget_bytes=budget_bytes,
+            card_budget_bytes=budget_bytes,
+            memory_fraction=1.0,
+            workers_on_host=1,
+            duty=duty,
+            policy=policy,
+            memory=replace(settings, **memory),  # type: ignore[arg-type]
+            workload=WorkloadSpec(name=name, dtype=dtype, size=size, batch=batch, seed=7),
+        )
+
+    return make

@@ -1,0 +1,180 @@
+"""Progressive allocation against a device whose bytes are counted, not taken. Only the device is a stand-in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.claim import climb
+from workers.devices.base import Device
+from workers.errors import PoisonedError
+from workers.messages import MemorySettings
+
+MIB = 2**20
+
+#: The guides' numbers.
+GUIDE = MemorySettings(
+    first_fraction=0.20,
+    retry_reduction=0.10,
+    floor_bytes=100 * MIB,
+    size_decay=0.7,
+    size_floor=256,
+    batch_step=16,
+    batch_floor=32,
+    emergency_size=128,
+    cleanup_every=15,
+)
+
+RuntimeErrorMaker = Callable[[str], RuntimeError]
+
+
+class Counted:
+    """A device that promises `free` bytes and has `there`; refuses in torch's own type, or in the one given."""
+
+    def __init__(self, free: int, there: int, refusal: RuntimeErrorMaker = torch.OutOfMemoryError) -> None:
+        self.asked: list[int] = []
+        self.refused: list[bool] = []
+        self.released = True
+        self._free, self._there, self._refusal = free, there, refusal
+
+    def free_bytes(self) -> int:
+        return self._free
+
+    def release(self) -> None:
+        self.released = True
+
+    def obtain(self, size_bytes: int) -> torch.Tensor:
+        assert self.released, "the block before was not given back: two stages would be held at once"
+        self.released = False
+        self.asked.append(size_bytes)
+        self.refused.append(size_bytes > self._there)
+        if self.refused[-1]:
+            raise self._refusal("CUDA out of memory. Tried to allocate more than there is.")
+        return torch.empty(size_bytes, dtype=torch.uint8, device="meta")  # has a size and no bytes
+
+    def as_device(self) -> Device:
+        return cast("Device", self)
+
+
+def stages(target_bytes: int, fraction: float = 0.20) -> list[int]:
+    return [int(min(1.0, fraction * n) * target_bytes) for n in range(1, math.ceil(1 / fraction) + 1)]
+
+
+class TestAllIsThere:
+    def test_takes_it_in_the_guides_stages(self) -> None:
+        device = Counted(free=1000 * MIB, there=1000 * MIB)
+        went = climb(device.as_device(), GUIDE)
+        assert device.asked == pytest.approx(stages(1000 * MIB), abs=1)
+        assert (went.claim_bytes, went.target_bytes, went.failures) == (1000 * MIB, 1000 * MIB, 0)
+
+    def test_all_at_once_when_asked_to(self) -> None:
+        device = Counted(free=1000 * MIB, there=1000 * MIB)
+        went = climb(device.as_device(), replace(GUIDE, first_fraction=1.0))
+        assert device.asked == [1000 * MIB]
+        assert went.claim_bytes == 1000 * MIB
+
+    def test_the_last_block_is_left_in_the_pool(self) -> None:
+        device = Counted(free=1000 * MIB, there=1000 * MIB)
+        climb(device.as_device(), GUIDE)
+        assert not device.released, "on CUDA the workload cuts its tensors out of that block"
+
+    def test_nothing_free_asks_for_nothing(self) -> None:
+        device = Counted(free=0, there=1000 * MIB)
+        assert climb(device.as_device(), GUIDE).claim_bytes == 0
+        assert device.asked == []
+
+
+class TestLessIsThere:
+    @pytest.mark.parametrize("stage", [2, 3, 4, 5])
+    def test_a_refused_stage_is_tried_a_tenth_smaller(self, stage: int) -> None:
+        wanted = stages(1000 * MIB)[stage - 1]
+        device = Counted(free=1000 * MIB, there=int(0.95 * wanted))
+        went = climb(device.as_device(), GUIDE)
+        assert went.failures == 1
+        assert went.claim_bytes == pytest.approx(0.9 * wanted, abs=2)
+        assert len(device.asked) == stage + 1
+
+    def test_what_was_reached_before_is_not_given_up(self) -> None:
+        device = Counted(free=1000 * MIB, there=401 * MIB)
+        went = climb(device.as_device(), GUIDE)
+        assert went.claim_bytes >= 400 * MIB - 1
+        assert min(device.asked[device.refused.index(True) :]) > 400 * MIB - 1, "asking for less would be pointless"
+
+    def test_nothing_is_there(self) -> None:
+        device = Counted(free=1000 * MIB, there=0)
+        went = climb(device.as_device(), GUIDE)
+        assert went.claim_bytes == 0
+        assert went.failures == 7  # 200, 180, 162, 145.8, 131.2, 118.1, 106.3; 95.7 is under the floor
+        assert all(device.refused)
+        assert device.released
+
+    @pytest.mark.parametrize(
+        "refusal",
+        [
+            lambda _: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+            lambda _: RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+        ],
+    )
+    def test_every_way_of_saying_no_memory_counts(self, refusal: RuntimeErrorMaker) -> None:
+        went = climb(Counted(free=1000 * MIB, there=500 * MIB, refusal=refusal).as_device(), GUIDE)
+        assert 400 * MIB - 1 <= went.claim_bytes <= 500 * MIB
+        assert went.failures >= 1
+
+    @pytest.mark.parametrize(
+        "words", ["CUDA error: an illegal memory access was encountered", "Expected all tensors on the same device"]
+    )
+    def test_another_failure_is_not_taken_for_a_full_card(self, words: str) -> None:
+        device = Counted(free=1000 * MIB, there=500 * MIB, refusal=lambda _: RuntimeError(words))
+        with pytest.raises(PoisonedError, match=words):
+            climb(device.as_device(), GUIDE)
+
+
+settings = st.builds(
+    lambda fraction, reduction, floor: replace(
+        GUIDE, first_fraction=fraction, retry_reduction=reduction, floor_bytes=floor
+    ),
+    st.floats(0.01, 1.0),
+    st.floats(0.01, 0.9),
+    st.integers(1, 300 * MIB),
+)
+
+
+@given(free=st.integers(0, 200 * 2**30), share=st.floats(0.0, 1.5), settings=settings)
+def test_whatever_is_there(free: int, share: float, settings: MemorySettings) -> None:
+    there = int(share * free)
+    device = Counted(free=free, there=there)
+    went = climb(device.as_device(), settings)
+
+    # The claim was really obtained, and is never more than was asked for.
+    granted = [size for size, refused in zip(device.asked, device.refused, strict=True) if not refused]
+    assert went.claim_bytes == max(granted, default=0)
+    assert went.claim_bytes <= min(went.target_bytes, there)
+    assert went.target_bytes == free
+    assert went.failures == sum(device.refused)
+
+    if there >= free:
+        assert (went.claim_bytes, went.failures) == (free, 0)
+    if not went.failures:
+        assert went.claim_bytes == free
+        return
+
+    # Failures come in one series, each smaller than the one before by the reduction, none at or under the floor.
+    first = device.refused.index(True)
+    reached = max(device.asked[:first], default=0)
+    assert not any(device.refused[:first])
+    retries = device.asked[first + 1 :]
+    assert all(size > max(settings.floor_bytes, reached) for size in retries)
+    assert all(after <= before for before, after in pairwise(device.asked[first:]))
+    assert went.claim_bytes >= reached, "a refusal at one stage keeps what the stage before had"
+    shrinking = max(1, settings.floor_bytes) / max(1, device.asked[first])
+    bound = math.log(shrinking) / math.log(1 - settings.retry_reduction)
+    assert went.failures <= max(0, bound) + 2
+    assert all(device.refused[first:-1]), "it ends with the first block that is granted"

@@ -1,0 +1,169 @@
+"""The matmul workload: its products are right, it holds its claim, and it is honest about what it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers import oom
+from workers.devices.cpu import CpuDevice
+from workers.messages import FailureKind, WorkerSpec
+from workers.workloads.base import WorkloadContext
+from workers.workloads.matmul import TILE, Matmul, matrix_bytes, rounded
+
+InChild: TypeAlias = Callable[..., Any]
+MakeSpec: TypeAlias = Callable[..., WorkerSpec]
+
+MIB = 2**20
+
+#: What rounding once to the type may cost, relative to the size of the numbers; accumulation is in fp32.
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
+
+
+def matmul(dtype: torch.dtype, *, claim_bytes: int = 0, seed: int = 7) -> Matmul:
+    workload = Matmul(WorkloadContext(device=torch.device("cpu"), dtype=dtype, seed=seed))
+    workload.resize(claim_bytes)
+    return workload
+
+
+def matrices(workload: Matmul) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    tensors = workload._tensors
+    assert tensors is not None, "no step has run"
+    return tensors._left, tensors._right, tensors._ring
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
+@pytest.mark.parametrize("size", [64, 257, 640])
+def test_every_place_of_the_ring_holds_the_product(dtype: torch.dtype, size: int) -> None:
+    workload = matmul(dtype, claim_bytes=7 * matrix_bytes(size, dtype))
+    for _ in range(5):  # five results, one product at a time
+        workload.step(size, 1)
+    left, right, ring = matrices(workload)
+    reference = left.double() @ right.double()
+    scale = reference.abs().max()
+    assert len(ring) == 5
+    for result in ring:
+        assert result.dtype is dtype
+        assert ((result.double() - reference).abs().max() / scale) <= TOLERANCES[dtype]
+
+
+def test_the_operands_are_random_and_follow_the_seed() -> None:
+    drawn = []
+    for seed in (1, 1, 2):
+        workload = matmul(torch.float32, seed=seed)
+        workload.step(128, 1)
+        left, right, _ = matrices(workload)
+        assert not torch.equal(left, right)
+        assert 0.9 < left.std() < 1.1
+        drawn.append((left.clone(), right.clone()))
+    assert torch.equal(drawn[0][0], drawn[1][0])
+    assert not torch.equal(drawn[0][0], drawn[2][0])
+
+
+class TestClaim:
+    @pytest.mark.parametrize("claim_mib", [1, 3.5, 20])
+    def test_the_ring_fills_it(self, claim_mib: float) -> None:
+        claim_bytes = int(claim_mib * MIB)
+        workload = matmul(torch.float32, claim_bytes=claim_bytes)
+        workload.step(256, 1)
+        left, right, ring = matrices(workload)
+        each_bytes = matrix_bytes(256, torch.float32)
+        assert left.untyped_storage().nbytes() == claim_bytes, "one block, all of the claim"
+        assert {t.untyped_storage().data_ptr() for t in (left, right, *ring)} == {left.untyped_storage().data_ptr()}
+        assert claim_bytes - each_bytes < (2 + len(ring)) * each_bytes <= claim_bytes
+
+    def test_without_one_it_takes_the_least(self) -> None:
+        workload = matmul(torch.float32)
+        workload.step(256, 1)
+        assert len(matrices(workload)[2]) == 1
+
+    def test_a_new_one_is_filled_from_the_next_step_on(self) -> None:
+        workload = matmul(torch.float32, claim_bytes=2 * MIB)
+        workload.step(256, 1)
+        before = len(matrices(workload)[2])
+        workload.resize(4 * MIB)
+        workload.step(256, 1)
+        assert len(matrices(workload)[2]) > before
+
+    def test_the_same_one_again_keeps_the_tensors(self) -> None:
+        workload = matmul(torch.float32, claim_bytes=2 * MIB)
+        workload.step(256, 1)
+        left = matrices(workload)[0]
+        workload.resize(2 * MIB)
+        workload.step(256, 1)
+        assert matrices(workload)[0] is left
+
+    def test_release_drops_everything(self) -> None:
+        workload = matmul(torch.float32, claim_bytes=2 * MIB)
+        workload.step(256, 1)
+        workload.release()
+        assert workload._tensors is None
+        assert workload.step(256, 1).flop == 2.0 * 256**3
+
+
+class TestStep:
+    @pytest.mark.parametrize(("size", "n"), [(64, 64), (100, 64), (128, 128), (300, 256), (5562, 5504)])
+    def test_counts_the_work_of_the_size_really_used(self, size: int, n: int) -> None:
+        assert rounded(size) == n
+        if n <= 256:
+            assert matmul(torch.float32).step(size, 1).flop == 2.0 * n**3
+
+    def test_the_batch_bounds_the_products_of_a_step(self) -> None:
+        workload = matmul(torch.float32)
+        products = [workload.step(64, 3).flop / (2.0 * 64**3) for _ in range(12)]
+        assert products[0] == 1, "the first step of a size says how long one product takes"
+        assert products[-1] == 3
+        assert all(count <= 3 for count in products)
+
+    def test_a_new_size_starts_afresh(self) -> None:
+        workload = matmul(torch.float32, claim_bytes=MIB)
+        workload.step(64, 128)
+        workload.step(256, 128)
+        assert matrices(workload)[0].shape == (256, 256)
+
+
+@given(size=st.integers(1, 100_000))
+def test_rounding_is_down_to_a_whole_tile(size: int) -> None:
+    n = rounded(size)
+    assert n % TILE == 0
+    assert n >= TILE
+    assert n <= max(TILE, size) < n + TILE
+    assert rounded(n) == n
+
+
+# --- against a real wall -----------------------------------------------------------------------------------------
+
+
+def room_for(spec: WorkerSpec, sizes: list[int], spare_bytes: int) -> list[FailureKind | None]:
+    """Leave a step exactly what it says it needs, plus `spare_bytes`."""
+    device = CpuDevice(spec)
+    workload = Matmul(WorkloadContext(device=device.torch_device, dtype=device.torch_dtype, seed=0))
+    ended: list[FailureKind | None] = []
+    for size in sizes:
+        ballast_bytes = device.info.cap_bytes - device.held_bytes() - workload.needed_bytes(size, 1) - spare_bytes
+        ballast = device.obtain(ballast_bytes)
+        try:
+            workload.step(size, 1)
+        except RuntimeError as error:
+            ended.append(oom.classify(error).kind)
+        else:
+            ended.append(None)
+        workload.release()
+        del ballast
+        device.release()
+    return ended
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_needs_what_it_says_and_no_more(in_child: InChild, make_spec: MakeSpec, dtype: str) -> None:
+    sizes = [512, 1024, 2048]
+    # The device keeps 2 MiB and 1 MiB a thread out of what it calls free, for the kernels' own scratch.
+    spare_bytes = 2 * MIB + torch.get_num_threads() * MIB
+    spec = make_spec(budget_bytes=160 * MIB, dtype=dtype)
+    assert in_child(room_for, spec, sizes, spare_bytes) == [None] * len(sizes)
+    assert in_child(room_for, spec, sizes, -128 * 1024) == [FailureKind.DEFINITE] * len(sizes)

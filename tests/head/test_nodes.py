@@ -1,0 +1,270 @@
+"""What `up` and `stop` find on this PC and what they leave alone, with real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from orchestrator.commands import NODE_MARK
+from orchestrator.config import Config, load_config
+from orchestrator.nodes import command_for, execute, stop_node, stop_runs
+
+REFERENCE = load_config(str(Path(__file__).parents[2] / "cluster.yaml"))
+
+#: A name no other process on this machine is marked with.
+NODE = f"test-{os.getpid()}"
+
+#: Says that it is ready, then ends with 7 when it is interrupted.
+INTERRUPTIBLE = """
+import signal, sys, time
+signal.signal(signal.SIGINT, lambda *_: sys.exit(7))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+Starter = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start() -> Iterator[Starter]:
+    """Start processes that do not outlive the test."""
+    with contextlib.ExitStack() as stack:
+
+        def started(command: list[str], **environment: str) -> subprocess.Popen[str]:
+            usual = {name: value for name, value in os.environ.items() if name != NODE_MARK}
+            process = stack.enter_context(
+                subprocess.Popen(command, env={**usual, **environment}, stdout=subprocess.PIPE, text=True)
+            )
+            stack.callback(process.kill)
+            return process
+
+        yield started
+
+
+def recorded(runs: Path, pid: object, name: str = "run-1") -> Path:
+    """Write the note of a run whose head is `pid`, and return its folder."""
+    folder = runs / name
+    folder.mkdir(parents=True)
+    (folder / "head.json").write_text(json.dumps({"pid": pid}))
+    return folder
+
+
+def head(start: Starter) -> subprocess.Popen[str]:
+    process = start([sys.executable, "-c", INTERRUPTIBLE])
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_a_run_under_way_is_interrupted_as_by_ctrl_c(start: Starter, tmp_path: Path) -> None:
+    process = head(start)
+    recorded(tmp_path, process.pid)
+    assert list(stop_runs(str(tmp_path))) == [f"asked run run-1 (process {process.pid}) to end"]
+    assert process.wait(10) == 7
+
+
+def test_every_run_under_way_is_interrupted_and_a_bystander_is_not(start: Starter, tmp_path: Path) -> None:
+    heads, bystander = [head(start), head(start)], head(start)
+    for index, process in enumerate(heads):
+        recorded(tmp_path, process.pid, f"run-{index}")
+    assert len(list(stop_runs(str(tmp_path)))) == 2
+    assert [process.wait(10) for process in heads] == [7, 7]
+    assert bystander.poll() is None
+
+
+def test_a_run_that_has_its_summary_is_over_whoever_has_its_process_id_now(start: Starter, tmp_path: Path) -> None:
+    process = head(start)
+    (recorded(tmp_path, process.pid) / "summary.json").write_text("{}")
+    assert list(stop_runs(str(tmp_path))) == [f"no run is under way in {tmp_path}"]
+    assert process.poll() is None
+
+
+def test_a_process_that_is_younger_than_the_run_is_not_its_head(start: Starter, tmp_path: Path) -> None:
+    process = head(start)
+    note = recorded(tmp_path, process.pid) / "head.json"
+    long_ago = time.time() - 3600
+    os.utime(note, (long_ago, long_ago))
+    assert list(stop_runs(str(tmp_path))) == [f"no run is under way in {tmp_path}"]
+    assert process.poll() is None
+
+
+def test_a_head_that_has_ended_is_not_under_way(start: Starter, tmp_path: Path) -> None:
+    process = head(start)
+    recorded(tmp_path, process.pid)
+    process.kill()
+    process.wait(10)
+    assert list(stop_runs(str(tmp_path))) == [f"no run is under way in {tmp_path}"]
+
+
+def test_nobody_interrupts_himself(tmp_path: Path) -> None:
+    recorded(tmp_path, os.getpid())
+    assert list(stop_runs(str(tmp_path))) == [f"no run is under way in {tmp_path}"]
+
+
+def test_where_no_run_was_ever_none_is_under_way(tmp_path: Path) -> None:
+    assert list(stop_runs(str(tmp_path / "nowhere"))) == [f"no run is under way in {tmp_path / 'nowhere'}"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"{", id="half"),
+        pytest.param(b"null", id="null"),
+        pytest.param(b"[]", id="list"),
+        pytest.param(b'"pid"', id="text"),
+        pytest.param(b"{}", id="no pid"),
+        pytest.param(b'{"pid": null}', id="pid null"),
+        pytest.param(b'{"pid": "x"}', id="pid text"),
+        pytest.param(b'{"pid": [1]}', id="pid list"),
+        pytest.param(b'{"pid": true}', id="pid true, which is 1"),
+        pytest.param(b'{"pid": 0}', id="pid 0, every process of the group"),
+        pytest.param(b'{"pid": -1}', id="pid -1, every process"),
+        pytest.param(b'{"pid": 1}', id="pid 1, init"),
+        pytest.param(b'{"pid": 1.5}', id="pid 1.5"),
+        pytest.param(b'{"pid": 1e400}', id="pid infinite"),
+        pytest.param(b'{"pid": NaN}', id="pid not a number"),
+        pytest.param(b'{"pid": 1000000000000000000000000}', id="pid huge"),
+        pytest.param(b"\xff\xfe", id="no text"),
+        pytest.param(b"[" * 100_000, id="deeply nested"),
+    ],
+)
+def test_a_note_nobody_can_have_written_signals_nobody(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The one stand-in: were it to be signalled, process 1 is nothing a test may try it on.
+    signalled: list[tuple[int, int]] = []
+    monkeypatch.setattr(psutil.Process, "send_signal", lambda self, number: signalled.append((self.pid, number)))
+    (recorded(tmp_path, 0) / "head.json").write_bytes(content)
+    assert list(stop_runs(str(tmp_path))) == [f"no run is under way in {tmp_path}"]
+    assert signalled == []
+
+
+def test_a_head_that_may_not_be_signalled_is_told_and_stops_nobody_else(
+    start: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, anothers = head(start), head(start)
+    recorded(tmp_path, anothers.pid, "run-1")
+    recorded(tmp_path, mine.pid, "run-2")
+    real = psutil.Process.send_signal
+
+    def as_this_user(process: psutil.Process, number: int) -> None:
+        # Only root can make a process of another user; the refusal is the system's.
+        if process.pid == anothers.pid:
+            raise psutil.AccessDenied(process.pid)
+        real(process, number)
+
+    monkeypatch.setattr(psutil.Process, "send_signal", as_this_user)
+    lines = list(stop_runs(str(tmp_path)))
+    assert f"asked run run-2 (process {mine.pid}) to end" in lines
+    assert mine.wait(10) == 7
+
+
+def sleeper(start: Starter, **environment: str) -> subprocess.Popen[str]:
+    process = start(["sleep", "60"], **environment)
+    deadline = time.monotonic() + 10
+    # Until it has become `sleep`, its environment is still that of this process.
+    while psutil.Process(process.pid).name() != "sleep":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return process
+
+
+def test_the_marked_processes_of_a_node_are_ended_and_nobody_else(start: Starter) -> None:
+    marked = [sleeper(start, **{NODE_MARK: NODE}) for _ in range(2)]
+    others = [sleeper(start), sleeper(start, **{NODE_MARK: f"{NODE}-2"}), sleeper(start, OTHER=NODE)]
+    assert list(stop_node(NODE)) == [f"ended 2 processes of node {NODE}"]
+    assert [process.poll() is None for process in marked] == [False] * 2
+    assert [process.poll() for process in others] == [None] * 3
+
+
+def test_the_children_of_a_marked_process_end_with_it_even_without_the_mark(start: Starter) -> None:
+    parent = start(["/bin/sh", "-c", f"env -u {NODE_MARK} sleep 60 & echo $!; wait"], **{NODE_MARK: NODE})
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    assert list(stop_node(NODE)) == [f"ended 2 processes of node {NODE}"]
+    assert parent.poll() is not None
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_marked_process_that_will_not_end_is_killed(start: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.nodes._GRACE_S", 0.5)
+    stubborn = start(["/bin/sh", "-c", 'trap "" TERM; echo ready; sleep 60 & wait; wait'], **{NODE_MARK: NODE})
+    assert stubborn.stdout is not None
+    stubborn.stdout.readline()
+    (line,) = stop_node(NODE)
+    assert line == f"ended 2 processes of node {NODE}"
+    assert stubborn.poll() is not None
+
+
+def test_a_node_without_processes_is_said_to_have_none() -> None:
+    assert list(stop_node(NODE)) == [f"no process of node {NODE} runs here"]
+
+
+def changed(**cluster: object) -> Config:
+    data = REFERENCE.model_dump()
+    data["cluster"] = {**data["cluster"], **cluster}
+    return Config.model_validate(data)
+
+
+@pytest.mark.parametrize(
+    ("typed", "configured", "host", "address"),
+    [
+        ("10.0.0.1:7000", "10.0.0.2:6379", "pc1.lan", "10.0.0.1:7000"),
+        ("10.0.0.1", "10.0.0.2:6379", "pc1.lan", "10.0.0.1:6379"),
+        ("[fe80::1]", "auto", None, "[fe80::1]:6379"),
+        ("[fe80::1]:7000", "auto", None, "[fe80::1]:7000"),
+        (None, "10.0.0.2:6400", "pc1.lan", "10.0.0.2:6400"),
+        (None, "auto", "pc1.lan", "pc1.lan:6379"),
+    ],
+)
+def test_the_heads_address_is_what_is_typed_else_configured_else_its_host(
+    typed: str | None, configured: str, host: str | None, address: str
+) -> None:
+    data = changed(address=configured).model_dump()
+    data["nodes"]["pc1"]["host"] = host
+    command = command_for(Config.model_validate(data), "pc2", typed)
+    assert f"--address={address}" in command.argv
+
+
+def test_the_heads_address_is_this_pcs_where_nothing_says_otherwise() -> None:
+    command = command_for(REFERENCE, "pc2", None)
+    assert re.fullmatch(r"--address=\d+\.\d+\.\d+\.\d+:6379", command.argv[2])
+
+
+def test_executing_runs_the_steps_then_ray_with_the_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for `ray` beside this Python, because nothing may really be started here."""
+    tool = tmp_path / "ray"
+    tool.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/argv\nenv > {tmp_path}/environment\nexit 5\n')
+    tool.chmod(0o700)
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("secret")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    command = command_for(REFERENCE, "pc1", "h:6379")
+    assert execute(command) == 5
+    assert (tmp_path / "argv").read_text().split() == list(command.argv[1:])
+    environment = (tmp_path / "environment").read_text().splitlines()
+    assert {f"{NODE_MARK}=pc1", "RAY_AUTH_MODE=token"} <= set(environment)
+    assert (tmp_path / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_step_that_fails_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, body in (("ray", f"touch {tmp_path}/started"), ("scp", "exit 3")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert execute(command_for(REFERENCE, "pc2", "h:6379")) == 3
+    assert not (tmp_path / "started").exists()

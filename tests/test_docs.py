@@ -1,0 +1,220 @@
+"""The documents are true: their example runs, their links lead somewhere, their commands exist.
+
+The options of each verb are frozen here, by name: changing one is a decision, to be made with README and CHANGELOG.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from orchestrator.cli import app
+from orchestrator.watch.cells import UNICODE
+from orchestrator.watch.columns import columns_for
+from workers.messages import WorkerState
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "docs" / "examples" / "mlp_workload.py"
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+OPTIONS = {
+    "run": {
+        "--config", "-c", "--duration", "--local", "--rehearse", "--scale", "--workload", "--policy", "--set", "--json",
+        "--plain", "--wait-for-nodes", "--run-dir", "--help",
+    },
+    "plan": {"--config", "-c", "--set", "--json", "--help"},
+    "up": {"node", "--config", "-c", "--set", "--head-address", "--exec", "--help"},
+    "stop": {"--config", "-c", "--set", "--node", "--help"},
+}  # fmt: skip
+
+#: Runs the example in the engine on the CPU, in a process of its own because the cap of a process is for ever.
+SLICE = """
+import json, sys
+from workers.engine import Engine
+from workers.messages import Directive, MemorySettings, WorkerSpec, WorkloadSpec
+
+budget_bytes, batch, slices = json.loads(sys.argv[1])
+memory = MemorySettings(
+    first_fraction=0.2, retry_reduction=0.1, floor_bytes=2**20, size_decay=0.7, size_floor=64, batch_step=16,
+    batch_floor=32, emergency_size=128, cleanup_every=15,
+)
+workload = WorkloadSpec(name="mlp_workload:Mlp", dtype="fp32", size=256, batch=batch, seed=0)
+spec = WorkerSpec(
+    slot="pc1/0", node="pc1", device="cpu", budget_bytes=budget_bytes, card_budget_bytes=budget_bytes,
+    memory_fraction=0.9, workers_on_host=64, duty=None, policy="classic", memory=memory, workload=workload,
+)
+engine = Engine()
+for sequence in range(slices):
+    report = engine.run_slice(
+        Directive(spec=spec, incarnation=0, sequence=sequence, duration_s=0.0, resume=None)
+    )
+    print(json.dumps({
+        "verdict": report.verdict, "state": report.state, "reason": report.reason, "size": report.size,
+        "steps_ok": report.steps_ok, "steps_oom": report.steps_oom, "error": report.error, "flop": report.work_flop,
+    }))
+"""
+
+
+def reports_of_the_example(budget_mib: int, batch: int, slices: int) -> list[dict[str, Any]]:
+    """Run the example for some slices; return what became of each."""
+    arguments = json.dumps([budget_mib * 2**20, batch, slices])
+    command = [sys.executable, "-W", "ignore", "-c", SLICE, arguments]
+    # `-c` puts the folder it is started in on the search path, as `run` does for its workers.
+    done = subprocess.run(command, cwd=EXAMPLE.parent, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_the_example_workload_runs_in_the_engine() -> None:
+    (report,) = reports_of_the_example(budget_mib=256, batch=128, slices=1)
+    assert report["error"] is None
+    assert (report["verdict"], report["state"], report["steps_oom"]) == ("ok", "RUNNING", 0)
+    assert report["steps_ok"] >= 1
+    assert report["flop"] > 0
+
+
+def test_the_example_workload_survives_a_batch_that_does_not_fit() -> None:
+    reports = reports_of_the_example(budget_mib=64, batch=16_384, slices=3)
+    assert all(report["verdict"] == "ok" and report["error"] is None for report in reports), reports
+    assert sum(report["steps_oom"] for report in reports) >= 1
+    assert reports[-1]["state"] == "RUNNING"
+    assert reports[-1]["size"] < 256
+
+
+def test_the_documented_example_is_the_file() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", text_of(ROOT / "docs" / "workloads.md"), re.DOTALL)
+    assert EXAMPLE.read_text(encoding="utf-8") in blocks
+
+
+def test_every_method_of_a_workload_is_documented() -> None:
+    source = (ROOT / "workers" / "workloads" / "base.py").read_text(encoding="utf-8")
+    body = source[source.index("class Workload(ABC)") :]
+    for name in re.findall(r"^    def (\w+)\(", body, re.MULTILINE):
+        assert f"| `{name}(" in text_of(ROOT / "docs" / "workloads.md")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_relative_link_and_anchor_leads_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(text_of(document))):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        found = document if not path else (document.parent / path)
+        assert found.exists(), f"{document.name} links to {target}"
+        assert ROOT in (found.resolve(), *found.resolve().parents), f"{target} leaves the project"
+        if anchor:
+            assert anchor in anchors(found), f"{document.name} links to {target}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_document_names_a_package_index(document: Path) -> None:
+    """Which index pip asks is the user's own setting."""
+    unwanted = r"p[y]pi\b|pyth[o]nhosted|download\.pyt[o]rch|index-u[r]l|anac[o]nda|/simpl[e]/"
+    assert re.findall(unwanted, text_of(document), re.IGNORECASE) == []
+
+
+@pytest.mark.parametrize("verb", sorted(OPTIONS))
+def test_the_options_of_a_verb_are_frozen(verb: str) -> None:
+    assert options_of(verb) == OPTIONS[verb]
+
+
+def test_the_verbs_are_frozen() -> None:
+    assert set(command_line().commands) == set(OPTIONS)
+
+
+@pytest.mark.parametrize("verb", sorted(OPTIONS))
+def test_every_verb_explains_itself(verb: str) -> None:
+    command = [sys.executable, "-m", "orchestrator", verb, "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Usage:" in done.stdout
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_documented_command_exists(document: Path) -> None:
+    """Commands begin with the module or a bare verb, stand in code, and name only options the verb has."""
+    verbs = "|".join(sorted(OPTIONS))
+    for code in code_in(text_of(document)):
+        for verb, rest in re.findall(rf"(?:-m orchestrator|^)\s*({verbs}) ((?:\S+ ?)*)", code):
+            given = set(re.findall(r"(?:^|\s)(--?[a-z][a-z-]*)", rest.split("|")[0].split(" > ")[0]))
+            assert given <= OPTIONS[verb], f"{document.name}: {code}"
+        for verb in re.findall(r"-m orchestrator (\w+)", code):
+            assert verb in OPTIONS, f"{document.name}: {code}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_documented_make_target_exists(document: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z]+):.*## ", makefile, re.MULTILINE))
+    assert {"run", "test", "check", "setup", "clean", "help"} <= targets
+    for code in code_in(text_of(document)):
+        for target, arguments in re.findall(r"(?:^|\s)make ([a-z]+)(?: ARGS=\"([^\"]*)\")?", code):
+            assert target in targets, f"{document.name}: {code}"
+            assert set(re.findall(r"(?:^|\s)(--?[a-z][a-z-]*)", arguments)) <= OPTIONS["run"], code
+
+
+def test_the_readme_explains_every_state_and_column() -> None:
+    readme = text_of(ROOT / "README.md")
+    explained = re.findall(r"^\| ([A-Z]{4,}(?:, [A-Z]+)*) \|", readme, re.MULTILINE)
+    assert {state for words in explained for state in words.split(", ")} == {state.value for state in WorkerState}
+    for column in columns_for((), UNICODE):
+        title = column.title.split()[-1].removesuffix("%").strip() or column.title.split()[0]
+        assert re.search(rf"^\| .*{re.escape(title)}.* \|", readme, re.MULTILINE), column.title
+
+
+def test_the_readme_stays_short() -> None:
+    assert len(text_of(ROOT / "README.md").splitlines()) <= 250
+
+
+@cache
+def text_of(path: Path) -> str:
+    """Read a document."""
+    return path.read_text(encoding="utf-8")
+
+
+@cache
+def without_code(text: str) -> str:
+    """Leave out code, in which brackets are no links."""
+    return re.sub(r"`[^`\n]*`", "", without_blocks(text))
+
+
+@cache
+def without_blocks(text: str) -> str:
+    """Leave out blocks of code, in which a number sign begins no heading."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+@cache
+def code_in(text: str) -> tuple[str, ...]:
+    """Return the lines of all shell blocks (joined where a backslash continues them) and all spans of code."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return (*(line.partition(" #")[0] for line in lines), *re.findall(r"`([^`\n]+)`", without_blocks(text)))
+
+
+@cache
+def anchors(path: Path) -> frozenset[str]:
+    """Return the anchors that headings of a document get: lower case, no punctuation, hyphens for blanks."""
+    headings = re.findall(r"^#+ (.+)$", without_blocks(text_of(path)), re.MULTILINE)
+    return frozenset(re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings)
+
+
+@cache
+def command_line() -> Any:  # noqa: ANN401 - click's group, or that of the copy newer typers carry
+    """Return the whole command line as typer builds it."""
+    return typer.main.get_command(app)
+
+
+def options_of(verb: str) -> set[str]:
+    """Return the names of all options and arguments of a verb."""
+    command = command_line().commands[verb]
+    named = {name for parameter in command.params for name in parameter.opts}
+    return named | {"--help"}
