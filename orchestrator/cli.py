@@ -61,7 +61,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     run_dir: Annotated[str | None, typer.Option(help="Where run folders go. Default: run.dir.", metavar="DIR")] = None,
 ) -> None:
     """Run the workers and show their health. Ctrl-C ends the run and writes the summary."""
-    from orchestrator import modes  # noqa: PLC0415 - `--help` and typing errors should not wait for these
+    from orchestrator import modes, preflight  # noqa: PLC0415 - `--help` and typing errors should not wait for these
     from orchestrator import run as runs  # noqa: PLC0415
 
     if local and rehearse:
@@ -84,7 +84,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     try:
         code = runs.run(stage, options)
     except NoClusterError as error:
-        raise (error if local or rehearse else runs.without_cluster(loaded, error)) from error
+        raise (error if local or rehearse else preflight.without_cluster(loaded, error)) from error
     raise typer.Exit(code)
 
 
@@ -103,8 +103,10 @@ def up(
     config: ConfigPath = "cluster.yaml",
     overrides: Overrides = None,
     head_address: Annotated[
-        str | None, typer.Option(help="How other PCs reach the head. Default: what is configured, else this PC.",
-                                 metavar="HOST[:PORT]")
+        str | None,
+        typer.Option(
+            help="How other PCs reach the head. Default: what is configured, else this PC.", metavar="HOST[:PORT]"
+        ),
     ] = None,
     execute: Annotated[bool, typer.Option("--exec", help="Run the commands instead of printing them.")] = False,
 ) -> None:
@@ -193,5 +195,3 @@ def _let_workers_import_from_here() -> None:
     """Make the user's own workload importable by workers: Ray hands this process's search path on to them."""
     if os.getcwd() not in sys.path:  # noqa: PTH109 - sys.path holds strings
         sys.path.insert(0, os.getcwd())  # noqa: PTH109
-
-

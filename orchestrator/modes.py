@@ -7,7 +7,7 @@ anything by itself; entering `Stage.fleet` does.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -19,8 +19,9 @@ from orchestrator.cluster.base import Fleet
 from orchestrator.cluster.connect import connected
 from orchestrator.cluster.rehearse import RayletPlan, rehearsed
 from orchestrator.config import Config, config_from_data
+from orchestrator.errors import PreflightError
 from orchestrator.placement import Ground, SlotPlan, plan_slots
-from orchestrator.scale import REHEARSAL_SCALE, scale_config
+from orchestrator.scale import REHEARSAL_SCALE, Scaled, scale_config
 
 #: Of free RAM, for all workers of a rehearsal or of `--local` together: the machine stays usable.
 _RAM_SHARE = 0.5
@@ -46,6 +47,8 @@ class Stage:
     """Connects, or starts and connects, when entered."""
     lines: tuple[str, ...]
     """What the user should know before it begins."""
+    settle: Callable[[Stage, Fleet], Stage] = lambda stage, _: stage
+    """Called with the connected fleet: what the cluster turns out to be may change the stage."""
 
     @property
     def plans(self) -> tuple[SlotPlan, ...]:
@@ -56,7 +59,47 @@ class Stage:
 def on_cluster(config: Config) -> Stage:
     """Run on the cluster that `cluster.address` names."""
     return Stage(
-        config=config, ground=Ground(), fleet=connected(config.cluster.address, config.cluster.auth), lines=()
+        config=config,
+        ground=Ground(),
+        fleet=connected(config.cluster.address, config.cluster.auth),
+        lines=(),
+        settle=_settled,
+    )
+
+
+def _settled(stage: Stage, fleet: Fleet) -> Stage:
+    """Make a cluster in which no node has a card a rehearsal on its CPUs; refuse one where some lack theirs.
+
+    Raises:
+        PreflightError: A node that should have cards has none, while another has some.
+    """
+    config = stage.config
+    facts = [fact for fact in fleet.nodes() if fact.name in config.nodes and config.nodes[fact.name].gpus > 0]
+    bare = [fact for fact in facts if not fact.shows_card and not fleet.count_cards(str(fact.name))]
+    if not bare:
+        return stage
+    if len(bare) < len(facts):
+        raise PreflightError(
+            f"{fact.name} was started with --num-gpus={fact.gpus:g}, but its driver shows no card; check nvidia-smi on "
+            f"it, or let its workers use its CPU: --set nodes.{fact.name}.gpus=0"
+            for fact in bare
+        )
+    one_machine = len({fact.address for fact in facts}) == 1
+    limit_bytes = int(_RAM_SHARE * psutil.virtual_memory().available) if one_machine else None
+    scaled = scale_config(config, REHEARSAL_SCALE, limit_bytes)
+    head = "No node of this cluster has a card: a rehearsal on their CPUs"
+    return replace(
+        stage,
+        config=scaled.config,
+        ground=Ground(device="cpu", one_machine=one_machine),
+        lines=_scale_lines(f"{head}, the caps enforced by the kernel", scaled),
+    )
+
+
+def _scale_lines(head: str, scaled: Scaled) -> tuple[str, ...]:
+    return (
+        f"{head}: bytes x {scaled.scale:.4g}, sizes x {scaled.scale**0.5:.4g}",
+        *(f"  {line.key}: {line.before} -> {line.after}" for line in scaled.lines),
     )
 
 
@@ -87,10 +130,7 @@ def in_rehearsal(config: Config, scale: float | None) -> Stage:
         config=scaled.config,
         ground=Ground(device=device, one_machine=True),
         fleet=rehearsed(raylets),
-        lines=(
-            f"Rehearsal {where}: bytes x {scaled.scale:.4g}, sizes x {scaled.scale**0.5:.4g}",
-            *(f"  {line.key}: {line.before} -> {line.after}" for line in scaled.lines),
-        ),
+        lines=_scale_lines(f"Rehearsal {where}", scaled),
     )
 
 

@@ -89,6 +89,7 @@ def _slot_plan(
         memory_fraction=node.memory_fraction,
         workers_on_host=sharing or budget.workers,
         duty=budget.duty,
+        thread_share=node.gpu_share if config.compute_share_mode == "mps" else None,
         policy=config.memory.policy,
         memory=memory_settings(config),
         workload=WorkloadSpec(

@@ -40,7 +40,7 @@ class RunInfo:
 class Supervisor:
     """Runs one run from the first actor to the last report."""
 
-    def __init__(  # noqa: PLR0913 - the run's collaborators, each passed once
+    def __init__(
         self,
         *,
         info: RunInfo,
@@ -108,9 +108,7 @@ class Supervisor:
             duration_s=self._info.duration_s,
             nodes_planned=tuple(self._config.nodes),
             nodes_seen=tuple(name for name in self._config.nodes if name in self._present),
-            rows=tuple(
-                row(plan, self._slots[name], self._meters[name], now_s) for name, plan in self._plans.items()
-            ),
+            rows=tuple(row(plan, self._slots[name], self._meters[name], now_s) for name, plan in self._plans.items()),
             notices=(*self._missing_nodes(), *self._problems()),
             restart_count=sum(slot.counters.restarts for slot in self._slots.values()),
         )
@@ -207,9 +205,7 @@ class Supervisor:
             self._meters[outcome.slot].add(report)
 
     def _feed(self, name: str, event: lifecycle.Event) -> None:
-        after, commands = lifecycle.advance(
-            self._slots[name], event, time.monotonic(), self._rules, self._ends_at_s
-        )
+        after, commands = lifecycle.advance(self._slots[name], event, time.monotonic(), self._rules, self._ends_at_s)
         self._slots[name] = after
         for command in commands:
             self._perform(name, command)

@@ -47,6 +47,7 @@ class _Life:
     probable_in_a_row: int = 0
     owed_sleep_s: float = 0.0
     in_emergency: bool = False
+    last_run: Run | None = None
 
     def release(self) -> None:
         """Have the workload drop its tensors, and everything unused go back to the device."""
@@ -209,7 +210,12 @@ def _work(life: _Life, tally: Tally) -> None:
     A slice of no duration ends with the first good step. An error of the workload ends any slice, so that the head
     sees it before it happens a thousand times.
     """
+    if life.last_run is not None:
+        tally.size, tally.batch = life.last_run.size, life.last_run.batch
     _pay_sleep(life, tally)
+    if life.owed_sleep_s > 0 and tally.directive.duration_s > 0:
+        tally.settle(WorkerState.RUNNING, "resting, as its duty asks after a long step")
+        return
     decision = life.ask(life.pressure())
     while True:
         match decision:
@@ -240,6 +246,7 @@ def _step(life: _Life, tally: Tally, run: Run) -> Event | None:
     """Run one step; return what to tell the policy, or `None` if the workload failed by its own fault."""
     failure: Failure | None = None
     traceback: str | None = None
+    life.last_run = run
     tally.size, tally.batch = run.size, run.batch
     try:
         result, seconds = life.device.timed(lambda: life.workload.step(run.size, run.batch))
@@ -309,9 +316,7 @@ def _survive(life: _Life, tally: Tally, run: Run, failure: Failure) -> StepOom:
         free_bytes=free_bytes,
         recovery_s=time.monotonic() - started,
     )
-    return StepOom(
-        size=run.size, batch=run.batch, kind=failure.kind, needed_bytes=needed_bytes, free_bytes=free_bytes
-    )
+    return StepOom(size=run.size, batch=run.batch, kind=failure.kind, needed_bytes=needed_bytes, free_bytes=free_bytes)
 
 
 def _prove_alive(life: _Life, tally: Tally) -> None:

@@ -105,6 +105,8 @@ class WorkerSpec:
     """Worker processes on this machine, for dividing its cores."""
     duty: float | None
     """Share of wall time the device is kept busy; `None` does not limit it."""
+    thread_share: float | None = None
+    """Share of the card's multiprocessors this worker may use under NVIDIA MPS; `None` does not limit it."""
     policy: str
     memory: MemorySettings
     workload: WorkloadSpec

@@ -45,9 +45,7 @@ def _ask(card: str, question: _Question) -> int | None:
         return None
     try:
         by_uuid = card.startswith(("GPU-", "MIG-"))
-        handle = (
-            pynvml.nvmlDeviceGetHandleByUUID(card) if by_uuid else pynvml.nvmlDeviceGetHandleByIndex(int(card))
-        )
+        handle = pynvml.nvmlDeviceGetHandleByUUID(card) if by_uuid else pynvml.nvmlDeviceGetHandleByIndex(int(card))
         return question(handle)
     except (pynvml.NVMLError, ValueError):
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from workers.messages import Directive, Report, Verdict
+from workers.messages import Directive, Report, Verdict, WorkerSpec
 
 if TYPE_CHECKING:
     from workers.engine import Engine
@@ -35,15 +35,19 @@ class WorkerActor:
         if self._poisoned:
             os._exit(EXIT_POISONED)  # not sys.exit: nothing may touch the broken device on the way out
         if self._engine is None:
-            self._engine = _load_engine()
+            self._engine = _load_engine(directive.spec)
         report = self._engine.run_slice(directive)
         self._poisoned = report.verdict is Verdict.POISONED
         return report
 
 
-def _load_engine() -> Engine:
-    # Before torch is loaded: the same numbers must mean the same cards to CUDA and to NVML.
+def _load_engine(spec: WorkerSpec) -> Engine:
+    """Load torch and the engine; what CUDA reads from the environment must be there before."""
+    # The same numbers must mean the same cards to CUDA and to NVML.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    if spec.thread_share is not None:
+        # Heeded by an MPS server, if one runs on this node; nothing else reads it (docs.nvidia.com/deploy/mps).
+        os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{100 * spec.thread_share:g}"
     from workers.engine import Engine  # noqa: PLC0415 - torch belongs in the worker, never in the head
 
     return Engine()

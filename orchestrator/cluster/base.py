@@ -22,6 +22,9 @@ class NodeFact:
     address: str
     cpus: float
     gpus: float
+    """As declared with `ray start --num-gpus`, which nobody checks."""
+    shows_card: bool = True
+    """Whether Ray itself found a card there."""
 
 
 class SliceFailure(StrEnum):
@@ -62,6 +65,14 @@ class Fleet(Protocol):
 
     def nodes(self) -> tuple[NodeFact, ...]:
         """The live nodes."""
+        ...
+
+    def address(self) -> str:
+        """`host:port` of the cluster's head."""
+        ...
+
+    def count_cards(self, node: str) -> int:
+        """Ask the driver of a node's PC how many cards it has. Starts a process there; takes a second or two."""
         ...
 
     def place(self, seat: Seat) -> None:

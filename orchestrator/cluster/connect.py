@@ -7,6 +7,7 @@ judge whether the cluster fits the plan (`placement.py`).
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -53,14 +54,14 @@ def driver(address: str, *, has_token: bool) -> Iterator[Fleet]:
         ray.init(
             address=address,
             log_to_driver=False,
-            logging_level="ERROR",
+            logging_level=logging.ERROR,
             configure_logging=False,
             namespace=f"orchestrator-{os.getpid()}",
         )
     except Exception as error:  # Ray raises a dozen unrelated types here
         raise NoClusterError(_refused(address, error, has_token=has_token)) from error
     try:
-        yield RayFleet()
+        yield RayFleet(address)
     finally:
         ray.shutdown()
 

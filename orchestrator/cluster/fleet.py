@@ -11,12 +11,17 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayError, TaskCancelledError
 
+from orchestrator import hardware
 from orchestrator.cluster.actor import WorkerActor
 from orchestrator.cluster.base import NodeFact, Seat, SliceFailure, SliceOutcome
 from workers.messages import Directive, Report
 
 #: The label that names a node. Set by `ray start --labels=node=pc1`.
 NODE_LABEL = "node"
+
+
+#: A process that only asks the driver starts in a second or two, on a busy PC in ten.
+_PROBE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,13 @@ class _Flight:
 class RayFleet:
     """See `orchestrator.cluster.base.Fleet`."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str) -> None:
+        """Take over the connection of this process.
+
+        Args:
+            address: Of the head, as connected to.
+        """
+        self._address = address
         self._actors: dict[str, Any] = {}
         self._flights: dict[Any, _Flight] = {}
 
@@ -42,10 +53,21 @@ class RayFleet:
                 address=node["NodeManagerAddress"],
                 cpus=node["Resources"].get("CPU", 0.0),
                 gpus=node["Resources"].get("GPU", 0.0),
+                # Ray adds this resource where it sees a card, whatever --num-gpus says.
+                shows_card=any(name.startswith("accelerator_type:") for name in node["Resources"]),
             )
-            for node in ray.nodes()
+            for node in ray.nodes()  # type: ignore[no-untyped-call]  # Ray has no types here
             if node["Alive"]
         )
+
+    def address(self) -> str:
+        """See `Fleet.address`."""
+        return self._address
+
+    def count_cards(self, node: str) -> int:
+        """See `Fleet.count_cards`."""
+        count = ray.remote(_count_cards).options(num_cpus=0, label_selector={NODE_LABEL: node}).remote()
+        return int(ray.get(count, timeout=_PROBE_TIMEOUT_S))
 
     def place(self, seat: Seat) -> None:
         """See `Fleet.place`. Restarts for ever, never repeats a call: counting and patience are the head's."""
@@ -103,6 +125,10 @@ class RayFleet:
         ray.cancel(ref)
 
 
+def _count_cards() -> int:
+    return len(hardware.cards())
+
+
 def _outcome(ref: Any, flight: _Flight) -> SliceOutcome | None:  # noqa: ANN401 - as above
     try:
         report: Report = ray.get(ref)
@@ -116,9 +142,7 @@ def _outcome(ref: Any, flight: _Flight) -> SliceOutcome | None:  # noqa: ANN401 
             failure=_failure(error),
             text=_first_line(str(error)),
         )
-    return SliceOutcome(
-        slot=flight.slot, incarnation=flight.incarnation, sequence=flight.sequence, report=report
-    )
+    return SliceOutcome(slot=flight.slot, incarnation=flight.incarnation, sequence=flight.sequence, report=report)
 
 
 def _failure(error: RayError) -> SliceFailure:

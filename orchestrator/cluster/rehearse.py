@@ -123,7 +123,7 @@ def _start(plans: Sequence[RayletPlan], folder: Path, nodes: list[Any]) -> None:
             max_worker_port=0,
             dashboard_agent_listen_port=0,
             include_dashboard=False,
-            include_log_monitor=False,
+            include_log_monitor=False,  # type: ignore[arg-type]  # Ray tests its truth
             no_monitor=True,
         )
         try:

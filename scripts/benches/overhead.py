@@ -113,23 +113,24 @@ def run(rounds: int, seconds: float, size: int, dtype: str, slice_s: float) -> R
     rows: list[dict[str, Any]] = []
 
     with rehearsed([RayletPlan(name=_NODE, cpus=8, gpus=0)]) as fleet:
+        first = _product(fleet, config, plan, seconds=1.0)  # tells what the bare loop must be given; not counted
+        device = first.last.device
+        if device is None:
+            raise RuntimeError(f"the worker did not come up: {first.last.reason}")
 
-        def bare(report: Report) -> float:
+        def bare() -> float:
             actor: Any = ray.remote(BareLoop).options(num_cpus=plan.seat.num_cpus, max_restarts=0).remote()
-            assert report.device is not None
-            given = (seconds, report.device.dtype, size, report.claim_bytes, report.device)
-            flop, took_s = ray.get(actor.run.remote(*given))
+            flop, took_s = ray.get(actor.run.remote(seconds, device.dtype, size, first.last.claim_bytes, device))
             ray.kill(actor)
             return float(flop) / float(took_s)
 
-        first = _product(fleet, config, plan, seconds=1.0)  # tells what the bare loop must be given; not counted
         for number in range(rounds):
             if number % 2:
-                bare_flop_per_s = bare(first.last)
+                bare_flop_per_s = bare()
                 turn = _product(fleet, config, plan, seconds)
             else:
                 turn = _product(fleet, config, plan, seconds)
-                bare_flop_per_s = bare(first.last)
+                bare_flop_per_s = bare()
             rows.append(
                 {
                     "round": number + 1,
@@ -144,8 +145,8 @@ def run(rounds: int, seconds: float, size: int, dtype: str, slice_s: float) -> R
     ratios = spread([row["ratio"] for row in rows])
     figures = {
         "size": size,
-        "dtype": first.last.device.dtype if first.last.device else None,
-        "threads": first.last.device.threads if first.last.device else None,
+        "dtype": device.dtype,
+        "threads": device.threads,
         "slice_s": slice_s,
         "seconds": seconds,
         "rounds": rows,

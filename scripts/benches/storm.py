@@ -1,4 +1,4 @@
-"""A storm of real out-of-memory errors in one process: does it survive a million, and does it stay as it was?
+"""A storm of real out-of-memory errors in one process, which must survive a million and stay as it was.
 
 Fills the CPU device's kernel cap with blocks from 64 KiB to more than all of it until the kernel refuses, classifies,
 releases, and begins again. Uses the product's device and its classification, and not the engine's loop around them.
@@ -83,16 +83,20 @@ class Storm:
         return gale
 
     def _run_into_the_wall(self) -> tuple[FailureKind, int]:
+        import torch
+
         from workers import oom
 
         cap_bytes = self._device.info.cap_bytes
         span = math.log(_LARGEST_SHARE * cap_bytes / _LEAST_BLOCK_BYTES)
         held = []
         try:
-            while True:
-                block = self._device.obtain(int(_LEAST_BLOCK_BYTES * math.exp(span * self._chance.random())))
-                block[0] = 1  # so that a page of it is really there
-                held.append(block)
+            with self._device.enforced():
+                while True:
+                    size_bytes = int(_LEAST_BLOCK_BYTES * math.exp(span * self._chance.random()))
+                    block = torch.empty(size_bytes, dtype=torch.uint8)
+                    block[0] = 1  # so that a page of it is really there
+                    held.append(block)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is classified
             kind = oom.classify(error).kind
         return kind, len(held)

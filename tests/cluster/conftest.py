@@ -46,7 +46,7 @@ class Head:
         """Wait until this many slots have been RUNNING."""
 
         def enough() -> bool:
-            assert self.process.poll() is None, f"the run ended early: {self.process.communicate()}"
+            assert self.process.poll() is None, f"the run ended early: {self.process.communicate()[1]}"
             running = {e["slot"] for e in self.events() if e["event"] == "state" and e["to_state"] == "RUNNING"}
             return len(running) >= workers
 

@@ -46,7 +46,7 @@ def in_child(tmp_path_factory: pytest.TempPathFactory) -> InChild:
         source = Path(function.__code__.co_filename)
         names = [str(source.parent), source.stem, function.__name__, str(given), str(wanted)]
         done = subprocess.run(
-            [sys.executable, "-c", CHILD, *names], capture_output=True, text=True, timeout=240, check=False
+            [sys.executable, "-c", CHILD, *names], capture_output=True, text=True, timeout=120, check=False
         )
         assert done.returncode == 0, f"{function.__name__} ended with {done.returncode}:\n{done.stderr[-4000:]}"
         return pickle.loads(wanted.read_bytes())  # noqa: S301 - written by our own child

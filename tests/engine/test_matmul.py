@@ -146,16 +146,16 @@ def room_for(spec: WorkerSpec, sizes: list[int], spare_bytes: int) -> list[Failu
     ended: list[FailureKind | None] = []
     for size in sizes:
         ballast_bytes = device.info.cap_bytes - device.held_bytes() - workload.needed_bytes(size, 1) - spare_bytes
-        ballast = device.obtain(ballast_bytes)
-        try:
-            workload.step(size, 1)
-        except RuntimeError as error:
-            ended.append(oom.classify(error).kind)
-        else:
-            ended.append(None)
-        workload.release()
-        del ballast
-        device.release()
+        with device.enforced():
+            ballast = torch.empty(ballast_bytes, dtype=torch.uint8)
+            try:
+                workload.step(size, 1)
+            except RuntimeError as error:
+                ended.append(oom.classify(error).kind)
+            else:
+                ended.append(None)
+            workload.release()
+            del ballast
     return ended
 
 

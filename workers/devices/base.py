@@ -86,5 +86,5 @@ class Device(Protocol):
         ...
 
     def timed(self, work: Callable[[], T]) -> tuple[T, float]:
-        """Run `work` with the cap enforced, wait until the device is done with it, and return its result and the seconds it took."""
+        """Run `work` with the cap enforced, wait for the device, and return the result and the seconds it took."""
         ...

@@ -160,8 +160,8 @@ class CudaDevice:
 
     def timed(self, work: Callable[[], T]) -> tuple[T, float]:
         """See `Device.timed`; measured by events on the card, so the host's own delays do not count."""
-        started = torch.cuda.Event(enable_timing=True)
-        ended = torch.cuda.Event(enable_timing=True)
+        started = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types here
+        ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         started.record()
         result = work()
         ended.record()

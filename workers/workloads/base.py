@@ -53,6 +53,7 @@ class Workload(ABC):
 
     def resize(self, claim_bytes: int) -> None:
         """Take note of the claim: the bytes that progressive allocation has obtained. Ignored by default."""
+        del claim_bytes  # most workloads take what they need, and find out
 
     def needed_bytes(self, size: int, batch: int) -> int | None:
         """The least memory a step of this size and batch takes, or `None` if it cannot be told beforehand."""

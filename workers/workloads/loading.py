@@ -8,6 +8,7 @@ from workers.errors import MisfitError
 from workers.workloads.base import Workload, WorkloadContext
 from workers.workloads.matmul import Matmul
 
+
 def load_workload(name: str, context: WorkloadContext) -> Workload:
     """Make the workload `matmul`, or the user's `package.module:Class`.
 
@@ -19,7 +20,7 @@ def load_workload(name: str, context: WorkloadContext) -> Workload:
     module_name, _, class_name = name.partition(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
-    except Exception as error:  # noqa: BLE001 - a user's module may raise anything while it is imported
+    except Exception as error:
         raise MisfitError(
             f"workload {name!r} cannot be loaded on this machine: {type(error).__name__}: {error}; install it here, "
             f"or start from the folder that holds {module_name.split('.')[0]}.py"
