@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import traceback
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -150,7 +151,7 @@ def main() -> NoReturn:
     """Run the command line and exit."""
     wants_json = "--json" in sys.argv[1:]
     try:
-        code = app(standalone_mode=False)
+        code = _invoke()
     except OrchestratorError as error:
         _fail(str(error), error.exit_code, wants_json=wants_json)
     except _BadCommandLine as error:
@@ -167,13 +168,30 @@ def main() -> NoReturn:
     except Exception as error:  # noqa: BLE001 - a bug of ours; what was started is already torn down
         traceback.print_exc()
         _fail(f"internal error, please report it: {type(error).__name__}: {error}", 1, wants_json=wants_json)
-    _exit(code if isinstance(code, int) else 0)
+    _exit(code)
+
+
+def _invoke() -> int:
+    """Do what the arguments say. Not by calling `app`: that turns Ctrl-C into a silent exit code of 130."""
+    program = Path(sys.argv[0]).name
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context(
+            "python -m orchestrator" if program == "__main__.py" else program, sys.argv[1:]
+        ) as ctx:
+            command.invoke(ctx)
+    except typer.Exit as exit_:
+        return int(exit_.exit_code)
+    return 0
 
 
 def _fail(message: str, code: int, *, wants_json: bool) -> NoReturn:
     if wants_json:
         outcome = "interrupted" if code == 130 else "failed"
-        print(summary_text(failure_dict(message, code, outcome)))  # noqa: T201 - the one object of --json
+        # JSON is UTF-8 whatever the terminal is; what no Unicode can hold becomes \\udcXX, a valid escape in it.
+        sys.stdout.buffer.write(
+            (summary_text(failure_dict(message, code, outcome)) + "\n").encode("utf-8", "backslashreplace")
+        )
     else:
         print(message, file=sys.stderr)  # noqa: T201 - the user's terminal
     _exit(code)

@@ -23,12 +23,34 @@ Pure: no clock (every event comes with `now_s`, a monotonic second), no I/O, no 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 from typing import TypeAlias
 
 from orchestrator.cluster.base import SliceFailure
-from workers.messages import Report, ResumeState, Scalar, Verdict, WorkerState
+from orchestrator.slots import (
+    Abandon,
+    Cancel,
+    Command,
+    Counters,
+    Drain,
+    EndRun,
+    Event,
+    Flight,
+    Forget,
+    NodeJoined,
+    NodeLeft,
+    Note,
+    Phase,
+    Place,
+    Restart,
+    Rules,
+    SliceFailed,
+    SliceReported,
+    Slot,
+    Submit,
+    Tick,
+)
+from workers.messages import Report, Verdict, WorkerState
 
 #: Slices under way in a working slot.
 _PIPELINE = 2
@@ -41,181 +63,6 @@ _RETRY_UNREACHABLE_S = 0.5
 _NODE_BLAME_S = 60.0
 
 
-class Phase(StrEnum):
-    """What a slot waits for."""
-
-    ABSENT = "absent"
-    WORKING = "working"
-    PAUSING = "pausing"
-    QUARANTINED = "quarantined"
-    STOPPED = "stopped"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
-    """The numbers of `run:` in cluster.yaml that concern a slot."""
-
-    slice_s: float
-    hang_timeout_s: float
-    stale_after_s: float
-    start_timeout_s: float
-    restart_backoff_s: float
-    restart_backoff_max_s: float
-    max_deaths: int
-    death_window_s: float
-    max_workload_errors: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counters:
-    """Sums over all incarnations of a slot."""
-
-    steps_ok: int = 0
-    steps_oom: int = 0
-    steps_error: int = 0
-    oom_count: int = 0
-    emergency_count: int = 0
-    verify_checks: int = 0
-    verify_errors: int = 0
-    restarts: int = 0
-    slices_lost: int = 0
-    """Slices that began, perhaps, and gave no report."""
-    work_flop: float = 0.0
-    busy_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flight:
-    """A slice under way."""
-
-    sequence: int
-    duration_s: float
-    submitted_at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
-    """Everything known about a slot."""
-
-    slot: str
-    phase: Phase = Phase.ABSENT
-    state: WorkerState = WorkerState.STARTING
-    reason: str = "waiting for its node"
-    incarnation: int = 0
-    next_sequence: int = 0
-    in_flight: tuple[Flight, ...] = ()
-    placed: bool = False
-    draining: bool = False
-    proven: bool = False
-    """Whether the present incarnation has reported."""
-    wake_at_s: float | None = None
-    working_since_s: float | None = None
-    """When the present incarnation was first asked to work."""
-    heard_at_s: float | None = None
-    silent_since_s: float | None = None
-    """When a process that cannot be reached was first asked to work, until one reports or dies."""
-    deaths_at_s: tuple[float, ...] = ()
-    """Those of the last `death_window_s`, and all since the last report: a slot that never answers is given up."""
-    errors_in_a_row: int = 0
-    resume: ResumeState | None = None
-    report: Report | None = None
-    """The last one accepted."""
-    counters: Counters = Counters()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeJoined:
-    """The slot's node is there and can take it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeLeft:
-    """The slot's node is gone."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SliceReported:
-    """A slice ended with a report."""
-
-    report: Report
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SliceFailed:
-    """A slice ended without one."""
-
-    incarnation: int
-    sequence: int
-    failure: SliceFailure
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
-    """Time has passed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drain:
-    """The run is ending: finish what runs, begin nothing."""
-
-
-Event: TypeAlias = NodeJoined | NodeLeft | SliceReported | SliceFailed | Tick | Drain
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Create the slot's actor."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submit:
-    """Send a directive."""
-
-    incarnation: int
-    sequence: int
-    duration_s: float
-    resume: ResumeState | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forget:
-    """Give up every slice under way."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cancel:
-    """Take back a slice that has not begun."""
-
-    sequence: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restart:
-    """End the process; the cluster starts another."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abandon:
-    """End the actor for good."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndRun:
-    """The run cannot go on: what was asked for can never work."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
-    """Something for the event log."""
-
-    name: str
-    fields: tuple[tuple[str, Scalar], ...] = ()
-
-
-Command: TypeAlias = Place | Submit | Forget | Cancel | Restart | Abandon | EndRun | Note
 Result: TypeAlias = tuple[Slot, tuple[Command, ...]]
 
 
@@ -290,6 +137,7 @@ def _reported(slot: Slot, report: Report, now_s: float, rules: Rules, ends_at_s:
     flight = _flight(slot, report.incarnation, report.sequence)
     if flight is None or report.slot != slot.slot:
         return slot, _refusal(SliceReported(report=report), slot)
+    worked_before = slot.report is not None
     slot = replace(
         slot,
         in_flight=tuple(other for other in slot.in_flight if other is not flight),
@@ -305,11 +153,12 @@ def _reported(slot: Slot, report: Report, now_s: float, rules: Rules, ends_at_s:
         errors_in_a_row=slot.errors_in_a_row + 1 if report.error is not None else 0,
     )
     if report.verdict is Verdict.MISFIT:
-        return slot, (EndRun(reason=report.reason),)
-    if report.verdict is Verdict.POISONED:
-        return _died(slot, report.reason, now_s, rules, before=(Restart(),))
+        # Before anything worked it is the plan that is wrong; later it is this place in it (another card came back).
+        return _quarantine(slot, report.reason) if worked_before else (slot, (EndRun(reason=report.reason),))
     if slot.errors_in_a_row >= rules.max_workload_errors:
         return _quarantine(slot, f"the workload failed {slot.errors_in_a_row} times in a row: {report.reason}")
+    if report.verdict is Verdict.POISONED:
+        return _died(slot, report.reason, now_s, rules, before=(Restart(),))
     if slot.draining:
         return (slot if slot.in_flight else replace(slot, phase=Phase.STOPPED)), ()
     return _fill(slot, now_s, rules, ends_at_s)

@@ -26,6 +26,9 @@ from orchestrator.scale import REHEARSAL_SCALE, Scaled, scale_config
 #: Of free RAM, for all workers of a rehearsal or of `--local` together: the machine stays usable.
 _RAM_SHARE = 0.5
 
+#: How the user is told that a rehearsal's failures are real.
+_BY_KERNEL = "CPU, the caps enforced by the kernel"
+
 #: Of a card's free memory, for a rehearsal of all nodes on it.
 _CARD_SHARE = 0.75
 
@@ -87,12 +90,11 @@ def _settled(stage: Stage, fleet: Fleet) -> Stage:
     one_machine = len({fact.address for fact in facts}) == 1
     limit_bytes = int(_RAM_SHARE * psutil.virtual_memory().available) if one_machine else None
     scaled = scale_config(config, REHEARSAL_SCALE, limit_bytes)
-    head = "No node of this cluster has a card: a rehearsal on their CPUs"
     return replace(
         stage,
         config=scaled.config,
         ground=Ground(device="cpu", one_machine=one_machine),
-        lines=_scale_lines(f"{head}, the caps enforced by the kernel", scaled),
+        lines=_scale_lines(f"No node of this cluster has a card: a rehearsal on their {_BY_KERNEL}", scaled),
     )
 
 
@@ -116,22 +118,26 @@ def in_rehearsal(config: Config, scale: float | None) -> Stage:
     cards = hardware.cards()
     if cards:
         limit_bytes = int(_CARD_SHARE * cards[0].free_bytes)
-        where, device = f"on this machine's {cards[0].name}", "cuda"
-        asked = 1.0 if scale is None else scale
+        where, asked = f"on this machine's {cards[0].name}", 1.0 if scale is None else scale
+        config = _with_one_card_a_node(config)
+        ground = Ground(one_machine=True)
     else:
         limit_bytes = int(_RAM_SHARE * psutil.virtual_memory().available)
-        where, device = "on this machine's CPU, the caps enforced by the kernel", "cpu"
-        asked = REHEARSAL_SCALE if scale is None else scale
+        where, asked = f"on this machine's {_BY_KERNEL}", REHEARSAL_SCALE if scale is None else scale
+        ground = Ground(device="cpu", one_machine=True)
     scaled = scale_config(config, asked, limit_bytes)
-    raylets = [_raylet(scaled.config, name, gpus=None) for name in _head_first(scaled.config)]
-    if cards:
-        raylets = [replace(raylet, gpus=min(raylet.gpus, 1)) for raylet in raylets]
     return Stage(
         config=scaled.config,
-        ground=Ground(device=device, one_machine=True),
-        fleet=rehearsed(raylets),
+        ground=ground,
+        fleet=rehearsed([_raylet(scaled.config, name) for name in _head_first(scaled.config)]),
         lines=_scale_lines(f"Rehearsal {where}", scaled),
     )
+
+
+def _with_one_card_a_node(config: Config) -> Config:
+    """Give every node that has cards one: they all mean the one in this machine."""
+    nodes = {name: {**node.model_dump(), "gpus": min(1, node.gpus)} for name, node in config.nodes.items()}
+    return Config.model_validate({**config.model_dump(), "nodes": nodes})
 
 
 def on_this_machine(config: Config) -> Stage:
@@ -141,21 +147,19 @@ def on_this_machine(config: Config) -> Stage:
     data = {**config.model_dump(), "nodes": {"local": node}}
     data["cluster"] = {**data["cluster"], "head": None}
     local = config_from_data(data, "--local")
-    words = (
-        f"{len(cards)} x {cards[0].name}" if cards else f"CPU, {os.cpu_count()} cores, the caps enforced by the kernel"
-    )
+    words = f"{len(cards)} x {cards[0].name}" if cards else f"{os.cpu_count()} cores of {_BY_KERNEL}"
     workers, budget_gib = local.nodes["local"].workers, local.nodes["local"].vram_per_worker_gib
     return Stage(
         config=local,
         ground=Ground(device="cuda" if cards else "cpu", one_machine=not cards),
-        fleet=rehearsed([_raylet(local, "local", gpus=len(cards))]),
+        fleet=rehearsed([_raylet(local, "local")]),
         lines=(f"This machine: {words}; {workers} workers x {budget_gib:.2f} GiB",),
     )
 
 
-def _raylet(config: Config, name: str, *, gpus: int | None) -> RayletPlan:
+def _raylet(config: Config, name: str) -> RayletPlan:
     budget = node_budget(name, config.nodes[name], config)
-    return RayletPlan(name=name, cpus=budget.cpus_total, gpus=budget.gpus if gpus is None else gpus)
+    return RayletPlan(name=name, cpus=budget.cpus_total, gpus=budget.gpus)
 
 
 def _head_first(config: Config) -> Sequence[str]:

@@ -61,9 +61,14 @@ def stop_runs(run_dir: str) -> Iterator[str]:
     found = False
     for note in sorted(Path(run_dir).glob("*/head.json")):
         process = _head_process(note)
-        if process is not None:
-            found = True
+        if process is None:
+            continue
+        found = True
+        try:
             process.send_signal(signal.SIGINT)
+        except psutil.Error as error:
+            yield f"run {note.parent.name} cannot be asked to end: {error}"
+        else:
             yield f"asked run {note.parent.name} (process {process.pid}) to end"
     if not found:
         yield f"no run is under way in {run_dir}"
@@ -85,9 +90,12 @@ def stop_node(node: str) -> Iterator[str]:
 def _head_process(note: Path) -> psutil.Process | None:
     """The head of a run folder, if it still runs: same process id, and not started after the folder was made."""
     try:
-        process = psutil.Process(int(json.loads(note.read_text(encoding="utf-8"))["pid"]))
+        pid = json.loads(note.read_text(encoding="utf-8"))["pid"]
+        if type(pid) is not int or pid <= 1:  # true is an int, and 1 is init
+            return None
+        process = psutil.Process(pid)
         is_head = process.create_time() <= note.stat().st_mtime + 1.0 and process.pid != os.getpid()
-    except (OSError, ValueError, KeyError, TypeError, psutil.Error):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, psutil.Error):
         return None
     return process if is_head and not (note.parent / "summary.json").exists() else None
 

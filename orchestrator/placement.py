@@ -86,7 +86,8 @@ def _slot_plan(
         device=ground.device or ("cuda" if budget.gpus else "cpu"),
         budget_bytes=budget.budget_bytes,
         card_budget_bytes=shared_bytes or budget.card_budget_bytes,
-        memory_fraction=node.memory_fraction,
+        # Nodes that share one real card were made to fit it when they were scaled, all of them together.
+        memory_fraction=1.0 if ground.one_machine else node.memory_fraction,
         workers_on_host=sharing or budget.workers,
         duty=budget.duty,
         thread_share=node.gpu_share if config.compute_share_mode == "mps" else None,

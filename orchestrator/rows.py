@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from orchestrator.lifecycle import Slot
 from orchestrator.placement import SlotPlan
+from orchestrator.slots import Slot
 from orchestrator.watch.model import Row, success_rate
 from workers.messages import Report, WorkerState
 

@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from orchestrator import lifecycle
+from orchestrator import lifecycle, slots
 from orchestrator.cluster.base import Fleet, NodeFact, SliceOutcome
 from orchestrator.config import Config
 from orchestrator.errors import PreflightError
-from orchestrator.lifecycle import Phase, Rules, Slot
 from orchestrator.placement import SlotPlan, refusals
 from orchestrator.rows import Meter, row
+from orchestrator.slots import Phase, Rules, Slot
 from orchestrator.watch.events import EventLog
 from orchestrator.watch.live import Watcher
 from orchestrator.watch.model import Snapshot
@@ -125,10 +125,11 @@ class Supervisor:
         if now_s - self._nodes_at_s >= _NODES_EVERY_S:
             self._nodes_at_s = now_s
             self._watch_nodes(self._fleet.nodes())
-        for name in self._slots:
-            self._feed(name, lifecycle.Tick())
+        # Reports before timers: after this process was suspended, what waits here shows that nobody hangs.
         for outcome in self._fleet.wait(_POLL_S):
             self._take(outcome)
+        for name in self._slots:
+            self._feed(name, slots.Tick())
         if not self._slots_busy():
             time.sleep(_POLL_S)  # nothing is under way, so the wait came back at once
         self._begin_counting()
@@ -169,14 +170,14 @@ class Supervisor:
             if usable.get(name) != node_id:
                 del self._present[name]
                 self._events.write("node_left", node=name)
-                self._feed_node(name, lifecycle.NodeLeft())
+                self._feed_node(name, slots.NodeLeft())
         for name, node_id in usable.items():
             if name not in self._present:
                 self._present[name] = node_id
                 self._events.write("node_joined", node=name, node_id=node_id)
-                self._feed_node(name, lifecycle.NodeJoined())
+                self._feed_node(name, slots.NodeJoined())
 
-    def _feed_node(self, node: str, event: lifecycle.Event) -> None:
+    def _feed_node(self, node: str, event: slots.Event) -> None:
         for name, plan in self._plans.items():
             if plan.spec.node == node:
                 self._feed(name, event)
@@ -188,7 +189,7 @@ class Supervisor:
             self._events.write(
                 "slice_failed", slot=outcome.slot, failure=failure.value, text=outcome.text, sequence=outcome.sequence
             )
-            event = lifecycle.SliceFailed(
+            event = slots.SliceFailed(
                 incarnation=outcome.incarnation, sequence=outcome.sequence, failure=failure, text=outcome.text
             )
             self._feed(outcome.slot, event)
@@ -200,21 +201,21 @@ class Supervisor:
             )
         if report.error is not None:
             self._events.write("workload_error", slot=report.slot, traceback=report.error)
-        self._feed(outcome.slot, lifecycle.SliceReported(report=report))
+        self._feed(outcome.slot, slots.SliceReported(report=report))
         if self._slots[outcome.slot].report is report:
             self._meters[outcome.slot].add(report)
 
-    def _feed(self, name: str, event: lifecycle.Event) -> None:
+    def _feed(self, name: str, event: slots.Event) -> None:
         after, commands = lifecycle.advance(self._slots[name], event, time.monotonic(), self._rules, self._ends_at_s)
         self._slots[name] = after
         for command in commands:
             self._perform(name, command)
 
-    def _perform(self, name: str, command: lifecycle.Command) -> None:
+    def _perform(self, name: str, command: slots.Command) -> None:
         match command:
-            case lifecycle.Place():
+            case slots.Place():
                 self._fleet.place(self._plans[name].seat)
-            case lifecycle.Submit():
+            case slots.Submit():
                 self._fleet.submit(
                     Directive(
                         spec=self._plans[name].spec,
@@ -224,23 +225,23 @@ class Supervisor:
                         resume=command.resume,
                     )
                 )
-            case lifecycle.Forget():
+            case slots.Forget():
                 self._fleet.forget(name)
-            case lifecycle.Cancel(sequence=sequence):
+            case slots.Cancel(sequence=sequence):
                 self._fleet.cancel(name, sequence)
-            case lifecycle.Restart():
+            case slots.Restart():
                 self._fleet.restart(name)
-            case lifecycle.Abandon():
+            case slots.Abandon():
                 self._fleet.abandon(name)
-            case lifecycle.Note():
+            case slots.Note():
                 self._events.write(command.name, slot=name, **dict(command.fields))
-            case lifecycle.EndRun(reason=reason):
+            case slots.EndRun(reason=reason):
                 raise PreflightError([reason])
 
     def _drain(self) -> None:
         """Let what runs end, begin nothing, and do not wait for ever."""
         for name in self._slots:
-            self._feed(name, lifecycle.Drain())
+            self._feed(name, slots.Drain())
         deadline_s = time.monotonic() + self._rules.slice_s + self._config.run.stop_grace_s
         while self._slots_busy() and time.monotonic() < deadline_s:
             for outcome in self._fleet.wait(_POLL_S):

@@ -44,6 +44,7 @@ class _Life:
     state: Any
     incarnation: int
     claim_bytes: int = 0
+    claim_share: float = 1.0
     probable_in_a_row: int = 0
     owed_sleep_s: float = 0.0
     in_emergency: bool = False
@@ -196,12 +197,13 @@ def _resumed(policy: Policy[Any], resume: ResumeState | None, tally: Tally) -> A
 def _climb(life: _Life, tally: Tally) -> None:
     """Find out how much memory is there and tell the workload. Its tensors must be gone."""
     went = climb(life.device, life.spec.memory)
+    claim_bytes = int(life.claim_share * went.claim_bytes)
     tally.oom_count += went.failures
-    if went.claim_bytes != life.claim_bytes or went.failures:
-        tally.event("claimed", claim_bytes=went.claim_bytes, target_bytes=went.target_bytes, failures=went.failures)
-    life.claim_bytes = went.claim_bytes
+    if claim_bytes != life.claim_bytes or went.failures:
+        tally.event("claimed", claim_bytes=claim_bytes, target_bytes=went.target_bytes, failures=went.failures)
+    life.claim_bytes = claim_bytes
     with life.device.enforced():
-        life.workload.resize(went.claim_bytes)
+        life.workload.resize(claim_bytes)
 
 
 def _work(life: _Life, tally: Tally) -> None:
@@ -304,6 +306,10 @@ def _survive(life: _Life, tally: Tally, run: Run, failure: Failure) -> StepOom:
     life.device.rebase()
     needed_bytes = life.workload.needed_bytes(run.size, run.batch)
     free_bytes = life.device.free_bytes()
+    if needed_bytes is not None and needed_bytes <= life.claim_bytes:
+        # It should have fitted, so a step takes more than it says: leave more of the claim to it, as the guide's
+        # progressive allocation does, or no size would ever be small enough for a workload that fills its claim.
+        life.claim_share *= 1.0 - life.spec.memory.retry_reduction
     _climb(life, tally)
     tally.event(
         "oom",

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayError, TaskCancelledError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    ActorUnschedulableError,
+    RayError,
+    RayTaskError,
+    RuntimeEnvSetupError,
+    TaskCancelledError,
+)
 
 from orchestrator import hardware
 from orchestrator.cluster.actor import WorkerActor
@@ -150,10 +158,9 @@ def _failure(error: RayError) -> SliceFailure:
         return SliceFailure.UNAVAILABLE
     if isinstance(error, ActorDiedError) and getattr(error, "actor_init_failed", False):
         return SliceFailure.UNBUILDABLE
-    if isinstance(error, RayActorError):
-        return SliceFailure.DIED
-    # An exception out of `run_slice` itself: the engine lets none out, so its code could not even be loaded.
-    return SliceFailure.UNBUILDABLE
+    # RayTaskError is an exception out of `run_slice` itself: the engine lets none out, so it could not be loaded.
+    unbuildable = (RayTaskError, RuntimeEnvSetupError, ActorUnschedulableError)
+    return SliceFailure.UNBUILDABLE if isinstance(error, unbuildable) else SliceFailure.DIED
 
 
 def _first_line(text: str) -> str:

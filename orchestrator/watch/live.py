@@ -66,7 +66,16 @@ class LiveTable:
         self._glyphs = glyphs_for(console.encoding)
         self._drawn_at_s: float | None = None
         self._gone = False
-        self._live = Live(console=console, auto_refresh=False, screen=False, transient=False, vertical_overflow="crop")
+        self._live = Live(
+            console=console,
+            auto_refresh=False,
+            screen=False,
+            transient=False,
+            vertical_overflow="crop",
+            # What libraries print belongs into the run's log, not between the rows.
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
 
     def update(self, snapshot: Snapshot) -> None:
         """Redraw, unless that was done less than `REDRAW_EVERY_S` ago."""

@@ -88,8 +88,6 @@ class Turn:
 
 def run(rounds: int, seconds: float, size: int, dtype: str, slice_s: float) -> Result:
     """Let product and bare loop take turns."""
-    import ray
-
     from orchestrator.cluster.rehearse import RayletPlan, rehearsed
 
     data = {
@@ -113,6 +111,8 @@ def run(rounds: int, seconds: float, size: int, dtype: str, slice_s: float) -> R
     rows: list[dict[str, Any]] = []
 
     with rehearsed([RayletPlan(name=_NODE, cpus=8, gpus=0)]) as fleet:
+        import ray  # not earlier: it reads the rehearsal's token settings when it is imported
+
         first = _product(fleet, config, plan, seconds=1.0)  # tells what the bare loop must be given; not counted
         device = first.last.device
         if device is None:

@@ -100,9 +100,7 @@ def nothing_left() -> Iterator[None]:
     shared = set(os.listdir("/dev/shm"))
     yield
     try:
-        wait_for(
-            lambda: not [p for p in descendants() if p.pid not in before], 10.0, "end of the processes we started"
-        )
+        wait_for(lambda: not [p for p in descendants() if p.pid not in before], 10.0, "end of the processes we started")
     finally:
         for process in descendants():
             if process.pid not in before:

@@ -108,7 +108,9 @@ def test_nodes_started_by_hand_run_seven_and_three_and_a_missing_one_is_named_or
     assert [row["node"] for row in summary["workers"] if row["steps_ok"] > 0] == ["pc1"] * 7 + ["pc2"] * 3
     wait_for(lambda: by_hand.ask_ray() == {}, 10, "end of the actors with their head")
     assert token.read_text() not in "".join(
-        path.read_text(errors="replace") for path in head.folder().iterdir() if path.suffix in {".jsonl", ".json", ".log"}
+        path.read_text(errors="replace")
+        for path in head.folder().iterdir()
+        if path.suffix in {".jsonl", ".json", ".log"}
     )
 
 

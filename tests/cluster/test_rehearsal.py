@@ -20,9 +20,25 @@ pytestmark = pytest.mark.ray
 TOO_BIG = ("--set", "workload.size=65536")
 
 
-def test_ten_workers_survive_sizes_far_too_big_for_every_cap(start: Starter) -> None:
-    head = start("--rehearse", "--duration", "6s", "--json", *TOO_BIG, "--set", "run.min_success_rate=0")
+#: Leaves a file behind when the head, of all processes, loads torch.
+_TELL_TALE = """
+import sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch" and any("orchestrator/__main__.py" in part for part in sys.argv):
+            open(r"{witness}", "w").close()
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def test_ten_workers_survive_sizes_far_too_big_for_every_cap(start: Starter, short_tmp: Path) -> None:
+    witness = short_tmp / "the-head-loaded-torch"
+    (short_tmp / "sitecustomize.py").write_text(_TELL_TALE.format(witness=witness))
+    watched = {"PYTHONPATH": str(short_tmp)}
+    sizes = (*TOO_BIG, "--set", "run.min_success_rate=0")
+    head = start("--rehearse", "--duration", "6s", "--json", *sizes, environment=watched)
     code, out, err = head.finish()
+    assert not witness.exists()
     assert code == 0, out + err
     summary = json.loads(out)
     assert summary == head.summary()

@@ -272,7 +272,7 @@ def test_a_run_without_a_cluster_is_one_object_and_leaves_its_summary(nowhere: P
     assert (done.returncode, found["exit_code"], found["outcome"]) == (3, 3, "failed")
     assert "no Ray cluster runs on this machine" in found["error"]
     (folder,) = (nowhere / "records").iterdir()
-    assert {"config.yaml", "events.jsonl", "head.json", "summary.json"} <= {path.name for path in folder.iterdir()}
+    assert {"events.jsonl", "head.json", "summary.json"} <= {path.name for path in folder.iterdir()}
     assert only_object((folder / "summary.json").read_text())["exit_code"] == 3
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from orchestrator.cluster.base import SliceFailure
-from orchestrator.lifecycle import (
+from orchestrator.lifecycle import advance
+from orchestrator.slots import (
     Abandon,
     Cancel,
     Command,
@@ -31,7 +32,6 @@ from orchestrator.lifecycle import (
     Slot,
     Submit,
     Tick,
-    advance,
 )
 from workers.messages import Report, Verdict, WorkerState
 
@@ -504,6 +504,14 @@ def test_errors_of_the_workload_in_a_row_end_in_quarantine() -> None:
     assert scene.deeds(scene.report(error="Traceback …", reason="boom", steps_error=1)) == [Abandon()]
     assert scene.slot.reason == "the workload failed 3 times in a row: boom"
     assert scene.slot.counters == Counters(steps_error=3, slices_lost=1)
+
+
+def test_errors_of_the_workload_count_whatever_else_the_report_says() -> None:
+    scene = Scene(max_workload_errors=1)
+    scene.work()
+    report = scene.report(error="Traceback …", reason="boom", verdict=Verdict.POISONED)
+    assert scene.deeds(report) == [Abandon()]
+    assert scene.slot.phase is Phase.QUARANTINED
 
 
 def test_a_good_slice_between_errors_of_the_workload_forgives_them() -> None:

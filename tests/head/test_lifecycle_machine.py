@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from orchestrator.cluster.base import SliceFailure
-from orchestrator.lifecycle import (
+from orchestrator.lifecycle import advance
+from orchestrator.slots import (
     Abandon,
     Cancel,
     Command,
@@ -35,7 +36,6 @@ from orchestrator.lifecycle import (
     Slot,
     Submit,
     Tick,
-    advance,
 )
 from workers.messages import Report, Verdict, WorkerState
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.config import load_config
-from orchestrator.lifecycle import Counters, Phase, Slot
 from orchestrator.placement import Ground, plan_slots
 from orchestrator.rows import Meter, row
+from orchestrator.slots import Counters, Phase, Slot
 from workers.messages import DeviceInfo, MemoryInfo, Report, Verdict, WorkerEvent, WorkerState
 
 PLAN = plan_slots(load_config(str(Path(__file__).parents[2] / "cluster.yaml")), Ground())[3]

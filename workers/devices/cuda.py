@@ -13,7 +13,7 @@ import hashlib
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeVar
@@ -95,7 +95,7 @@ class CudaDevice:
             threads=threads,
             pid=os.getpid(),
             hostname=socket.gethostname(),
-            torch_version=torch.__version__,
+            torch_version=str(torch.__version__),  # its own type would make the head load torch
         )
 
     def enforced(self) -> AbstractContextManager[None]:
@@ -114,9 +114,7 @@ class CudaDevice:
     def free_bytes(self) -> int:
         """See `Device.free_bytes`; asks the driver, so other tenants of the card count."""
         free_on_card, _ = torch.cuda.mem_get_info(self.torch_device)
-        return self._obtainable(
-            torch.cuda.memory_allocated(self.torch_device), torch.cuda.memory_reserved(self.torch_device), free_on_card
-        )
+        return self._obtainable(torch.cuda.memory_stats(self.torch_device), free_on_card)
 
     def step_peak_bytes(self) -> int:
         """See `Device.step_peak_bytes`; exact: the allocator keeps the highest value."""
@@ -138,7 +136,7 @@ class CudaDevice:
         return MemoryInfo(
             device_total_bytes=total,
             device_used_bytes=total - free_on_card,
-            free_bytes=self._obtainable(allocated, reserved, free_on_card),
+            free_bytes=self._obtainable(stats, free_on_card),
             allocated_bytes=allocated,
             reserved_bytes=reserved,
             peak_bytes=peak,
@@ -168,10 +166,15 @@ class CudaDevice:
         ended.synchronize()
         return result, started.elapsed_time(ended) / 1e3
 
-    def _obtainable(self, allocated_bytes: int, reserved_bytes: int, free_on_card_bytes: int) -> int:
-        """The allocator's unused pool counts as obtainable: it is ours, and given back before anything is refused."""
-        pool_bytes = reserved_bytes - allocated_bytes
-        return max(0, min(self._cap_bytes - allocated_bytes, free_on_card_bytes + pool_bytes))
+    def _obtainable(self, stats: Mapping[str, int], free_on_card_bytes: int) -> int:
+        """Return what one more block may take.
+
+        Segments of the allocator's pool that nothing uses count: they are given back before anything is refused.
+        Gaps in segments that are partly in use (`inactive_split_bytes`) do not: nobody can give those back.
+        """
+        reserved = stats["reserved_bytes.all.current"]
+        unused = reserved - stats["allocated_bytes.all.current"] - stats["inactive_split_bytes.all.current"]
+        return max(0, min(self._cap_bytes - reserved, free_on_card_bytes) + unused)
 
     def _warm_up(self) -> None:
         """Load the kernels and the workspace of the real element type, so that they count as context or reserve."""
