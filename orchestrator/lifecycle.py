@@ -63,6 +63,12 @@ _RETRY_UNREACHABLE_S = 0.5
 _NODE_BLAME_S = 60.0
 
 
+#: What a person needs to know of Ray's paragraphs, which are in the event log.
+_ENDED = {
+    SliceFailure.DIED: "its process ended: killed, or crashed",
+    SliceFailure.UNAVAILABLE: "its process ended: Ray lost the connection to it",
+}
+
 Result: TypeAlias = tuple[Slot, tuple[Command, ...]]
 
 
@@ -173,10 +179,10 @@ def _failed(slot: Slot, event: SliceFailed, now_s: float, rules: Rules) -> Resul
         # It did work before: its process is in a bad way, not its code.
         return _died(slot, f"its process failed outside a step: {event.text}", now_s, rules, before=(Restart(),))
     if slot.proven or event.failure is SliceFailure.DIED:
-        return _died(slot, f"its process ended: {event.text}", now_s, rules, before=())
+        return _died(slot, _ENDED[event.failure], now_s, rules, before=())
     silent_since_s = slot.silent_since_s if slot.silent_since_s is not None else slot.working_since_s
     if silent_since_s is not None and now_s - silent_since_s > rules.start_timeout_s:
-        return _quarantine(slot, f"no process came up in {rules.start_timeout_s:.0f} s: {event.text}")
+        return _quarantine(slot, f"no process came up in {rules.start_timeout_s:.0f} s")
     waiting = replace(
         _drop_flights(slot), phase=Phase.PAUSING, silent_since_s=silent_since_s, wake_at_s=now_s + _RETRY_UNREACHABLE_S
     )

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,12 +79,11 @@ def stop_node(node: str) -> Iterator[str]:
     """End the Ray processes on this PC that `up NODE` started, with their children; yield a line for each."""
     marked = [process for process in psutil.process_iter() if _is_marked(process, node)]
     family = {child for process in marked for child in _with_children(process)}
-    for process in family:
-        _signal(process, signal.SIGTERM)
-    _, alive = psutil.wait_procs(list(family), timeout=_GRACE_S)
-    for process in alive:
-        _signal(process, signal.SIGKILL)
-    psutil.wait_procs(alive, timeout=_GRACE_S)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        alive = [process for process in family if not _has_ended(process)]
+        for process in alive:
+            _signal(process, number)
+        _await_end(alive)
     yield f"ended {len(family)} processes of node {node}" if family else f"no process of node {node} runs here"
 
 
@@ -112,6 +112,20 @@ def _with_children(process: psutil.Process) -> list[psutil.Process]:
         return [process, *process.children(recursive=True)]
     except psutil.Error:
         return [process]
+
+
+def _await_end(processes: list[psutil.Process]) -> None:
+    deadline_s = time.monotonic() + _GRACE_S
+    while time.monotonic() < deadline_s and not all(_has_ended(process) for process in processes):
+        time.sleep(0.05)
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    """Say whether it is gone, or only waits for its parent to take note (in a container often nobody does)."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return True
 
 
 def _signal(process: psutil.Process, number: int) -> None:

@@ -254,7 +254,7 @@ def test_a_process_that_dies_is_restarted_at_once_and_continues_where_the_last_r
     scene.work(steps_ok=3, resume={"failures": 2})
     assert scene.deeds(scene.failure()) == [Forget()]
     assert (scene.slot.phase, scene.slot.state) == (Phase.PAUSING, WorkerState.RESTARTING)
-    assert scene.slot.reason == "its process ended: worker died"
+    assert scene.slot.reason == "its process ended: killed, or crashed"
     assert scene.slot.counters == Counters(steps_ok=3, restarts=1, slices_lost=2)
     assert scene.feed(Tick()) == [
         Submit(incarnation=1, sequence=3, duration_s=0.0, resume={"failures": 2}),
@@ -313,7 +313,7 @@ def test_deaths_in_the_window_end_in_quarantine_for_good() -> None:
     scene.die()
     assert scene.deeds(scene.failure()) == [Abandon()]
     assert (scene.slot.phase, scene.slot.state) == (Phase.QUARANTINED, WorkerState.QUARANTINED)
-    assert scene.slot.reason == "3 deaths in 300 s; the last: its process ended: worker died"
+    assert scene.slot.reason == "3 deaths in 300 s; the last: its process ended: killed, or crashed"
     assert (scene.slot.in_flight, scene.slot.wake_at_s) == ((), None)
     before = scene.slot
     for event in (Tick(), NodeLeft(), NodeJoined(), Drain()):
@@ -369,7 +369,7 @@ def test_an_actor_that_cannot_be_reached_for_the_start_timeout_is_quarantined() 
         scene.feed(Tick(), later_s=0.5)
     assert scene.slot.phase is Phase.WORKING
     assert scene.deeds(scene.failure(SliceFailure.UNAVAILABLE), later_s=0.1) == [Abandon()]
-    assert scene.slot.reason == "no process came up in 120 s: worker died"
+    assert scene.slot.reason == "no process came up in 120 s"
 
 
 def test_the_back_off_is_no_part_of_the_start_timeout() -> None:
