@@ -12,9 +12,16 @@ Exit code 0; 1 when a property is broken (a target that is missed is told, not p
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from benches.common import Result
 
 # The script stands beside the packages, not in them, and they need not be installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -34,6 +41,12 @@ def main() -> int:
         return 0
     from benches.common import show
 
+    with _own_stdout():
+        result = _run(arguments)
+    return show(result)
+
+
+def _run(arguments: argparse.Namespace) -> Result:
     match arguments.verb:
         case "oom-storm":
             from benches import storm
@@ -55,7 +68,21 @@ def main() -> int:
             budget_mib = arguments.budget_mib or (3.33 * 1024 if arguments.device == "cuda" else 213)
             size = arguments.size or (8192 if arguments.device == "cuda" else 1024)
             result = recovery.run(arguments.errors, arguments.device, int(budget_mib * _MIB), size)
-    return show(result)
+    return result
+
+
+@contextlib.contextmanager
+def _own_stdout() -> Iterator[None]:
+    """Send whatever is printed meanwhile to standard error: Ray tells there, too, of the actors that a verb ends."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -93,7 +93,9 @@ def _bare_s(config: str, overrides: Sequence[str]) -> float:
         command += ["--set", override]
     started_at_unix_s = time.time()
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_PATIENCE_S, check=True, cwd=_ROOT)
-    ready_at_unix_s: float = json.loads(done.stdout.splitlines()[-1])["ready_at_unix_s"]
+    # Ray may print beside it.
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"ready_at_unix_s"')]
+    ready_at_unix_s: float = json.loads(line)["ready_at_unix_s"]
     return ready_at_unix_s - started_at_unix_s
 
 
