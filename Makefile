@@ -22,8 +22,8 @@ run: $(STAMP) ## Rehearse the main job on this machine for one minute; ARGS="--p
 test: $(STAMP) lint types contracts ## Run every check and every test; those that need a GPU are skipped without one
 	$(BIN)/pytest
 
-check: $(STAMP) lint types contracts ## Run what is fast: everything but the tests marked ray and gpu
-	$(BIN)/pytest -q -m "not ray and not gpu"
+check: $(STAMP) lint types contracts ## Run what is fast: everything but the tests marked ray, torch and gpu
+	$(BIN)/pytest -q -n auto -m "not ray and not torch and not gpu"
 
 setup: $(STAMP) ## Make .venv and install the project into it, with the versions of constraints.txt
 

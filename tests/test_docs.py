@@ -73,6 +73,7 @@ def reports_of_the_example(budget_mib: int, batch: int, slices: int) -> list[dic
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.torch
 def test_the_example_workload_runs_in_the_engine() -> None:
     (report,) = reports_of_the_example(budget_mib=256, batch=128, slices=1)
     assert report["error"] is None
@@ -81,6 +82,7 @@ def test_the_example_workload_runs_in_the_engine() -> None:
     assert report["flop"] > 0
 
 
+@pytest.mark.torch
 def test_the_example_workload_survives_a_batch_that_does_not_fit() -> None:
     reports = reports_of_the_example(budget_mib=64, batch=16_384, slices=3)
     assert all(report["verdict"] == "ok" and report["error"] is None for report in reports), reports

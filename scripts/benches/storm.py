@@ -138,7 +138,8 @@ def _judged(errors: int, provoke: Callable[[int], Gale], *, where: str) -> Resul
         try:
             gales.append(provoke(part))
         except Exception as error:  # noqa: BLE001 - a dead process is a finding, not the end of the benchmark
-            crash = f"the process did not survive part {point + 1}: {type(error).__name__}: {str(error)[:300]}"
+            words = " ".join(str(error).split())[:1000]
+            crash = f"the process did not survive part {point + 1}: {type(error).__name__}: {words}"
             break
         gale = gales[-1]
         progress(

@@ -97,7 +97,7 @@ def descendants() -> list[psutil.Process]:
 def nothing_left() -> Iterator[None]:
     """Fail if a process, a file in /dev/shm or a temporary folder of ours is left 10 s after the test."""
     before = {process.pid for process in descendants()}
-    shared = set(os.listdir("/dev/shm"))
+    shared = set(Path("/dev/shm").iterdir())
     yield
     try:
         wait_for(lambda: not [p for p in descendants() if p.pid not in before], 10.0, "end of the processes we started")
@@ -105,7 +105,7 @@ def nothing_left() -> Iterator[None]:
         for process in descendants():
             if process.pid not in before:
                 process.kill()
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert set(Path("/dev/shm").iterdir()) <= shared
 
 
 @pytest.fixture

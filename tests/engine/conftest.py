@@ -35,6 +35,13 @@ Path(wanted).write_bytes(pickle.dumps(result))
 """
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts a process that loads torch, so that `make check` can leave it to `make test`."""
+    for item in items:
+        if "in_child" in getattr(item, "fixturenames", ()):
+            item.add_marker("torch")
+
+
 @pytest.fixture(scope="session")
 def in_child(tmp_path_factory: pytest.TempPathFactory) -> InChild:
     """Run a function of a test's module in a fresh process and return what it returns."""
