@@ -36,6 +36,9 @@ _LONGEST_FOLDER = 35
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
+#: What a rehearsal sets for its processes, and puts back.
+_ENVIRONMENT = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN", "MALLOC_ARENA_MAX")
+
 _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 10.0
 
@@ -62,11 +65,14 @@ def rehearsed(plans: Sequence[RayletPlan]) -> Iterator[Fleet]:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     _adopt_orphans()
     folder = Path(tempfile.mkdtemp(prefix="orch-", dir=_short_folder()))
-    saved = {name: os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")}
+    saved = {name: os.environ.get(name) for name in _ENVIRONMENT}
     nodes: list[Any] = []
     keeper = _hire_janitor(folder)
     try:
         auth.use_private_token(folder)
+        # For workers on the CPU: with one heap for all threads, what a worker releases is really given back, and what
+        # one thread frees another can use (glibc, mallopt(3), M_ARENA_MAX). Too late once a process runs.
+        os.environ.setdefault("MALLOC_ARENA_MAX", "1")
         _start(plans, folder, nodes)
         with driver(nodes[0].gcs_address, has_token=True) as fleet:
             _await_nodes(fleet, {plan.name for plan in plans})

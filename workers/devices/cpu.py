@@ -37,6 +37,13 @@ T = TypeVar("T")
 _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD_BYTES = 64 * 1024
 
+#: The heap grows by this much more than is asked for (M_TOP_PAD), and does not shrink below it (M_TRIM_THRESHOLD).
+#: While the cap is used up, other threads of the process live on it: refused the few kilobytes of a message, Ray's
+#: would end the process. It is there before the cap is measured, and costs no memory until it is used.
+_M_TRIM_THRESHOLD = -1
+_M_TOP_PAD = -2
+_HEAP_STOCK_BYTES = 16 * 2**20
+
 #: glibc's M_ARENA_MAX. Where the kernel refuses a mapping, malloc looks for room on the heap of another arena, which
 #: grows to 64 MiB and never shrinks below its last living block: seen after 1000 refusals, 64 MiB not given back.
 _M_ARENA_MAX = -8
@@ -46,6 +53,9 @@ _M_ARENA_MAX = -8
 #: instead of raising. malloc's header page of each mapping comes out of this too.
 _MARGIN_BYTES = 2 * 2**20
 _MARGIN_PER_THREAD_BYTES = 2**20
+
+#: With less than this a worker could not even run the smallest product.
+_LEAST_USABLE_BYTES = 2**20
 
 #: How far other threads may push the data size up before they are charged for it. A bound, because a workload that
 #: never lets go of its tensors looks the same from outside, and without one each recovery would forgive it a cap more.
@@ -67,7 +77,7 @@ class CpuDevice:
         Raises:
             MisfitError: The budget leaves nothing to work with, or this is not Linux.
         """
-        _use_mappings_for_blocks()
+        _prepare_malloc()
         threads = max(1, (psutil.cpu_count(logical=False) or os.cpu_count() or 1) // spec.workers_on_host)
         torch.set_num_threads(threads)
         self.torch_device = torch.device("cpu")
@@ -79,14 +89,15 @@ class CpuDevice:
         self._opened_bytes = self._base_bytes = _data_bytes()
         context_bytes = max(0, self._base_bytes - before_bytes)
         self._cap_bytes = spec.budget_bytes - context_bytes
-        if self._cap_bytes < spec.memory.floor_bytes:
+        self._margin_bytes = _MARGIN_BYTES + threads * _MARGIN_PER_THREAD_BYTES
+        usable_bytes = self._cap_bytes - self._margin_bytes
+        if usable_bytes < max(spec.memory.floor_bytes, _LEAST_USABLE_BYTES):
             raise MisfitError(
-                f"{spec.slot}: the budget of {spec.budget_bytes / 2**20:.0f} MiB leaves {self._cap_bytes / 2**20:.0f} "
-                f"MiB after {context_bytes / 2**20:.0f} MiB of runtime, under the floor of "
-                f"{spec.memory.floor_bytes / 2**20:.0f} MiB; raise nodes.{spec.node}.vram_per_worker_gib or lower "
+                f"{spec.slot}: the budget of {spec.budget_bytes / 2**20:.1f} MiB leaves {usable_bytes / 2**20:.1f} "
+                f"MiB after {(context_bytes + self._margin_bytes) / 2**20:.1f} MiB of runtime, under the floor of "
+                f"{max(spec.memory.floor_bytes, _LEAST_USABLE_BYTES) / 2**20:.1f} MiB; raise nodes.{spec.node}.vram_per_worker_gib or lower "
                 f"memory.floor_mib"
             )
-        self._margin_bytes = _MARGIN_BYTES + threads * _MARGIN_PER_THREAD_BYTES
         self._data_bytes = self._base_bytes
         self._peak_bytes = 0
         with self.enforced():
@@ -200,11 +211,19 @@ def _data_bytes() -> int:
     raise MisfitError("the CPU device needs VmData in /proc/self/status (Linux) to cap memory")
 
 
-def _use_mappings_for_blocks() -> None:
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # absent in musl, whose large blocks are mappings anyway
-        mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
-        mallopt(_M_ARENA_MAX, 1)
+def _prepare_malloc() -> None:
+    """Make released blocks go back to the kernel, and lay in a stock of heap for what is no block."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):  # musl, whose large blocks are mappings anyway
+        return
+    libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+    libc.mallopt(_M_ARENA_MAX, 1)
+    libc.mallopt(_M_TRIM_THRESHOLD, 2 * _HEAP_STOCK_BYTES)
+    libc.mallopt(_M_TOP_PAD, _HEAP_STOCK_BYTES)
+    libc.malloc.restype = ctypes.c_void_p
+    taken = [libc.malloc(_MMAP_THRESHOLD_BYTES // 2) for _ in range(64)]  # enough to make the heap grow, by its pad
+    for address in taken:
+        libc.free(ctypes.c_void_p(address))
 
 
 def _usable_dtype(name: str) -> torch.dtype:
