@@ -282,6 +282,6 @@ def refused(spec: WorkerSpec) -> str:
 
 def test_a_budget_under_the_floor_is_refused_with_the_sum(in_child: InChild, make_spec: MakeSpec) -> None:
     sentence = in_child(refused, make_spec(budget_bytes=50 * MIB, floor_bytes=100 * MIB))
-    assert "50 MiB" in sentence
-    assert "100 MiB" in sentence
+    assert "50.0 MiB" in sentence
+    assert "100.0 MiB" in sentence
     assert "nodes.pc1.vram_per_worker_gib" in sentence

@@ -531,7 +531,7 @@ class TestMisfits:
         (report,) = in_child(several, make_spec(budget_bytes=8 * MIB, floor_bytes=100 * MIB), 1)
         assert report.verdict is Verdict.MISFIT
         assert "nodes.pc1.vram_per_worker_gib" in report.reason
-        assert "8 MiB" in report.reason
+        assert "8.0 MiB" in report.reason
 
     def test_an_unknown_policy_lists_those_there_are(self, in_child: InChild, make_spec: MakeSpec) -> None:
         (report,) = in_child(several, make_spec(policy="brave"), 1)

@@ -37,13 +37,6 @@ T = TypeVar("T")
 _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD_BYTES = 64 * 1024
 
-#: The heap grows by this much more than is asked for (M_TOP_PAD), and does not shrink below it (M_TRIM_THRESHOLD).
-#: While the cap is used up, other threads of the process live on it: refused the few kilobytes of a message, Ray's
-#: would end the process. It is there before the cap is measured, and costs no memory until it is used.
-_M_TRIM_THRESHOLD = -1
-_M_TOP_PAD = -2
-_HEAP_STOCK_BYTES = 16 * 2**20
-
 #: glibc's M_ARENA_MAX. Where the kernel refuses a mapping, malloc looks for room on the heap of another arena, which
 #: grows to 64 MiB and never shrinks below its last living block: seen after 1000 refusals, 64 MiB not given back.
 _M_ARENA_MAX = -8
@@ -77,7 +70,7 @@ class CpuDevice:
         Raises:
             MisfitError: The budget leaves nothing to work with, or this is not Linux.
         """
-        _prepare_malloc()
+        _use_mappings_for_blocks()
         threads = max(1, (psutil.cpu_count(logical=False) or os.cpu_count() or 1) // spec.workers_on_host)
         torch.set_num_threads(threads)
         self.torch_device = torch.device("cpu")
@@ -90,14 +83,7 @@ class CpuDevice:
         context_bytes = max(0, self._base_bytes - before_bytes)
         self._cap_bytes = spec.budget_bytes - context_bytes
         self._margin_bytes = _MARGIN_BYTES + threads * _MARGIN_PER_THREAD_BYTES
-        usable_bytes = self._cap_bytes - self._margin_bytes
-        if usable_bytes < max(spec.memory.floor_bytes, _LEAST_USABLE_BYTES):
-            raise MisfitError(
-                f"{spec.slot}: the budget of {spec.budget_bytes / 2**20:.1f} MiB leaves {usable_bytes / 2**20:.1f} "
-                f"MiB after {(context_bytes + self._margin_bytes) / 2**20:.1f} MiB of runtime, under the floor of "
-                f"{max(spec.memory.floor_bytes, _LEAST_USABLE_BYTES) / 2**20:.1f} MiB; raise nodes.{spec.node}.vram_per_worker_gib or lower "
-                f"memory.floor_mib"
-            )
+        _check_usable(spec, self._cap_bytes - self._margin_bytes)
         self._data_bytes = self._base_bytes
         self._peak_bytes = 0
         with self.enforced():
@@ -195,6 +181,16 @@ class CpuDevice:
             self._data_bytes = _data_bytes()
 
 
+def _check_usable(spec: WorkerSpec, usable_bytes: int) -> None:
+    floor_bytes = max(spec.memory.floor_bytes, _LEAST_USABLE_BYTES)
+    if usable_bytes < floor_bytes:
+        raise MisfitError(
+            f"{spec.slot}: of the budget of {spec.budget_bytes / 2**20:.1f} MiB the runtime leaves "
+            f"{usable_bytes / 2**20:.1f} MiB, under the floor of {floor_bytes / 2**20:.1f} MiB; raise "
+            f"nodes.{spec.node}.vram_per_worker_gib (or the scale), or lower memory.floor_mib"
+        )
+
+
 def _data_bytes() -> int:
     """Private writable memory of this process, as the kernel counts it against RLIMIT_DATA (VmData).
 
@@ -211,19 +207,11 @@ def _data_bytes() -> int:
     raise MisfitError("the CPU device needs VmData in /proc/self/status (Linux) to cap memory")
 
 
-def _prepare_malloc() -> None:
-    """Make released blocks go back to the kernel, and lay in a stock of heap for what is no block."""
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallopt"):  # musl, whose large blocks are mappings anyway
-        return
-    libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
-    libc.mallopt(_M_ARENA_MAX, 1)
-    libc.mallopt(_M_TRIM_THRESHOLD, 2 * _HEAP_STOCK_BYTES)
-    libc.mallopt(_M_TOP_PAD, _HEAP_STOCK_BYTES)
-    libc.malloc.restype = ctypes.c_void_p
-    taken = [libc.malloc(_MMAP_THRESHOLD_BYTES // 2) for _ in range(64)]  # enough to make the heap grow, by its pad
-    for address in taken:
-        libc.free(ctypes.c_void_p(address))
+def _use_mappings_for_blocks() -> None:
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # absent in musl, whose large blocks are mappings anyway
+        mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+        mallopt(_M_ARENA_MAX, 1)
 
 
 def _usable_dtype(name: str) -> torch.dtype:
