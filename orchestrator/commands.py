@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from orchestrator.budget import node_budget
@@ -59,6 +60,7 @@ def node_command(config: Config, node: str, head_address: str) -> NodeCommand:
         f"--labels=node={node}",
         f"--num-cpus={budget.cpus_total}",
         f"--num-gpus={budget.gpus}",
+        *_own_address(config.nodes[node].host),
         "--disable-usage-stats",
     )
     token = config.cluster.auth == "token"
@@ -69,6 +71,14 @@ def node_command(config: Config, node: str, head_address: str) -> NodeCommand:
         is_head=is_head,
         token_steps=_token_steps(is_head=is_head, host=host) if token else (),
     )
+
+
+def _own_address(host: str | None) -> tuple[str, ...]:
+    """With several networks on a PC, Ray must be told by which the others reach it; it takes no names."""
+    try:
+        return (f"--node-ip-address={ip_address(host or '')}",)
+    except ValueError:
+        return ()
 
 
 def _token_steps(*, is_head: bool, host: str) -> tuple[str, ...]:

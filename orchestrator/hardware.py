@@ -20,18 +20,26 @@ class Card:
 
 def cards() -> tuple[Card, ...]:
     """Return the cards of this machine that CUDA_VISIBLE_DEVICES does not hide; none if there is no driver."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in {"", "-1"}:
-        return ()
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return ()
     try:
-        return tuple(_card(index) for index in range(pynvml.nvmlDeviceGetCount()))
+        found = [_card(index) for index in range(pynvml.nvmlDeviceGetCount())]
     except pynvml.NVMLError:
         return ()
     finally:
         pynvml.nvmlShutdown()
+    return tuple(card for index, card in enumerate(found) if _is_visible(index, card.uuid))
+
+
+def _is_visible(index: int, uuid: str) -> bool:
+    """Say whether CUDA_VISIBLE_DEVICES leaves a card visible, by index or by the beginning of its UUID."""
+    setting = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if setting is None:
+        return True
+    names = [name.strip() for name in setting.split(",") if name.strip()]
+    return str(index) in names or any(uuid.startswith(name) for name in names)
 
 
 def _card(index: int) -> Card:

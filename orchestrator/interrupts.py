@@ -18,12 +18,15 @@ class Interrupts:
     def install(self) -> None:
         """Take the signals; to be called again after Ray has connected, which takes SIGTERM for itself."""
         for number in self._NUMBERS:
-            signal.signal(number, self._ask)
+            # `nohup` has this ignored, and means that the run outlives the terminal.
+            if self._before[number] is not signal.SIG_IGN:
+                signal.signal(number, self._ask)
 
     def restore(self) -> None:
         """Give the signals back to whom they belonged."""
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if handler is not None:  # set by something that is not Python, and not ours to give back
+                signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         del number, frame

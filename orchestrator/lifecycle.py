@@ -99,7 +99,7 @@ def _react(slot: Slot, event: Event, now_s: float, rules: Rules, ends_at_s: floa
         case SliceReported(report=report):
             result = _reported(slot, report, now_s, rules, ends_at_s)
         case SliceFailed():
-            result = _failed(slot, event, now_s, rules)
+            result = _failed(slot, event, now_s, rules, ends_at_s)
         case Tick():
             result = _ticked(slot, now_s, rules, ends_at_s)
         case Drain():
@@ -159,23 +159,24 @@ def _reported(slot: Slot, report: Report, now_s: float, rules: Rules, ends_at_s:
         errors_in_a_row=slot.errors_in_a_row + 1 if report.error is not None else 0,
     )
     if report.verdict is Verdict.MISFIT:
-        # Before anything worked it is the plan that is wrong; later it is this place in it (another card came back).
-        return _quarantine(slot, report.reason) if worked_before else (slot, (EndRun(reason=report.reason),))
+        return _impossible(slot, report.reason, counting=worked_before or ends_at_s is not None)
     if slot.errors_in_a_row >= rules.max_workload_errors:
         return _quarantine(slot, f"the workload failed {slot.errors_in_a_row} times in a row: {report.reason}")
     if report.verdict is Verdict.POISONED:
-        return _died(slot, report.reason, now_s, rules, before=(Restart(),))
+        no_room = report.device is None and report.oom_count > 0
+        settle = _no_room if no_room else _poisoned
+        return settle(slot, report.reason, now_s, rules)
     if slot.draining:
         return (slot if slot.in_flight else replace(slot, phase=Phase.STOPPED)), ()
     return _fill(slot, now_s, rules, ends_at_s)
 
 
-def _failed(slot: Slot, event: SliceFailed, now_s: float, rules: Rules) -> Result:
+def _failed(slot: Slot, event: SliceFailed, now_s: float, rules: Rules, ends_at_s: float | None) -> Result:
     if _flight(slot, event.incarnation, event.sequence) is None:
         return slot, ()  # the second of two slices that failed together: the first has said it all
     if event.failure is SliceFailure.UNBUILDABLE:
         if slot.report is None:
-            return slot, (EndRun(reason=f"{slot.slot}: the worker cannot be started: {event.text}"),)
+            return _impossible(slot, f"{slot.slot}: cannot be started: {event.text}", counting=ends_at_s is not None)
         # It did work before: its process is in a bad way, not its code.
         return _died(slot, f"its process failed outside a step: {event.text}", now_s, rules, before=(Restart(),))
     if slot.proven or event.failure is SliceFailure.DIED:
@@ -270,6 +271,31 @@ def _died(slot: Slot, why: str, now_s: float, rules: Rules, *, before: tuple[Com
     wait_s = min(wait_s, rules.restart_backoff_max_s)
     slot = replace(slot, phase=Phase.PAUSING, state=WorkerState.RESTARTING, reason=why, wake_at_s=now_s + wait_s)
     return _stopped_if_draining(slot), (Forget(), *before)
+
+
+def _impossible(slot: Slot, why: str, *, counting: bool) -> Result:
+    """What was asked for can never work here.
+
+    Before the run counts it is the plan that is wrong; later it is this place in it (a PC that joined late, another
+    card that came back), and the others' hours are not thrown away for it.
+    """
+    return _quarantine(slot, why) if counting else (slot, (EndRun(reason=why),))
+
+
+def _poisoned(slot: Slot, why: str, now_s: float, rules: Rules) -> Result:
+    return _died(slot, why, now_s, rules, before=(Restart(),))
+
+
+def _no_room(slot: Slot, why: str, now_s: float, rules: Rules) -> Result:
+    """The card is full even for a context: no death of the slot's making. Wait long, then try a fresh process."""
+    slot = replace(
+        _drop_flights(slot),
+        phase=Phase.PAUSING,
+        state=WorkerState.EMERGENCY,
+        reason=why,
+        wake_at_s=now_s + rules.restart_backoff_max_s,
+    )
+    return _stopped_if_draining(slot), (Forget(), Restart())
 
 
 def _quarantine(slot: Slot, why: str) -> Result:

@@ -29,6 +29,11 @@ _RAM_SHARE = 0.5
 #: How the user is told that a rehearsal's failures are real.
 _BY_KERNEL = "CPU, the caps enforced by the kernel"
 
+_STARTING = "Starting Ray on this machine, for this run alone ..."
+
+#: A CUDA context took 676 MiB on an H200; with less than this a worker of a rehearsal stays on the CPU.
+_LEAST_CARD_WORKER_GIB = 0.75
+
 #: Of a card's free memory, for a rehearsal of all nodes on it.
 _CARD_SHARE = 0.75
 
@@ -115,7 +120,7 @@ def in_rehearsal(config: Config, scale: float | None) -> Stage:
     Raises:
         UsageError: The scale is out of range, or leaves the workers nothing.
     """
-    cards = hardware.cards()
+    cards = [card for card in hardware.cards() if _has_room(card, config, scale)]
     if cards:
         limit_bytes = int(_CARD_SHARE * cards[0].free_bytes)
         where, asked = f"on this machine's {cards[0].name}", 1.0 if scale is None else scale
@@ -130,8 +135,15 @@ def in_rehearsal(config: Config, scale: float | None) -> Stage:
         config=scaled.config,
         ground=ground,
         fleet=rehearsed([_raylet(scaled.config, name) for name in _head_first(scaled.config)]),
-        lines=_scale_lines(f"Rehearsal {where}", scaled),
+        lines=(*_scale_lines(f"Rehearsal {where}", scaled), _STARTING),
     )
+
+
+def _has_room(card: hardware.Card, config: Config, scale: float | None) -> bool:
+    """Say whether every worker's budget, scaled to this card, is more than the CUDA context it must pay for."""
+    asked = 1.0 if scale is None else scale
+    scaled = scale_config(config, asked, max(1, int(_CARD_SHARE * card.free_bytes))).config
+    return min(node.vram_per_worker_gib for node in scaled.nodes.values()) >= _LEAST_CARD_WORKER_GIB
 
 
 def _with_one_card_a_node(config: Config) -> Config:
@@ -153,7 +165,7 @@ def on_this_machine(config: Config) -> Stage:
         config=local,
         ground=Ground(device="cuda" if cards else "cpu", one_machine=not cards),
         fleet=rehearsed([_raylet(local, "local")]),
-        lines=(f"This machine: {words}; {workers} workers x {budget_gib:.2f} GiB",),
+        lines=(f"This machine: {words}; {workers} workers x {budget_gib:.2f} GiB", _STARTING),
     )
 
 

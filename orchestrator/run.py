@@ -6,13 +6,16 @@ run folder exists, its summary is written.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, TextIO
 
 from rich.console import Console
 
@@ -86,6 +89,7 @@ def _staged(stage: Stage, record: _Record, interrupts: Interrupts) -> int:
             interrupted=lambda: interrupts.asked,
             problems=lambda: [text for text in (store.problem, record.events.problem) if text is not None],
         )
+        record.watch(supervisor.snapshot)
         snapshot = supervisor.run()
     outcome, code = exit_code_for(snapshot, settled.config.run.min_success_rate, interrupts.asked)
     record.ended(snapshot, outcome, code)
@@ -101,31 +105,60 @@ class _Record:
         self.options = options
         self.started_at_unix_s = started_at_unix_s
         self.events = EventLog(folder / "events.jsonl")
+        self._look: Callable[[], Snapshot] | None = None
+        self._ended = False
+
+    def watch(self, look: Callable[[], Snapshot]) -> None:
+        """Remember how to look at the run: what it did until then is told even if it ends in an error."""
+        self._look = look
 
     def tell(self, *lines: str) -> None:
         """Say something to the person at the terminal; a program that reads `--json` is told nothing."""
         if not self.options.json:
             for line in lines:
-                print(line, file=self.screen.err, flush=True)
+                _say(line, self.screen.err)
 
     def ended(self, snapshot: Snapshot, outcome: str, code: int) -> None:
         """Write the summary of a run that came to its end."""
-        started = datetime.fromtimestamp(self.started_at_unix_s, UTC).isoformat(timespec="milliseconds")
-        summary = summary_dict(snapshot, outcome, code, started)
+        summary = summary_dict(snapshot, outcome, code, self._started())
         self.events.write("run_ended", outcome=outcome, exit_code=code)
-        write_summary(self.folder / "summary.json", summary)
+        place = self._write(summary)
+        self._ended = True
         if self.options.json:
-            print(summary_text(summary), file=self.screen.out, flush=True)
-        self.tell(f"Outcome: {outcome}. Summary: {self.folder / 'summary.json'}")
+            _say(summary_text(summary), self.screen.out)
+        self.tell(f"Outcome: {outcome}. Summary: {place}")
 
     def failed(self, error: BaseException) -> None:
         """Write the summary of a run that did not; the caller reports the error."""
+        if self._ended:
+            return  # what went wrong, went wrong after the summary
         text = str(error) or repr(error)
         outcome, code = "failed", error.exit_code if isinstance(error, OrchestratorError) else 1
         if isinstance(error, KeyboardInterrupt):
             outcome, code = "interrupted", 130
         self.events.write("run_failed", error=text)
-        write_summary(self.folder / "summary.json", failure_dict(text, code, outcome))
+        if self._look is None:
+            self._write(failure_dict(text, code, outcome))
+        else:
+            self._write(summary_dict(self._look(), outcome, code, self._started(), text))
+
+    def _started(self) -> str:
+        return datetime.fromtimestamp(self.started_at_unix_s, UTC).isoformat(timespec="milliseconds")
+
+    def _write(self, summary: dict[str, Any]) -> str:
+        """Write the summary if the folder can take it; return where it is, or why it is not."""
+        path = self.folder / "summary.json"
+        try:
+            write_summary(path, summary)
+        except OSError as error:
+            return f"not written, {path}: {error.strerror}"
+        return str(path)
+
+
+def _say(text: str, stream: TextIO) -> None:
+    """Print to a terminal that may be gone: a closed window must not undo a finished run."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=stream, flush=True)
 
 
 def _viewer(options: Options, screen: Screen) -> Watcher:

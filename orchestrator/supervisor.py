@@ -76,6 +76,7 @@ class Supervisor:
         self._slots = {name: Slot(slot=name) for name in self._plans}
         self._meters = {name: Meter() for name in self._plans}
         self._present: dict[str, str] = {}
+        self._known: set[str] = set()
         self._began_s = time.monotonic()
         self._first_proven_s: float | None = None
         self._counting_since_s: float | None = None
@@ -166,14 +167,16 @@ class Supervisor:
         refused = {refusal.node for refusal in refusals(self._config, facts)}
         live = {fact.name: fact.node_id for fact in facts if fact.name in self._config.nodes}
         usable = {name: node_id for name, node_id in live.items() if name is not None and name not in refused}
+        alive = {fact.node_id for fact in facts}
         for name, node_id in list(self._present.items()):
-            if usable.get(name) != node_id:
+            if node_id not in alive:
                 del self._present[name]
                 self._events.write("node_left", node=name)
                 self._feed_node(name, slots.NodeLeft())
         for name, node_id in usable.items():
             if name not in self._present:
                 self._present[name] = node_id
+                self._known.add(name)
                 self._events.write("node_joined", node=name, node_id=node_id)
                 self._feed_node(name, slots.NodeJoined())
 
@@ -249,7 +252,8 @@ class Supervisor:
             self._show()
 
     def _missing_nodes(self) -> list[str]:
-        return [f"{name} has not joined" for name in self._config.nodes if name not in self._present]
+        missing = [name for name in self._config.nodes if name not in self._present]
+        return [f"{name} has left" if name in self._known else f"{name} has not joined" for name in missing]
 
 
 def _rules(config: Config) -> Rules:

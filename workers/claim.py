@@ -52,6 +52,8 @@ def climb(device: Device, settings: MemorySettings) -> Climb:
         if refused or share >= 1.0:
             break  # all of it, or less: a refusal found the ceiling; what was reached below it is the claim
         share += settings.first_fraction
+    if failures and claim_bytes:
+        _obtained(device, claim_bytes)  # the refusal emptied the pool: take the claim back before a neighbour does
     return Climb(claim_bytes=claim_bytes, target_bytes=target_bytes, failures=failures)
 
 

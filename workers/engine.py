@@ -29,6 +29,9 @@ from workers.workloads.loading import load_workload
 #: the workload, and shrinking does not cure a bug.
 MAX_PROBABLE_IN_A_ROW = 2
 
+#: Share by which a claim must have changed to be an event: free memory never stands quite still.
+_WORTH_TELLING = 0.01
+
 #: Pause between two emergency products when nothing else fits: the worker shows that it lives and waits.
 _EMERGENCY_PAUSE_S = 0.1
 
@@ -49,6 +52,7 @@ class _Life:
     owed_sleep_s: float = 0.0
     in_emergency: bool = False
     last_run: Run | None = None
+    failed_run: Run | None = None
 
     def release(self) -> None:
         """Have the workload drop its tensors, and everything unused go back to the device."""
@@ -125,7 +129,7 @@ class Engine:
         """Open the device for the first directive; take over its resume state when the slot got a new incarnation."""
         life = self._life
         if life is None:
-            life = self._life = _open(directive.spec, directive.incarnation)
+            life = self._life = _open(directive.spec, directive.incarnation, tally)
             life.state = _resumed(life.policy, directive.resume, tally)
             tally.event(
                 "device_opened",
@@ -144,7 +148,7 @@ class Engine:
         return life
 
 
-def _open(spec: WorkerSpec, incarnation: int) -> _Life:
+def _open(spec: WorkerSpec, incarnation: int, tally: Tally) -> _Life:
     """Open device and workload.
 
     Raises:
@@ -168,6 +172,8 @@ def _open(spec: WorkerSpec, incarnation: int) -> _Life:
     if failure is not None:
         if failure.kind is FailureKind.OTHER:
             raise MisfitError(f"{spec.slot}: cannot start: {text}")
+        if failure.kind is not FailureKind.POISONED:
+            tally.oom_count += 1  # tells the head that the card is full, and not that it is broken
         raise PoisonedError(f"cannot open the device: {text}")
     # torch's modules live for ever: taken out of the collector's sight, a collection costs 1 ms instead of 50.
     gc.collect()
@@ -199,7 +205,8 @@ def _climb(life: _Life, tally: Tally) -> None:
     went = climb(life.device, life.spec.memory)
     claim_bytes = int(life.claim_share * went.claim_bytes)
     tally.oom_count += went.failures
-    if claim_bytes != life.claim_bytes or went.failures:
+    moved = abs(claim_bytes - life.claim_bytes) > _WORTH_TELLING * life.claim_bytes
+    if moved or went.failures:
         tally.event("claimed", claim_bytes=claim_bytes, target_bytes=went.target_bytes, failures=went.failures)
     life.claim_bytes = claim_bytes
     with life.device.enforced():
@@ -260,6 +267,7 @@ def _step(life: _Life, tally: Tally, run: Run) -> Event | None:
     if failure is None:
         life.probable_in_a_row = 0
         life.in_emergency = False
+        life.failed_run = None
         tally.steps_ok += 1
         tally.work_flop += flop
         tally.busy_s += seconds
@@ -307,9 +315,11 @@ def _survive(life: _Life, tally: Tally, run: Run, failure: Failure) -> StepOom:
     needed_bytes = life.workload.needed_bytes(run.size, run.batch)
     free_bytes = life.device.free_bytes()
     if needed_bytes is not None and needed_bytes <= life.claim_bytes:
-        # It should have fitted, so a step takes more than it says: leave more of the claim to it, as the guide's
-        # progressive allocation does, or no size would ever be small enough for a workload that fills its claim.
-        life.claim_share *= 1.0 - life.spec.memory.retry_reduction
+        if life.failed_run == run:
+            # It should have fitted, twice, so a step takes more than it says: leave more room beside the claim, as the
+            # guide's progressive allocation does, or no size is small enough for a workload that fills its claim.
+            life.claim_share *= 1.0 - life.spec.memory.retry_reduction
+        life.failed_run = run
     _climb(life, tally)
     tally.event(
         "oom",
@@ -327,17 +337,25 @@ def _survive(life: _Life, tally: Tally, run: Run, failure: Failure) -> StepOom:
 
 def _prove_alive(life: _Life, tally: Tally) -> None:
     """Run the emergency product; a device that cannot do even that has poisoned this process."""
-    failure: Failure | None = None
+    failure = _emergency_failure(life)
+    if failure is not None and failure.kind in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
+        # The error of the step itself may have surfaced only here: flushed now, and not to be taken for a broken card.
+        life.device.release()
+        failure = _emergency_failure(life)
+    if failure is not None:
+        raise PoisonedError(failure.text)
+    tally.emergency_count += 1
+
+
+def _emergency_failure(life: _Life) -> Failure | None:
     try:
         life.device.clear_pending_error()
         life.device.emergency()
     except PoisonedError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever it is, the device does not answer
-        failure = oom.classify(error)
-    if failure is not None:
-        raise PoisonedError(failure.text)
-    tally.emergency_count += 1
+    except Exception as error:  # noqa: BLE001 - classified, and judged by the caller
+        return oom.classify(error)
+    return None
 
 
 def _stay_in_emergency(life: _Life, tally: Tally, reason: str) -> None:

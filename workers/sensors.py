@@ -32,8 +32,13 @@ def process_used_bytes(card: str) -> int | None:
     """Bytes of the card that this process holds, its CUDA context included."""
 
     def own(handle: Any) -> int | None:  # noqa: ANN401 - nvidia-ml-py has no types
-        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        return next((process.usedGpuMemory for process in processes if process.pid == os.getpid()), None)
+        # Clients of an MPS server are in a list of their own.
+        for ask in (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetMPSComputeRunningProcesses):
+            for process in ask(handle):
+                if process.pid == os.getpid():
+                    used: int | None = process.usedGpuMemory
+                    return used
+        return None
 
     return _ask(card, own)
 

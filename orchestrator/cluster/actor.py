@@ -15,6 +15,8 @@ from workers.messages import Directive, Report, Verdict, WorkerSpec
 if TYPE_CHECKING:
     from workers.engine import Engine
 
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING")
+
 #: Exit status of a process that ends itself because its device no longer answers (sysexits.h, EX_UNAVAILABLE).
 EXIT_POISONED = 69
 
@@ -45,6 +47,10 @@ def _load_engine(spec: WorkerSpec) -> Engine:
     """Load torch and the engine; what CUDA reads from the environment must be there before."""
     # The same numbers must mean the same cards to CUDA and to NVML.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    # Settings of the shell in which `ray start` was typed: with another allocator, or one that grows segments in
+    # place, the cap is not kept to the byte.
+    for name in _ALLOCATOR_SETTINGS:
+        os.environ.pop(name, None)
     if spec.thread_share is not None:
         # Heeded by an MPS server, if one runs on this node; nothing else reads it (docs.nvidia.com/deploy/mps).
         os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{100 * spec.thread_share:g}"

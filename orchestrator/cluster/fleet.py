@@ -49,12 +49,17 @@ class RayFleet:
             address: Of the head, as connected to.
         """
         self._address = address
+        self._last_nodes: tuple[NodeFact, ...] = ()
         self._actors: dict[str, Any] = {}
         self._flights: dict[Any, _Flight] = {}
 
     def nodes(self) -> tuple[NodeFact, ...]:
-        """See `Fleet.nodes`."""
-        return tuple(
+        """See `Fleet.nodes`. While Ray's own store does not answer, what it last said still stands."""
+        try:
+            live = ray.nodes()  # type: ignore[no-untyped-call]  # Ray has no types here
+        except Exception:  # noqa: BLE001 - Ray raises many types when its store restarts
+            return self._last_nodes
+        self._last_nodes = tuple(
             NodeFact(
                 name=node.get("Labels", {}).get(NODE_LABEL),
                 node_id=node["NodeID"],
@@ -64,9 +69,10 @@ class RayFleet:
                 # Ray adds this resource where it sees a card, whatever --num-gpus says.
                 shows_card=any(name.startswith("accelerator_type:") for name in node["Resources"]),
             )
-            for node in ray.nodes()  # type: ignore[no-untyped-call]  # Ray has no types here
+            for node in live
             if node["Alive"]
         )
+        return self._last_nodes
 
     def address(self) -> str:
         """See `Fleet.address`."""

@@ -91,7 +91,8 @@ def exit_code_for(snapshot: Snapshot, min_success_rate: float, interrupted: bool
         return "interrupted", _EXIT_INTERRUPTED
     fallen = {WorkerState.QUARANTINED, WorkerState.LOST} & snapshot.state_counts.keys()
     rate = snapshot.success_rate
-    if fallen or snapshot.verify_errors or rate is None or rate < min_success_rate:
+    idle = any(row.steps_ok == 0 for row in snapshot.rows)
+    if fallen or idle or snapshot.verify_errors or rate is None or rate < min_success_rate:
         return "degraded", _EXIT_DEGRADED
     return "good", _EXIT_GOOD
 

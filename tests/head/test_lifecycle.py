@@ -479,8 +479,29 @@ def test_a_worker_that_cannot_be_built_ends_the_run_and_is_named() -> None:
     scene = Scene()
     scene.feed(NodeJoined())
     assert scene.deeds(scene.failure(SliceFailure.UNBUILDABLE, text="no module workers")) == [
-        EndRun(reason="pc1/0: the worker cannot be started: no module workers")
+        EndRun(reason="pc1/0: cannot be started: no module workers")
     ]
+
+
+@pytest.mark.parametrize("failure", ["misfit", "unbuildable"])
+def test_once_the_run_counts_what_can_never_work_costs_one_slot_and_not_the_run(failure: str) -> None:
+    scene = Scene(ends_at_s=1000.0)
+    scene.feed(NodeJoined())
+    event = (
+        scene.failure(SliceFailure.UNBUILDABLE) if failure == "unbuildable" else scene.report(verdict=Verdict.MISFIT)
+    )
+    assert scene.deeds(event) == [Abandon()]
+    assert scene.slot.phase is Phase.QUARANTINED
+
+
+def test_a_card_too_full_for_a_context_is_waited_for_and_no_death() -> None:
+    scene = Scene()
+    scene.feed(NodeJoined())
+    full = scene.report(verdict=Verdict.POISONED, device=None, oom_count=1, reason="out of memory")
+    assert scene.deeds(full) == [Forget(), Restart()]
+    assert (scene.slot.phase, scene.slot.state) == (Phase.PAUSING, WorkerState.EMERGENCY)
+    assert scene.slot.deaths_at_s == ()
+    assert scene.slot.wake_at_s == scene.now_s + RULES.restart_backoff_max_s
 
 
 @pytest.mark.parametrize("working", [True, False], ids=["in this process", "in an earlier one"])

@@ -37,6 +37,10 @@ T = TypeVar("T")
 _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD_BYTES = 64 * 1024
 
+#: 8 MiB in all, in chunks under the smallest block.
+_STOCK_CHUNKS = 171
+_STOCK_CHUNK_BYTES = 48 * 1024
+
 #: glibc's M_ARENA_MAX. Where the kernel refuses a mapping, malloc looks for room on the heap of another arena, which
 #: grows to 64 MiB and never shrinks below its last living block: seen after 1000 refusals, 64 MiB not given back.
 _M_ARENA_MAX = -8
@@ -71,6 +75,7 @@ class CpuDevice:
             MisfitError: The budget leaves nothing to work with, or this is not Linux.
         """
         _use_mappings_for_blocks()
+        _lay_in_stock()
         threads = max(1, (psutil.cpu_count(logical=False) or os.cpu_count() or 1) // spec.workers_on_host)
         torch.set_num_threads(threads)
         self.torch_device = torch.device("cpu")
@@ -212,6 +217,21 @@ def _use_mappings_for_blocks() -> None:
     if mallopt is not None:  # absent in musl, whose large blocks are mappings anyway
         mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
         mallopt(_M_ARENA_MAX, 1)
+
+
+def _lay_in_stock() -> None:
+    """Leave room on the heap for small things, which no block can take.
+
+    While the cap is used up, the other threads of the process live on it: refused the few kilobytes of a message,
+    Ray's would end the process (seen once in 300,000 to 700,000 walls without it). Each chunk is smaller than any
+    block and has a neighbour that stays, so that they never grow together into room for one. It is there before the
+    cap is measured, and costs address space more than memory.
+    """
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    chunks = sorted(libc.malloc(_STOCK_CHUNK_BYTES) for _ in range(2 * _STOCK_CHUNKS))
+    for chunk in chunks[1::2]:
+        libc.free(ctypes.c_void_p(chunk))
 
 
 def _usable_dtype(name: str) -> torch.dtype:

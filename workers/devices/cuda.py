@@ -33,9 +33,16 @@ _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, 
 #: The caching allocator maps blocks over 10 MiB in multiples of this (kRoundLarge, c10/cuda/CUDACachingAllocator).
 _SEGMENT_BYTES = 2 * 2**20
 
+#: Large enough for the kernels that large products use: with lazy loading they take memory when they first run.
+_WARM_UP_SIZE = 4096
+
 #: Charged when nothing on this machine can measure the context. Reports of 2020-2024 put it near 300 MB
 #: (pytorch #20532, #107667); newer cards and drivers take more, so this is on the safe side.
 _ASSUMED_CONTEXT_BYTES = 512 * 2**20
+
+#: What the growth of the card's use is believed to be a context.
+_LEAST_CONTEXT_BYTES = 64 * 2**20
+_LARGEST_CONTEXT_BYTES = 1024 * 2**20
 
 
 class CudaDevice:
@@ -54,8 +61,7 @@ class CudaDevice:
         if not torch.cuda.is_available():
             raise MisfitError(
                 f"{spec.slot}: torch {torch.__version__} sees no CUDA card on {socket.gethostname()} "
-                f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}); check nvidia-smi and that this "
-                f"torch is a CUDA build"
+                f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}); {_why_no_card()}"
             )
         self.torch_device = torch.device("cuda", 0)
         card = sensors.visible_card()
@@ -69,7 +75,7 @@ class CudaDevice:
             self._total_bytes = int(properties.total_memory)
             _check_card(spec, self._total_bytes, properties.name)
             self._emergency = EmergencyProduct(spec.memory.emergency_size, self.torch_device)
-            self._warm_up()
+            self._warm_up(spec.budget_bytes)
             context_bytes, source = _context_bytes(card, used_before_bytes)
         cap_bytes = spec.budget_bytes - context_bytes
         if cap_bytes < spec.memory.floor_bytes:
@@ -86,7 +92,7 @@ class CudaDevice:
         self.info = DeviceInfo(
             kind="cuda",
             name=properties.name,
-            uuid=f"GPU-{properties.uuid}",
+            uuid=card if card.startswith("MIG-") else f"GPU-{properties.uuid}",
             total_bytes=self._total_bytes,
             context_bytes=context_bytes,
             context_source=source,
@@ -157,9 +163,10 @@ class CudaDevice:
         self._emergency.run()
 
     def timed(self, work: Callable[[], T]) -> tuple[T, float]:
-        """See `Device.timed`; measured by events on the card, so the host's own delays do not count."""
-        started = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types here
-        ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        """See `Device.timed`; by events on the card. Turns that its other tenants take in between are included."""
+        # Blocking events: a worker that waits must not spin, or seven of them take seven cores from everybody.
+        started = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]  # no types here
+        ended = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         started.record()
         result = work()
         ended.record()
@@ -176,14 +183,27 @@ class CudaDevice:
         unused = reserved - stats["allocated_bytes.all.current"] - stats["inactive_split_bytes.all.current"]
         return max(0, min(self._cap_bytes - reserved, free_on_card_bytes) + unused)
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, budget_bytes: int) -> None:
         """Load the kernels and the workspace of the real element type, so that they count as context or reserve."""
-        left = torch.ones((1024, 1024), dtype=self.torch_dtype, device=self.torch_device)
-        torch.mm(left, left)
+        n = _WARM_UP_SIZE
+        while 3 * n * n * self.torch_dtype.itemsize > budget_bytes // 4:
+            n //= 2
+        generator = torch.Generator(device=self.torch_device).manual_seed(0)
+        left = torch.empty((n, n), dtype=self.torch_dtype, device=self.torch_device).normal_(generator=generator)
+        product = torch.mm(left, left)
         torch.cuda.synchronize(self.torch_device)
-        del left
+        del left, product
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def _why_no_card() -> str:
+    if torch.version.cuda is None:
+        return "this torch is a CPU build: install a CUDA build of it there"
+    return (
+        f"it is built for CUDA {torch.version.cuda}, and the driver is missing or too old for that: nvidia-smi there "
+        f"shows the newest CUDA it can; update the driver, or install a torch built for that CUDA"
+    )
 
 
 def _check_card(spec: WorkerSpec, total_bytes: int, name: str) -> None:
@@ -209,7 +229,8 @@ def _alone_on_card(card: str) -> Iterator[int | None]:
     use; without the lock seven workers that start together would charge each other.
     """
     key = hashlib.sha256(card.encode()).hexdigest()[:16]
-    lock_path = Path(tempfile.gettempdir()) / f"orchestrator-context-{getpass.getuser()}-{key}.lock"
+    user = os.getuid() if hasattr(os, "getuid") else getpass.getuser()
+    lock_path = Path(tempfile.gettempdir()) / f"orchestrator-context-{user}-{key}.lock"
     descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
     try:
         _lock(descriptor)
@@ -233,6 +254,9 @@ def _context_bytes(card: str, used_before_bytes: int | None) -> tuple[int, str]:
     if own is not None and own > reserved:
         return own - reserved, "measured: NVML, this process"
     used_now = sensors.card_used_bytes(card)
-    if used_now is not None and used_before_bytes is not None and used_now - used_before_bytes > reserved:
-        return used_now - used_before_bytes - reserved, "measured: growth of the card's use"
+    if used_now is not None and used_before_bytes is not None:
+        grown = used_now - used_before_bytes - reserved
+        # Others may take or free memory meanwhile, workers that were opened before among them.
+        if _LEAST_CONTEXT_BYTES <= grown <= _LARGEST_CONTEXT_BYTES:
+            return grown, "measured: growth of the card's use"
     return _ASSUMED_CONTEXT_BYTES, "assumed: NVML does not tell"
