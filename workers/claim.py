@@ -30,8 +30,8 @@ class Climb:
 def climb(device: Device, settings: MemorySettings) -> Climb:
     """Obtain growing blocks, one at a time, until one is refused for good or all of the free memory is had.
 
-    Each stage is a block of its own, and the last one stays in the allocator's pool in one piece: the workload then
-    cuts its tensors out of it without gaps. The target is what is free now, so that a neighbour's memory costs no
+    Each stage is a block of its own, and the last one stays in the allocator's pool in one piece (unless a larger
+    one was refused, which empties the pool): the workload then cuts its tensors out of it without gaps. The target is what is free now, so that a neighbour's memory costs no
     failures.
 
     Args:
@@ -52,8 +52,6 @@ def climb(device: Device, settings: MemorySettings) -> Climb:
         if refused or share >= 1.0:
             break  # all of it, or less: a refusal found the ceiling; what was reached below it is the claim
         share += settings.first_fraction
-    if failures and claim_bytes:
-        _obtained(device, claim_bytes)  # the refusal emptied the pool: take the claim back before a neighbour does
     return Climb(claim_bytes=claim_bytes, target_bytes=target_bytes, failures=failures)
 
 
