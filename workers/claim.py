@@ -30,9 +30,9 @@ class Climb:
 def climb(device: Device, settings: MemorySettings) -> Climb:
     """Obtain growing blocks, one at a time, until one is refused for good or all of the free memory is had.
 
-    Each stage is a block of its own, and the last one stays in the allocator's pool in one piece (unless a larger
-    one was refused, which empties the pool): the workload then cuts its tensors out of it without gaps. The target is what is free now, so that a neighbour's memory costs no
-    failures.
+    Each stage is a block of its own, and the last one stays in the allocator's pool in one piece (unless a larger one
+    was refused, which empties the pool): the workload then cuts its tensors out of it without gaps. The target is
+    what is free now, so that a neighbour's memory costs no failures.
 
     Args:
         device: Empty of workload tensors.

@@ -103,6 +103,16 @@ def test_an_interrupted_run_writes_its_summary_and_leaves_nothing(start: Starter
     assert head.summary()["steps_ok"] > 0
 
 
+def test_a_reader_that_goes_away_does_not_undo_a_finished_run(start: Starter) -> None:
+    head = start("--rehearse", "--duration", "3s", *SMALL)
+    for stream in (head.process.stdout, head.process.stderr):
+        assert stream is not None
+        stream.close()
+    assert head.process.wait(90) == 0
+    assert head.summary()["outcome"] == "good"
+    assert head.summary()["steps_ok"] > 0
+
+
 def test_an_interrupt_while_the_cluster_starts_leaves_nothing(start: Starter) -> None:
     head = start("--rehearse", "--duration", "10", "--json", *SMALL)
     head.folder()
