@@ -244,6 +244,8 @@ def _work(life: _Life, tally: Tally) -> None:
             _owe_sleep(life, event.seconds)
             _pay_sleep(life, tally)
             if tally.remaining_s <= 0:
+                if isinstance(decision, Release):
+                    life.device.release()  # the next slice asks anew, and the policy counts this one as done
                 return
         else:
             _note_backoff(tally, event, decision)
@@ -278,6 +280,9 @@ def _step(life: _Life, tally: Tally, run: Run) -> Event | None:
     if failure.kind is FailureKind.OTHER or life.probable_in_a_row > MAX_PROBABLE_IN_A_ROW:
         life.release()
         life.device.rebase()
+        broken = _emergency_failure(life)  # some of the card's own failures read like a bug of the workload
+        if broken is not None:
+            raise PoisonedError(broken.text)
         tally.steps_error += 1
         tally.error = traceback
         tally.settle(WorkerState.BACKOFF, f"the workload failed: {failure.text}")

@@ -1,0 +1,8 @@
+"""What holds for every test: no test judges absolute time, Hypothesis included."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared-machine")
