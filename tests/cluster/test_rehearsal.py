@@ -178,3 +178,43 @@ def test_a_users_workload_runs_and_its_errors_are_quarantined(start: Starter, sh
     code, out, err = missing.finish()
     assert code == 3
     assert "nowhere" in json.loads(out)["error"]
+
+
+#: The first worker to come past a marker meets a fault there, once.
+_FAULTY = """
+import os, time, torch
+from workers.workloads.base import StepResult, Workload
+class Once(Workload):
+    steps = 0
+    def step(self, size, batch):
+        Once.steps += 1
+        torch.ones(256, 256) @ torch.ones(256, 256)
+        time.sleep(0.05)
+        if Once.steps == 20:
+            for fault in ("hang", "poison"):
+                try:
+                    os.mkdir(os.path.join({folder!r}, fault))
+                except FileExistsError:
+                    continue
+                if fault == "hang":
+                    time.sleep(10_000)
+                raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return StepResult(flop=2.0 * 256**3)
+    def release(self): pass
+"""
+
+
+def test_a_hung_worker_and_a_poisoned_one_are_replaced(start: Starter, short_tmp: Path) -> None:
+    (short_tmp / "faulty.py").write_text(_FAULTY.format(folder=str(short_tmp)))
+    patience = ("--set", "run.hang_timeout_s=4", "--set", "run.stale_after_s=2", "--set", "run.slice_s=0.5")
+    one_each = ("--set", "nodes.pc1.workers=1", "--set", "nodes.pc2.workers=1")
+    workload = ("--workload", "faulty:Once", "--duration", "25s")
+    head = start("--rehearse", "--json", *workload, *one_each, *patience, cwd=short_tmp)
+    code, out, err = head.finish()
+    assert code == 0, out + err
+    rows = json.loads(out)["workers"]
+    assert [row["restarts"] for row in rows] == [1, 1]
+    assert [row["state"] for row in rows] == ["RUNNING", "RUNNING"]
+    causes = " / ".join(e["cause"] for e in head.events() if e["event"] == "state" and e["to_state"] == "RESTARTING")
+    assert "no report for" in causes
+    assert "illegal memory access" in causes
