@@ -1,7 +1,7 @@
 """Benchmarks. Each verb prints a table to standard error and one JSON object to standard output.
 
     python scripts/bench.py oom-storm --errors 1000000
-    python scripts/bench.py overhead --rounds 5 --seconds 8
+    python scripts/bench.py overhead --rounds 16 --seconds 6
     python scripts/bench.py startup --rounds 3
     python scripts/bench.py recovery --errors 500
 
@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--bare", action="store_true", help="in this process instead of in a Ray actor")
 
     verb = verbs.add_parser("overhead", help="work per second under the whole head, against a bare torch loop")
-    verb.add_argument("--rounds", type=_count, default=5, help="pairs of turns (default: %(default)s)")
+    verb.add_argument("--rounds", type=_count, default=16, help="pairs of turns (default: %(default)s)")
     verb.add_argument("--seconds", type=float, default=8.0, help="of each turn (default: %(default)s)")
     verb.add_argument("--size", type=_count, default=1024, help="edge of the matrices, x 64 (default: %(default)s)")
     verb.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="(default: %(default)s)")
