@@ -78,11 +78,6 @@ def gpu_fraction(workers: int, gpus: int) -> float:
     return RAY_STEPS // workers_per_card(workers, gpus) / RAY_STEPS if gpus else 0.0
 
 
-def threads_per_worker(physical_cores: int, workers_on_host: int) -> int:
-    """Return how many threads each worker process may run so that together they do not exceed the cores."""
-    return max(1, physical_cores // workers_on_host)
-
-
 def card_total_gib(node: NodeConfig) -> float | None:
     """Return what one card of the node shows, or `None` where nothing says so."""
     if node.vram_gib is not None:

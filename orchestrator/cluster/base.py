@@ -72,7 +72,11 @@ class Fleet(Protocol):
         ...
 
     def count_cards(self, node: str) -> int:
-        """Ask the driver of a node's PC how many cards it has. Starts a process there; takes a second or two."""
+        """Ask the driver of a node's PC how many cards it has. Starts a process there; takes a second or two.
+
+        Raises:
+            PreflightError: No process came up there.
+        """
         ...
 
     def place(self, seat: Seat) -> None:

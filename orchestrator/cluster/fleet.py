@@ -13,6 +13,7 @@ from ray.exceptions import (
     ActorDiedError,
     ActorUnavailableError,
     ActorUnschedulableError,
+    GetTimeoutError,
     RayError,
     RayTaskError,
     RuntimeEnvSetupError,
@@ -22,11 +23,11 @@ from ray.exceptions import (
 from orchestrator import hardware
 from orchestrator.cluster.actor import WorkerActor
 from orchestrator.cluster.base import NodeFact, Seat, SliceFailure, SliceOutcome
+from orchestrator.errors import PreflightError
 from workers.messages import Directive, Report
 
 #: The label that names a node. Set by `ray start --labels=node=pc1`.
 NODE_LABEL = "node"
-
 
 #: A process that only asks the driver starts in a second or two, on a busy PC in ten.
 _PROBE_TIMEOUT_S = 60.0
@@ -81,7 +82,12 @@ class RayFleet:
     def count_cards(self, node: str) -> int:
         """See `Fleet.count_cards`."""
         count = ray.remote(_count_cards).options(num_cpus=0, label_selector={NODE_LABEL: node}).remote()
-        return int(ray.get(count, timeout=_PROBE_TIMEOUT_S))
+        try:
+            return int(ray.get(count, timeout=_PROBE_TIMEOUT_S))
+        except GetTimeoutError as error:
+            raise PreflightError(
+                [f"{node} started no process in {_PROBE_TIMEOUT_S:.0f} s; see what holds it: ray status"]
+            ) from error
 
     def place(self, seat: Seat) -> None:
         """See `Fleet.place`. Restarts for ever, never repeats a call: counting and patience are the head's."""

@@ -12,7 +12,6 @@ from orchestrator.budget import (
     gpu_fraction,
     node_budget,
     overbooked,
-    threads_per_worker,
     workers_per_card,
 )
 from orchestrator.config import Config, NodeConfig
@@ -57,11 +56,6 @@ def test_every_worker_gets_onto_a_card_and_no_card_takes_more_than_planned(gpus:
     for _ in range(workers):
         card = next(n for n in range(gpus) if free[n] >= steps)
         free[card] -= steps
-
-
-@pytest.mark.parametrize(("cores", "workers", "threads"), [(16, 7, 2), (4, 8, 1), (1, 1, 1), (16, 1, 16), (10, 10, 1)])
-def test_threads_never_exceed_the_cores_unless_workers_do(cores: int, workers: int, threads: int) -> None:
-    assert threads_per_worker(cores, workers) == threads
 
 
 def test_the_reference_node() -> None:

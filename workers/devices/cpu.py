@@ -26,6 +26,7 @@ import psutil
 import torch
 
 from workers.devices.emergency import EmergencyProduct
+from workers.devices.threads import threads_for
 from workers.errors import MisfitError
 from workers.messages import DeviceInfo, MemoryInfo, WorkerSpec
 
@@ -76,7 +77,7 @@ class CpuDevice:
         """
         _use_mappings_for_blocks()
         _lay_in_stock()
-        threads = max(1, (psutil.cpu_count(logical=False) or os.cpu_count() or 1) // spec.workers_on_host)
+        threads = threads_for(spec.workers_on_host)
         torch.set_num_threads(threads)
         self.torch_device = torch.device("cpu")
         self.torch_dtype = _usable_dtype(spec.workload.dtype)

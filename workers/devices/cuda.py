@@ -18,11 +18,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
-import psutil
 import torch
 
 from workers import sensors
 from workers.devices.emergency import EmergencyProduct
+from workers.devices.threads import threads_for
 from workers.errors import MisfitError
 from workers.messages import DeviceInfo, MemoryInfo, WorkerSpec
 
@@ -68,7 +68,7 @@ class CudaDevice:
         self.torch_dtype = _DTYPES[spec.workload.dtype]
         if spec.workload.dtype == "tf32":
             torch.set_float32_matmul_precision("high")
-        threads = max(1, (psutil.cpu_count(logical=False) or os.cpu_count() or 1) // spec.workers_on_host)
+        threads = threads_for(spec.workers_on_host)
         torch.set_num_threads(threads)
         with _alone_on_card(card) as used_before_bytes:
             properties = torch.cuda.get_device_properties(self.torch_device)
