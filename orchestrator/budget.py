@@ -24,6 +24,10 @@ RAY_STEPS = 10_000
 #: workers each gets 66 steps, and 151 of those fit.
 MAX_WORKERS_PER_CARD = 100
 
+#: Of all nodes together. One head asks each worker about once a second, and a table of more is read by nobody;
+#: without a bound a file of a few KiB could plan millions.
+MAX_WORKERS = 10_000
+
 #: Edge of the square matrices where neither the workload nor the node says: the 3070 guide's size.
 DEFAULT_SIZE = 4096
 
@@ -135,6 +139,8 @@ def overbooked(node: NodeConfig) -> Overbooked | None:
     )
     fitting = allowed_bytes // each_bytes * (node.gpus or 1)
     smaller = f"vram_per_worker_gib <= {_floor_text(allowed_bytes / shared_by / GIB)}"
+    if allowed_bytes < shared_by:
+        return Overbooked(text=text, valid="a larger memory_fraction")
     # A card cannot be without a worker, so fewer workers than cards is no way out.
     if fitting < max(1, node.gpus):
         return Overbooked(text=text, valid=smaller)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import traceback
 from pathlib import Path
@@ -33,6 +34,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", help="Override any key, such as workload.size=4096. May be repeated.", metavar="KEY=VALUE"),
 ]
+RunDir = Annotated[str | None, typer.Option(help="Where run folders are. Default: run.dir.", metavar="DIR")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, and nothing else there.")]
 
 
@@ -60,22 +62,46 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         bool, typer.Option("--wait-for-nodes", help="Start on what is there; nodes may join later.")
     ] = False,
     run_dir: Annotated[str | None, typer.Option(help="Where run folders go. Default: run.dir.", metavar="DIR")] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="Go on with a run whose head was killed or interrupted.", metavar="RUN_ID")
+    ] = None,
+    chaos: Annotated[
+        str | None, typer.Option(help='Inject faults, such as "oom:rate=0.05;kill:every=20s".', metavar="FAULTS")
+    ] = None,
+    chaos_seed: Annotated[int, typer.Option(help="Of --chaos: the same seed, the same faults.")] = 0,
+    yes_really: Annotated[
+        bool, typer.Option("--yes-really", help="Allow --chaos on a real cluster, not only in a rehearsal.")
+    ] = False,
 ) -> None:
     """Run the workers and show their health. Ctrl-C ends the run and writes the summary."""
     from orchestrator import modes, preflight  # noqa: PLC0415 - `--help` and typing errors should not wait for these
     from orchestrator import run as runs  # noqa: PLC0415
+    from orchestrator.chaos.plan import parse_chaos  # noqa: PLC0415
+    from orchestrator.watch.archive import read_run  # noqa: PLC0415
+    from orchestrator.watch.folders import find_run  # noqa: PLC0415
 
     if local and rehearse:
         raise UsageError("--local and --rehearse exclude each other")
     if scale is not None and not rehearse:
         raise UsageError("--scale only makes sense with --rehearse")
+    options = runs.Options(
+        json=json_output,
+        plain=plain,
+        wait_for_nodes=wait_for_nodes,
+        chaos=None if chaos is None else parse_chaos(chaos, chaos_seed),
+        yes_really=yes_really,
+    )
     named = {"run.duration": duration, "workload.name": workload, "memory.policy": policy, "run.dir": run_dir}
     given = [f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
     if duration is not None:
         _check_duration(duration)
     loaded = load_config(config, [*(overrides or []), *given])
     _let_workers_import_from_here()
-    options = runs.Options(json=json_output, plain=plain, wait_for_nodes=wait_for_nodes)
+    if resume is not None:
+        changed = [text for text in given if not text.startswith("run.dir=")]
+        if local or rehearse or changed or overrides:
+            raise UsageError("--resume goes on with the run's own configuration; start a new run to change anything")
+        raise typer.Exit(runs.go_on(read_run(find_run(Path(loaded.run.dir), resume)), options))
     if rehearse:
         stage = modes.in_rehearsal(loaded, scale)
     elif local:
@@ -143,6 +169,48 @@ def stop(
             typer.echo(line)
 
 
+@app.command()
+def runs(
+    config: ConfigPath = "cluster.yaml",
+    overrides: Overrides = None,
+    run_dir: RunDir = None,
+    json_output: AsJson = False,
+) -> None:
+    """List the runs made so far, the newest first."""
+    from orchestrator import history  # noqa: PLC0415 - only this verb and the next need it
+    from orchestrator.watch.cells import glyphs_for  # noqa: PLC0415
+
+    folder = _runs_dir(config, overrides, run_dir)
+    glyphs = glyphs_for(sys.stdout.encoding)
+    _print(history.runs_json(folder) if json_output else history.runs_text(folder, glyphs))
+
+
+@app.command()
+def report(
+    run_id: Annotated[
+        str, typer.Argument(help="As `runs` shows it, or its end. Default: the newest.", metavar="RUN_ID")
+    ] = "latest",
+    config: ConfigPath = "cluster.yaml",
+    overrides: Overrides = None,
+    run_dir: RunDir = None,
+    text: Annotated[bool, typer.Option("--text", help="In words: this is the default.")] = False,
+    json_output: AsJson = False,
+) -> None:
+    """Tell what happened in a run, also in one that is under way or whose head was killed."""
+    from orchestrator import history  # noqa: PLC0415 - only this verb and the one before need it
+    from orchestrator.watch.cells import glyphs_for  # noqa: PLC0415
+    from orchestrator.watch.folders import find_run  # noqa: PLC0415
+
+    if text and json_output:
+        raise UsageError("--text and --json exclude each other")
+    folder = find_run(_runs_dir(config, overrides, run_dir), run_id)
+    width = shutil.get_terminal_size(fallback=(120, 24)).columns
+    if json_output:
+        _print(history.report_json(folder))
+    else:
+        _print(history.report_text(folder, width, glyphs_for(sys.stdout.encoding)))
+
+
 #: Base of what typer raises for a bad command line: click's ClickException, or that of the copy newer typers carry.
 _BadCommandLine: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
@@ -207,6 +275,18 @@ def _check_duration(text: str) -> None:
         parse_duration(text)
     except ValueError as error:
         raise UsageError(f"--duration {text}: {error}") from error
+
+
+def _runs_dir(config: str, overrides: list[str] | None, run_dir: str | None) -> Path:
+    """Return where run folders are: as typed, else as configured."""
+    given = [] if run_dir is None else [f"run.dir={json.dumps(run_dir)}"]
+    return Path(load_config(config, [*(overrides or []), *given]).run.dir)
+
+
+def _print(text: str) -> None:
+    """Print what may hold any text from a file: what the terminal cannot show must not stop the rest."""
+    encoding = sys.stdout.encoding or "utf-8"
+    typer.echo(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
 def _let_workers_import_from_here() -> None:

@@ -21,6 +21,9 @@ from orchestrator.yaml_source import YamlSource, plain_source, read_yaml_file
 #: A year of seconds would be a typing error for any pause or timeout; a day is the longest that helps.
 _DAY_S = 86_400
 
+#: What `yaml_source.MAX_VALUES` has room for when every key is written out, as `dump_config` does.
+MAX_NODES = 1000
+
 _HOST = r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\])"
 
 Share: TypeAlias = Annotated[float, Field(gt=0, le=1)]
@@ -43,6 +46,13 @@ NodeName: TypeAlias = Annotated[
 def _address(text: str) -> str:
     if text != "auto" and not 1 <= int(text.rpartition(":")[2]) <= 65_535:
         raise ValueError(f"{text} has a port that does not exist; valid: a port from 1 to 65535")
+    return text
+
+
+def _printable(text: str) -> str:
+    """Refuse what could steer the terminal that a run tells its folder to: C1 codes and bidi marks too."""
+    if not text.isprintable():
+        raise ValueError("has a character that cannot be printed; valid: a folder, made if it is not there")
     return text
 
 
@@ -101,6 +111,7 @@ class WorkloadConfig(_Section):
         str,
         Field(
             pattern=r"^(?:matmul|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*)$",
+            max_length=255,
             description="matmul, or your own as package.module:Class",
         ),
     ] = "matmul"
@@ -141,9 +152,13 @@ class RunConfig(_Section):
     max_deaths: Annotated[int, Field(ge=1, le=1_000_000)] = 5
     death_window_s: Seconds = 300.0
     max_workload_errors: Annotated[int, Field(ge=1, le=1_000_000)] = 5
+    leak_flag_mib: Annotated[float, Field(gt=0, le=1_048_576)] | None = 256.0
+    leak_limit_mib: Annotated[float, Field(gt=0, le=1_048_576)] | None = 1024.0
     stop_grace_s: Annotated[float, Field(ge=0, le=_DAY_S)] = 10.0
     dir: Annotated[
-        str, Field(pattern=r"^[^\x00-\x1f\x7f]{1,1024}$", description="a folder, made if it is not there")
+        str,
+        Field(min_length=1, max_length=1024, description="a folder, made if it is not there"),
+        AfterValidator(_printable),
     ] = "runs"
 
     @property
@@ -171,7 +186,10 @@ class Config(_Section):
     """All of cluster.yaml. Frozen; a changed copy is a new configuration and validated again."""
 
     cluster: ClusterConfig = ClusterConfig()
-    nodes: Annotated[dict[NodeName, NodeConfig], Field(min_length=1, description="at least one node under its name")]
+    nodes: Annotated[
+        dict[NodeName, NodeConfig],
+        Field(min_length=1, max_length=MAX_NODES, description=f"at least one node under its name, at most {MAX_NODES}"),
+    ]
     workload: WorkloadConfig = WorkloadConfig()
     memory: MemoryConfig = MemoryConfig()
     compute_share_mode: ComputeShareMode = "duty"

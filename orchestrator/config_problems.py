@@ -18,10 +18,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from orchestrator.budget import MAX_WORKERS_PER_CARD, overbooked, workers_per_card
+from orchestrator.budget import MAX_WORKERS, MAX_WORKERS_PER_CARD, overbooked, workers_per_card
 from orchestrator.errors import ConfigError, Problem
 from orchestrator.profiles import PROFILES
-from orchestrator.yaml_source import KeyPath, YamlSource
+from orchestrator.yaml_source import KeyPath, YamlSource, listed
 
 if TYPE_CHECKING:
     from orchestrator.config import NodeConfig
@@ -38,6 +38,8 @@ _WANTED = {
     "finite_number": "a finite number",
     "literal_error": "one of the choices",
     "string_pattern_mismatch": "in the right form",
+    "string_too_short": "in the right form",
+    "string_too_long": "in the right form",
 }
 _TOO = {
     "greater_than": "small",
@@ -46,7 +48,9 @@ _TOO = {
     "less_than_equal": "large",
 }
 #: Findings about a value that is not there to be shown.
-_WHOLE = {"missing": "is missing", "too_short": "holds nothing"}
+_WHOLE = {"missing": "is missing", "too_short": "holds nothing", "too_long": "holds too many entries"}
+#: More sentences at once are the wrong file, and would push the first ones off the screen.
+MAX_PROBLEMS = 100
 _SHARE = "a share above 0, at most 1 (0.6 is 60 %)"
 
 
@@ -54,7 +58,8 @@ def validated(source: YamlSource, model: type[_Model], node_model: type[NodeConf
     """Return the data of `source` as `model`; each entry under `nodes` is checked on its own as `node_model`.
 
     Raises:
-        ConfigError: with every problem at once, those already in `source` first.
+        ConfigError: with every problem at once, in the order of the file, then of the overrides; the first
+            `MAX_PROBLEMS` of them and how many more there are.
     """
     config: _Model | None = None
     problems = list(source.problems)
@@ -67,7 +72,11 @@ def validated(source: YamlSource, model: type[_Model], node_model: type[NodeConf
         problems += [problem for problem in found if (problem.source, problem.line, problem.key) not in unreadable]
     problems += _between_keys(source, node_model)
     if problems or config is None:
-        raise ConfigError(sorted(problems, key=lambda problem: (problem.source != source.name, problem.line or 0)))
+        problems.sort(key=lambda problem: (problem.source != source.name, problem.line or 0))
+        if len(problems) > MAX_PROBLEMS:
+            text = f"has {len(problems) - MAX_PROBLEMS} more problems, not shown"
+            problems[MAX_PROBLEMS:] = [Problem(source.name, None, None, text, None)]
+        raise ConfigError(problems)
     return config
 
 
@@ -117,13 +126,19 @@ def _between_keys(source: YamlSource, node_model: type[NodeConfig]) -> Iterator[
     head = cluster.get("head") if isinstance(cluster, dict) else None
     if isinstance(head, str) and head not in nodes:
         text = f"there is no node {_shown(head)}{_nearest(head, list(nodes))}"
-        yield source.problem(("cluster", "head"), text, f"{', '.join(nodes)}, or null for the first")
+        yield source.problem(("cluster", "head"), text, f"{listed(nodes)}, or null for the first")
+    workers = 0
     for name, raw in nodes.items():
         try:
             node = node_model.model_validate(raw)
         except ValidationError:
             continue
+        workers += node.workers
         yield from _node_problems(source, ("nodes", name), node)
+    if workers > MAX_WORKERS:
+        parts = [("nodes", name, "workers") for name in nodes]
+        text = f"{workers} workers on {len(nodes)} nodes are too many for one head"
+        yield source.problem(("nodes",), text, f"at most {MAX_WORKERS} workers in all", parts)
 
 
 def _node_problems(source: YamlSource, path: KeyPath, node: NodeConfig) -> Iterator[Problem]:
@@ -227,7 +242,9 @@ def _find(model: type[BaseModel], path: KeyPath) -> tuple[type[BaseModel] | None
 
 def _nearest(typed: object, known: Sequence[str]) -> str:
     """Return a suggestion to append, or nothing where none is near."""
-    near = get_close_matches(str(typed)[:100].lower(), known, n=1)
+    # Only text is taken as it is: of a large enough int even `str` is refused.
+    word = typed if isinstance(typed, str) else _shown(typed)
+    near = get_close_matches(word[:100].lower(), known, n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 

@@ -60,6 +60,28 @@ class UsageError(OrchestratorError):
     exit_code = 2
 
 
+class ArchiveError(OrchestratorError):
+    """What a run left behind cannot be read; the sentence names the file and says what can be done."""
+
+    exit_code = 2
+
+
+class NothingStoredError(ArchiveError):
+    """A run folder without a record: its head ended, or was killed, before the work began."""
+
+    def __init__(self, folder: object, name: str) -> None:
+        self.folder = folder
+        self.name = name
+        super().__init__(folder, name)
+
+    def __str__(self) -> str:
+        """Return the sentence."""
+        return one_line(
+            f"{self.folder} holds no record of a run ({self.name}): its head ended before the work began; what it said "
+            f"is in summary.json, events.jsonl and ray.log there, as far as they exist"
+        )
+
+
 class ConfigError(OrchestratorError):
     """The configuration cannot be used; carries every problem found, not just the first."""
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 import psutil
 
@@ -17,9 +18,10 @@ from orchestrator import hardware
 from orchestrator.budget import GIB, node_budget
 from orchestrator.cluster.base import Fleet
 from orchestrator.cluster.connect import connected
-from orchestrator.cluster.rehearse import RayletPlan, rehearsed
+from orchestrator.cluster.raylets import RayletPlan
+from orchestrator.cluster.rehearse import rehearsed
 from orchestrator.config import Config, config_from_data
-from orchestrator.errors import PreflightError
+from orchestrator.errors import PreflightError, UsageError
 from orchestrator.placement import Ground, SlotPlan, plan_slots
 from orchestrator.scale import REHEARSAL_SCALE, Scaled, scale_config
 
@@ -44,9 +46,19 @@ _LOCAL_MEMORY_FRACTION = 0.9
 _LOCAL_CPU_WORKER_GIB = 1.0
 
 
+class Mode(StrEnum):
+    """Which of the three grounds."""
+
+    CLUSTER = "cluster"
+    REHEARSE = "rehearse"
+    LOCAL = "local"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """A run made ready."""
+
+    mode: Mode
 
     config: Config
     """As it will be used."""
@@ -67,12 +79,33 @@ class Stage:
 def on_cluster(config: Config) -> Stage:
     """Run on the cluster that `cluster.address` names."""
     return Stage(
+        mode=Mode.CLUSTER,
         config=config,
         ground=Ground(),
         fleet=connected(config.cluster.address, config.cluster.auth),
         lines=(),
         settle=_settled,
     )
+
+
+def again(mode: str, config: Config, ground: Ground) -> Stage:
+    """Return the stage of a run that was on it before: its configuration is scaled and settled already.
+
+    Args:
+        mode: A value of `Mode`.
+        config: As the run used it.
+        ground: As the run found it.
+
+    Raises:
+        UsageError: There is no such mode.
+    """
+    if mode not in set(Mode):
+        raise UsageError(f"this version knows no run mode {mode!r}; valid: {', '.join(Mode)}")
+    if Mode(mode) is Mode.CLUSTER:
+        fleet = connected(config.cluster.address, config.cluster.auth)
+        return Stage(mode=Mode.CLUSTER, config=config, ground=ground, fleet=fleet, lines=())
+    raylets = [_raylet(config, name) for name in _head_first(config)]
+    return Stage(mode=Mode(mode), config=config, ground=ground, fleet=rehearsed(raylets), lines=(_STARTING,))
 
 
 def _settled(stage: Stage, fleet: Fleet) -> Stage:
@@ -132,6 +165,7 @@ def in_rehearsal(config: Config, scale: float | None) -> Stage:
         ground = Ground(device="cpu", one_machine=True)
     scaled = scale_config(config, asked, limit_bytes)
     return Stage(
+        mode=Mode.REHEARSE,
         config=scaled.config,
         ground=ground,
         fleet=rehearsed([_raylet(scaled.config, name) for name in _head_first(scaled.config)]),
@@ -162,6 +196,7 @@ def on_this_machine(config: Config) -> Stage:
     words = f"{len(cards)} x {cards[0].name}" if cards else f"{os.cpu_count()} cores of {_BY_KERNEL}"
     workers, budget_gib = local.nodes["local"].workers, local.nodes["local"].vram_per_worker_gib
     return Stage(
+        mode=Mode.LOCAL,
         config=local,
         ground=Ground(device="cuda" if cards else "cpu", one_machine=not cards),
         fleet=rehearsed([_raylet(local, "local")]),

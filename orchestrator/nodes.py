@@ -6,7 +6,6 @@ ended by process id. Does not touch any other Ray on the machine.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -22,6 +21,7 @@ import psutil
 from orchestrator.commands import NODE_MARK, NodeCommand, node_command
 from orchestrator.config import Config
 from orchestrator.errors import UsageError
+from orchestrator.head_process import NOTE_NAME, head_of
 
 #: How long processes get to end by themselves before they are killed.
 _GRACE_S = 10.0
@@ -60,8 +60,8 @@ def execute(command: NodeCommand) -> int:
 def stop_runs(run_dir: str) -> Iterator[str]:
     """Ask every run under way in `run_dir` to end, as Ctrl-C would; yield a line for each."""
     found = False
-    for note in sorted(Path(run_dir).glob("*/head.json")):
-        process = _head_process(note)
+    for note in sorted(Path(run_dir).glob(f"*/{NOTE_NAME}")):
+        process = head_of(note.parent)
         if process is None:
             continue
         found = True
@@ -85,19 +85,6 @@ def stop_node(node: str) -> Iterator[str]:
             _signal(process, number)
         _await_end(alive)
     yield f"ended {len(family)} processes of node {node}" if family else f"no process of node {node} runs here"
-
-
-def _head_process(note: Path) -> psutil.Process | None:
-    """The head of a run folder, if it still runs: same process id, and not started after the folder was made."""
-    try:
-        pid = json.loads(note.read_text(encoding="utf-8"))["pid"]
-        if type(pid) is not int or pid <= 1:  # true is an int, and 1 is init
-            return None
-        process = psutil.Process(pid)
-        is_head = process.create_time() <= note.stat().st_mtime + 1.0 and process.pid != os.getpid()
-    except (OSError, ValueError, LookupError, TypeError, RecursionError, psutil.Error):
-        return None
-    return process if is_head and not (note.parent / "summary.json").exists() else None
 
 
 def _is_marked(process: psutil.Process, node: str) -> bool:

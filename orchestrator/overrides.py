@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from orchestrator.errors import ConfigError, Problem
-from orchestrator.yaml_source import KeyPath, YamlSource, read_yaml_text
+from orchestrator.yaml_source import KeyPath, YamlSource, cut, listed, read_yaml_text
 
 #: The deepest key has four parts, one of which may be a node name of up to 32 words with dots between.
 _MAX_WORDS = 64
@@ -80,11 +80,10 @@ def _put(data: object, path: KeyPath, value: object, name: str, done: KeyPath = 
         return value
     here = ".".join(done)
     if data is not None and not isinstance(data, dict):
-        raise _refusal(name, f"{here or 'the file'} holds a single value or a list, no keys", None)
+        raise _refusal(name, f"{cut(here) or 'the file'} holds a single value or a list, no keys", None)
     branch: dict[str, object] = data or {}
     if done == ("nodes",) and path[0] not in branch:
-        known = ", ".join(branch) or "no node is configured"
-        raise _refusal(name, f"there is no node {path[0]}", known)
+        raise _refusal(name, f"there is no node {cut(path[0])}", listed(branch) or "no node is configured")
     return {**branch, path[0]: _put(branch.get(path[0]), path[1:], value, name, (*done, path[0]))}
 
 

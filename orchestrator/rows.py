@@ -1,13 +1,15 @@
-"""From a slot's plan and state to its row in the health table. Pure; draws nothing."""
+"""From a slot's plan and state to its row in the health table, and to its record in the store. Pure; draws nothing."""
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
+from orchestrator.ledger import steps_at_risk
 from orchestrator.placement import SlotPlan
 from orchestrator.slots import Slot
 from orchestrator.watch.model import Row, success_rate
+from orchestrator.watch.records import SlotRecord
 from workers.messages import Report, WorkerState
 
 #: Throughput and duty are means over the reports of about this long: steady to read, quick to fall.
@@ -56,10 +58,26 @@ def _is_first(report: Report) -> bool:
     return any(event.name == "device_opened" for event in report.events)
 
 
+def record(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> SlotRecord:
+    """Return what must be known of a slot to show it, and to go on with it, when this process is gone."""
+    return SlotRecord(
+        slot=slot.slot,
+        node=plan.spec.node,
+        state=slot.state.value,
+        reason=slot.reason,
+        incarnation=slot.incarnation,
+        next_sequence=slot.next_sequence,
+        steps_at_risk=steps_at_risk(slot),
+        counters=asdict(slot.counters),
+        resume=slot.resume,
+        row=row(plan, slot, meter, now_s).to_dict(),
+    )
+
+
 def row(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
     """Return what the table shows of a slot at `now_s` (monotonic seconds)."""
     report, counters = slot.report, slot.counters
-    device = report.device if report is not None else None
+    device = slot.device
     memory = report.memory if report is not None else None
     tflops = None if slot.state in _IDLE else meter.tflops
     baseline_pct = 100.0 * tflops / meter.best_tflops if tflops is not None and meter.best_tflops else None

@@ -7,11 +7,13 @@ run folder exists, its summary is written.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,18 +21,28 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from orchestrator import preflight
+from orchestrator import havoc, preflight, resume
+from orchestrator.briefing import Past, RunInfo
+from orchestrator.chaos.plan import ChaosPlan, check
+from orchestrator.cluster.janitor import start_time
 from orchestrator.config import Config, dump_config
 from orchestrator.errors import OrchestratorError, UsageError
+from orchestrator.havoc import Havoc
+from orchestrator.head_process import NOTE_NAME
 from orchestrator.interrupts import Interrupts
-from orchestrator.modes import Stage
+from orchestrator.modes import Mode, Stage
 from orchestrator.screen import Screen, own_screen
-from orchestrator.supervisor import RunInfo, Supervisor
+from orchestrator.supervisor import Supervisor
+from orchestrator.watch.archive import StoredRun
 from orchestrator.watch.events import EventLog
 from orchestrator.watch.live import LiveTable, PlainLines, Silent, Watcher
 from orchestrator.watch.model import Snapshot
-from orchestrator.watch.store import SampleStore
+from orchestrator.watch.outlets import Outlets
+from orchestrator.watch.records import STORE_NAME, RunFacts
+from orchestrator.watch.store import RunStore
 from orchestrator.watch.summary import exit_code_for, failure_dict, summary_dict, summary_text, write_summary
+
+_SUMMARY_NAME = "summary.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +52,10 @@ class Options:
     json: bool
     plain: bool
     wait_for_nodes: bool
+    chaos: ChaosPlan | None = None
+    """Faults to inject."""
+    yes_really: bool = False
+    """The user knows that they hit a real cluster."""
 
 
 def run(stage: Stage, options: Options) -> int:
@@ -48,22 +64,50 @@ def run(stage: Stage, options: Options) -> int:
     Raises:
         OrchestratorError: Nothing could be run; nothing was left behind.
     """
-    folder = _run_folder(stage.config)
+    _check_chaos(stage, options)
+    return _in_folder(_new_folder(stage.config), stage, options, time.time(), Past())
+
+
+def go_on(stored: StoredRun, options: Options) -> int:
+    """Go on with a run whose head is gone, in its own folder, and return the exit code.
+
+    Raises:
+        OrchestratorError: It is under way, or over, or cannot be run here.
+    """
+    stage = resume.stage_of(stored)
+    _check_chaos(stage, options)
+    with contextlib.suppress(OSError):
+        (stored.folder / _SUMMARY_NAME).unlink(missing_ok=True)  # of a head that was interrupted
+    return _in_folder(stored.folder, stage, options, stored.facts.started_at_unix_s, resume.past_of(stored))
+
+
+def _check_chaos(stage: Stage, options: Options) -> None:
+    if options.chaos is None:
+        return
+    is_rehearsal = stage.mode is not Mode.CLUSTER
+    if not is_rehearsal and not options.yes_really:
+        raise UsageError(
+            "--chaos kills workers of a real cluster; try it with --rehearse, or say that you mean it: --yes-really"
+        )
+    check(options.chaos, stage.config.nodes, stage.config.head_node, is_rehearsal=is_rehearsal)
+
+
+def _in_folder(folder: Path, stage: Stage, options: Options, started_at_unix_s: float, past: Past) -> int:
     interrupts = Interrupts()
     interrupts.install()
-    with own_screen(folder / "ray.log") as screen:
-        record = _Record(folder=folder, screen=screen, options=options, started_at_unix_s=time.time())
+    with _owned(folder), own_screen(folder / "ray.log") as screen:
+        record = _Record(folder=folder, screen=screen, options=options, started_at_unix_s=started_at_unix_s)
         try:
-            return _staged(stage, record, interrupts)
+            return _staged(stage, record, past, interrupts)
         except BaseException as error:
             record.failed(error)
             raise
         finally:
             interrupts.restore()
-            record.events.close()
+            record.outlets.events.close()
 
 
-def _staged(stage: Stage, record: _Record, interrupts: Interrupts) -> int:
+def _staged(stage: Stage, record: _Record, past: Past, interrupts: Interrupts) -> int:
     record.tell(*stage.lines)
     with stage.fleet as fleet:
         interrupts.install()  # Ray has taken SIGTERM for itself
@@ -71,29 +115,35 @@ def _staged(stage: Stage, record: _Record, interrupts: Interrupts) -> int:
         settled = stage.settle(stage, fleet)
         if settled is not stage:
             record.tell(*settled.lines)
-        record.tell(f"Run folder: {record.folder}")
-        (record.folder / "config.yaml").write_text(dump_config(settled.config), encoding="utf-8")
-        record.events.write("run_started", run_id=record.folder.name, workers=len(settled.plans))
-        store = SampleStore(record.folder / "samples.sqlite")
-        supervisor = Supervisor(
-            info=RunInfo(
-                run_id=record.folder.name,
-                started_at_unix_s=record.started_at_unix_s,
-                duration_s=settled.config.run.duration_s,
-            ),
-            config=settled.config,
-            plans=settled.plans,
-            fleet=fleet,
-            watchers=(_viewer(record.options, record.screen), store),
-            events=record.events,
-            interrupted=lambda: interrupts.asked,
-            problems=lambda: [text for text in (store.problem, record.events.problem) if text is not None],
+        info = RunInfo(
+            run_id=record.folder.name,
+            started_at_unix_s=record.started_at_unix_s,
+            duration_s=settled.config.run.duration_s,
+            past=past,
         )
-        record.watch(supervisor.snapshot)
+        record.begun(settled, info)
+        plans = havoc.with_faults(settled.plans, record.options.chaos)
+        faults = _havoc(settled, record)
+        supervisor = Supervisor(
+            info=info,
+            config=settled.config,
+            plans=plans,
+            fleet=fleet,
+            outlets=record.outlets,
+            interrupted=lambda: interrupts.asked,
+            havoc=faults,
+        )
+        record.watch(supervisor.snapshot, faults)
         snapshot = supervisor.run()
-    outcome, code = exit_code_for(snapshot, settled.config.run.min_success_rate, interrupts.asked)
-    record.ended(snapshot, outcome, code)
-    return code
+    return record.ended(snapshot, settled.config.run.min_success_rate, interrupted=interrupts.asked)
+
+
+def _havoc(stage: Stage, record: _Record) -> Havoc | None:
+    plan = record.options.chaos
+    if plan is None:
+        return None
+    record.tell(f"Chaos: {plan.describe()}")
+    return Havoc(plan, stage.plans, stage.config.head_node, record.outlets.events)
 
 
 class _Record:
@@ -104,13 +154,54 @@ class _Record:
         self.screen = screen
         self.options = options
         self.started_at_unix_s = started_at_unix_s
-        self.events = EventLog(folder / "events.jsonl")
+        store = RunStore(folder / STORE_NAME)
+        self.outlets = Outlets(
+            watchers=(_viewer(options, screen),),
+            events=EventLog(folder / "events.jsonl", also=store.event),
+            store=store,
+        )
         self._look: Callable[[], Snapshot] | None = None
+        self._havoc: Havoc | None = None
         self._ended = False
 
-    def watch(self, look: Callable[[], Snapshot]) -> None:
+    def begun(self, stage: Stage, info: RunInfo) -> None:
+        """Write down what the run is, so that another head can go on with it."""
+        self.tell(f"Run folder: {self.folder}")
+        if info.past.elapsed_s > 0:
+            self.tell(f"Going on after {info.past.elapsed_s:.0f} s; {info.remaining_s:.0f} s remain")
+        config_yaml = dump_config(stage.config)
+        with contextlib.suppress(OSError):  # the store keeps it too, and says what is wrong with the disk
+            (self.folder / "config.yaml").write_text(config_yaml, encoding="utf-8")
+        self.outlets.store.begin(
+            RunFacts(
+                run_id=info.run_id,
+                started_at_unix_s=info.started_at_unix_s,
+                duration_s=info.duration_s,
+                elapsed_s=info.past.elapsed_s,
+                min_success_rate=stage.config.run.min_success_rate,
+                mode=stage.mode.value,
+                device=stage.ground.device,
+                one_machine=stage.ground.one_machine,
+                config_yaml=config_yaml,
+                chaos=None if self.options.chaos is None else self.options.chaos.describe(),
+                nodes_planned=tuple(stage.config.nodes),
+                head_pid=os.getpid(),
+                head_started=start_time(os.getpid()),
+                host=socket.gethostname(),
+            )
+        )
+        self.outlets.events.write(
+            "run_started", run_id=info.run_id, workers=len(stage.plans), elapsed_s=info.past.elapsed_s
+        )
+
+    def watch(self, look: Callable[[], Snapshot], havoc: Havoc | None) -> None:
         """Remember how to look at the run: what it did until then is told even if it ends in an error."""
         self._look = look
+        self._havoc = havoc
+
+    @property
+    def _faults(self) -> list[dict[str, Any]]:
+        return [] if self._havoc is None else self._havoc.faults()
 
     def tell(self, *lines: str) -> None:
         """Say something to the person at the terminal; a program that reads `--json` is told nothing."""
@@ -118,15 +209,19 @@ class _Record:
             for line in lines:
                 _say(line, self.screen.err)
 
-    def ended(self, snapshot: Snapshot, outcome: str, code: int) -> None:
-        """Write the summary of a run that came to its end."""
-        summary = summary_dict(snapshot, outcome, code, self._started())
-        self.events.write("run_ended", outcome=outcome, exit_code=code)
+    def ended(self, snapshot: Snapshot, min_success_rate: float, *, interrupted: bool) -> int:
+        """Write the summary of a run that came to its end, and return its exit code."""
+        incomplete = self.outlets.incomplete
+        outcome, code = exit_code_for(snapshot, min_success_rate, interrupted=interrupted, incomplete=incomplete)
+        summary = summary_dict(snapshot, outcome, code, self._started(), faults=self._faults)
+        self.outlets.events.write("run_ended", outcome=outcome, exit_code=code)
         place = self._write(summary)
+        self.outlets.store.end(outcome, code, None, self._faults)
         self._ended = True
         if self.options.json:
             _say(summary_text(summary), self.screen.out)
         self.tell(f"Outcome: {outcome}. Summary: {place}")
+        return code
 
     def failed(self, error: BaseException) -> None:
         """Write the summary of a run that did not; the caller reports the error."""
@@ -136,18 +231,19 @@ class _Record:
         outcome, code = "failed", error.exit_code if isinstance(error, OrchestratorError) else 1
         if isinstance(error, KeyboardInterrupt):
             outcome, code = "interrupted", 130
-        self.events.write("run_failed", error=text)
+        self.outlets.events.write("run_failed", error=text)
         if self._look is None:
             self._write(failure_dict(text, code, outcome))
         else:
-            self._write(summary_dict(self._look(), outcome, code, self._started(), text))
+            self._write(summary_dict(self._look(), outcome, code, self._started(), text, faults=self._faults))
+        self.outlets.store.end(outcome, code, text, self._faults)
 
     def _started(self) -> str:
         return datetime.fromtimestamp(self.started_at_unix_s, UTC).isoformat(timespec="milliseconds")
 
     def _write(self, summary: dict[str, Any]) -> str:
         """Write the summary if the folder can take it; return where it is, or why it is not."""
-        path = self.folder / "summary.json"
+        path = self.folder / _SUMMARY_NAME
         try:
             write_summary(path, summary)
         except OSError as error:
@@ -169,8 +265,8 @@ def _viewer(options: Options, screen: Screen) -> Watcher:
     return LiveTable(Console(file=screen.out))
 
 
-def _run_folder(config: Config) -> Path:
-    """Make `runs/<run_id>/` with the configuration as used and the head's process id.
+def _new_folder(config: Config) -> Path:
+    """Make `runs/<run_id>/`.
 
     Raises:
         UsageError: It cannot be made.
@@ -179,9 +275,45 @@ def _run_folder(config: Config) -> Path:
     folder = Path(config.run.dir) / run_id
     try:
         folder.mkdir(parents=True)
-        (folder / "head.json").write_text(json.dumps({"pid": os.getpid()}), encoding="utf-8")
     except OSError as error:
-        raise UsageError(
-            f"cannot write the run folder {folder}: {error.strerror}; choose another with --run-dir"
-        ) from error
+        raise _unwritable(folder, error) from error
     return folder
+
+
+@contextlib.contextmanager
+def _owned(folder: Path) -> Iterator[None]:
+    """Leave this process's id in the run folder, and keep every other head out of it.
+
+    The kernel lets go of the lock with the process, however it ends.
+
+    Raises:
+        UsageError: Another head works on this run, or the folder cannot be written.
+    """
+    try:
+        descriptor = os.open(folder / NOTE_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    try:
+        _claim(descriptor, folder)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _claim(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UsageError(
+            f"another process works on run {folder.name}; end it first: python -m orchestrator stop"
+        ) from error
+    note = json.dumps({"pid": os.getpid(), "started": start_time(os.getpid())})
+    try:
+        os.truncate(descriptor, 0)
+        os.write(descriptor, note.encode("ascii"))
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> UsageError:
+    return UsageError(f"cannot write the run folder {folder}: {error.strerror}; choose another with --run-dir")

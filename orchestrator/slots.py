@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
-from orchestrator.cluster.base import SliceFailure
-from workers.messages import Report, ResumeState, Scalar, WorkerState
+from orchestrator.cluster.base import DeathCause, SliceFailure
+from orchestrator.leaks import NO_WATCH, LeakWatch
+from workers.messages import DeviceInfo, Report, ResumeState, Scalar, WorkerState
 
 
 class Phase(StrEnum):
@@ -36,6 +37,12 @@ class Rules:
     max_deaths: int
     death_window_s: float
     max_workload_errors: int
+    leak_flag_bytes: int | None = None
+    """Growth of a worker's memory that is worth saying; `None` never says it."""
+    leak_limit_bytes: int | None = None
+    """Growth after which its process is replaced; `None` never does."""
+    seed: int = 0
+    """Of the jitter in restart pauses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +57,8 @@ class Counters:
     verify_checks: int = 0
     verify_errors: int = 0
     restarts: int = 0
-    slices_lost: int = 0
-    """Slices that began, perhaps, and gave no report."""
+    steps_lost_upper_bound: int = 0
+    """At most so many good steps were done in slices that gave no report; they are in no other sum."""
     work_flop: float = 0.0
     busy_s: float = 0.0
 
@@ -63,6 +70,8 @@ class Flight:
     sequence: int
     duration_s: float
     submitted_at_s: float
+    step_limit: int
+    """It cannot have done more good steps than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +98,14 @@ class Slot:
     deaths_at_s: tuple[float, ...] = ()
     """Those of the last `death_window_s`, and all since the last report: a slot that never answers is given up."""
     errors_in_a_row: int = 0
+    leak: LeakWatch = NO_WATCH
+    leak_told: bool = False
+    """Whether the growth of the present process has been told."""
     resume: ResumeState | None = None
     report: Report | None = None
     """The last one accepted."""
+    device: DeviceInfo | None = None
+    """The last that any report told of: one of a broken process tells of none."""
     counters: Counters = Counters()
 
 
@@ -103,6 +117,22 @@ class NodeJoined:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLeft:
     """The slot's node is gone."""
+
+    reason: str = "its node has left the cluster"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRefused:
+    """The slot's node is there and cannot take it: fewer CPUs than planned, or two nodes of one name."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardCondemned:
+    """Every worker of the slot's card keeps dying: the card is given up, not one worker after the other."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +153,13 @@ class SliceFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeathExplained:
+    """The cluster has found out why the slot's last process ended."""
+
+    cause: DeathCause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
     """Time has passed."""
 
@@ -132,7 +169,23 @@ class Drain:
     """The run is ending: finish what runs, begin nothing."""
 
 
-Event: TypeAlias = NodeJoined | NodeLeft | SliceReported | SliceFailed | Tick | Drain
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Close:
+    """The run has ended: what is still under way is lost."""
+
+
+Event: TypeAlias = (
+    NodeJoined
+    | NodeLeft
+    | NodeRefused
+    | CardCondemned
+    | SliceReported
+    | SliceFailed
+    | DeathExplained
+    | Tick
+    | Drain
+    | Close
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,19 +200,13 @@ class Submit:
     incarnation: int
     sequence: int
     duration_s: float
+    step_limit: int
     resume: ResumeState | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forget:
     """Give up every slice under way."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cancel:
-    """Take back a slice that has not begun."""
-
-    sequence: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,4 +234,4 @@ class Note:
     fields: tuple[tuple[str, Scalar], ...] = ()
 
 
-Command: TypeAlias = Place | Submit | Forget | Cancel | Restart | Abandon | EndRun | Note
+Command: TypeAlias = Place | Submit | Forget | Restart | Abandon | EndRun | Note

@@ -1,40 +1,38 @@
 """The shell around the lifecycle: owns the clock, polls the fleet, feeds events, performs commands, tells watchers.
 
-Decides nothing about a slot (`lifecycle.py`) and nothing about where slots go (`placement.py`). The one decision that
-is its own is when a run begins to count and when it ends. One thread, no callbacks.
+A turn takes in what has happened, writes it down, and only then sends anything out: a head that is killed has never
+sent a slice that its store does not know of. Decides nothing about a slot (`lifecycle.py`), nothing about nodes
+(`node_watch.py`) and nothing about where slots go (`placement.py`). The one decision that is its own is when a run
+begins to count and when it ends. One thread, no callbacks.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from orchestrator import lifecycle, slots
+from orchestrator import breaker, lifecycle, node_watch, slots
+from orchestrator.briefing import RunInfo, rules_of
 from orchestrator.cluster.base import Fleet, NodeFact, SliceOutcome
 from orchestrator.config import Config
 from orchestrator.errors import PreflightError
-from orchestrator.placement import SlotPlan, refusals
-from orchestrator.rows import Meter, row
-from orchestrator.slots import Phase, Rules, Slot
-from orchestrator.watch.events import EventLog
-from orchestrator.watch.live import Watcher
+from orchestrator.havoc import Havoc
+from orchestrator.node_watch import NodeBook
+from orchestrator.placement import SlotPlan
+from orchestrator.rows import Meter, record, row
+from orchestrator.slots import Phase, Slot
 from orchestrator.watch.model import Snapshot
-from workers.messages import Directive
+from orchestrator.watch.outlets import Outlets
+from workers.messages import Directive, Strike
 
 #: How long one wait for a report may last: the patience of Ctrl-C and of every timer.
 _POLL_S = 0.1
 _NODES_EVERY_S = 1.0
 _SNAPSHOT_EVERY_S = 0.25
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunInfo:
-    """What identifies a run."""
-
-    run_id: str
-    started_at_unix_s: float
-    duration_s: float
+#: Ray's memory monitor and its process table know within a second; a new process reports after two or more.
+_EXPLAIN_WITHIN_S = 3.0
 
 
 class Supervisor:
@@ -47,36 +45,37 @@ class Supervisor:
         config: Config,
         plans: Sequence[SlotPlan],
         fleet: Fleet,
-        watchers: Sequence[Watcher],
-        events: EventLog,
+        outlets: Outlets,
         interrupted: Callable[[], bool],
-        problems: Callable[[], Sequence[str]],
+        havoc: Havoc | None = None,
     ) -> None:
         """Prepare; nothing is placed before `run`.
 
         Args:
-            info: Identity and planned length.
+            info: Identity, planned length, and what is behind it.
             config: Of this run, scaled if it was.
             plans: Every slot.
             fleet: Connected.
-            watchers: Told of every snapshot.
-            events: Told of every event.
+            outlets: Told of every event, every snapshot, and every slot that changed before anything is sent because
+                of it.
             interrupted: Asked at every turn whether the user wants to stop.
-            problems: Asked for one-line warnings to show, such as a full disk.
+            havoc: Injects faults, if the user asked for them.
         """
         self._info = info
         self._config = config
         self._plans = {plan.seat.slot: plan for plan in plans}
         self._fleet = fleet
-        self._watchers = watchers
-        self._events = events
+        self._outlets = outlets
         self._interrupted = interrupted
-        self._problems = problems
-        self._rules = _rules(config)
-        self._slots = {name: Slot(slot=name) for name in self._plans}
+        self._havoc = havoc
+        self._rules = rules_of(config)
+        self._slots = {name: info.past.slots.get(name, Slot(slot=name)) for name in self._plans}
         self._meters = {name: Meter() for name in self._plans}
-        self._present: dict[str, str] = {}
-        self._known: set[str] = set()
+        self._nodes = NodeBook()
+        self._outbox: list[tuple[str, slots.Command]] = []
+        self._changed: set[str] = set(self._plans)
+        self._unexplained: dict[str, float] = {}
+        """Slots whose process has ended, nobody knows why -> until when to ask."""
         self._began_s = time.monotonic()
         self._first_proven_s: float | None = None
         self._counting_since_s: float | None = None
@@ -93,25 +92,27 @@ class Supervisor:
             self._turn()
         self._drain()
         snapshot = self.snapshot()
-        for watcher in self._watchers:
-            watcher.close(snapshot)
+        self._send_out()
+        self._outlets.close(snapshot)
         return snapshot
 
     def snapshot(self) -> Snapshot:
         """The run as it is now."""
         now_s = time.monotonic()
         counting_since_s = self._counting_since_s if self._counting_since_s is not None else now_s
+        elapsed_s = self._info.past.elapsed_s + now_s - counting_since_s
         return Snapshot(
             run_id=self._info.run_id,
             started_at=self._info.started_at_unix_s,
             now_unix_s=time.time(),
-            elapsed_s=min(now_s - counting_since_s, self._info.duration_s) if self._ends_at_s else 0.0,
+            elapsed_s=min(elapsed_s, self._info.duration_s),
             duration_s=self._info.duration_s,
             nodes_planned=tuple(self._config.nodes),
-            nodes_seen=tuple(name for name in self._config.nodes if name in self._present),
+            nodes_seen=tuple(name for name in self._config.nodes if name in self._nodes.present),
             rows=tuple(row(plan, self._slots[name], self._meters[name], now_s) for name, plan in self._plans.items()),
-            notices=(*self._missing_nodes(), *self._problems()),
+            notices=(*node_watch.notices(self._nodes, self._config), *self._outlets.problems),
             restart_count=sum(slot.counters.restarts for slot in self._slots.values()),
+            steps_lost_upper_bound=sum(slot.counters.steps_lost_upper_bound for slot in self._slots.values()),
         )
 
     def _over(self) -> bool:
@@ -126,15 +127,33 @@ class Supervisor:
         if now_s - self._nodes_at_s >= _NODES_EVERY_S:
             self._nodes_at_s = now_s
             self._watch_nodes(self._fleet.nodes())
+            self._ask_why(now_s)
         # Reports before timers: after this process was suspended, what waits here shows that nobody hangs.
         for outcome in self._fleet.wait(_POLL_S):
             self._take(outcome)
         for name in self._slots:
             self._feed(name, slots.Tick())
-        if not self._slots_busy():
-            time.sleep(_POLL_S)  # nothing is under way, so the wait came back at once
+        self._spare_sick_cards(now_s)
         self._begin_counting()
+        if self._havoc is not None:
+            self._havoc.shake_nodes(self._fleet, now_s)
+        self._send_out()
+        if not self._slots_busy():
+            time.sleep(_POLL_S)  # nothing is under way, so the next wait would come back at once
         self._show()
+
+    def _send_out(self) -> None:
+        """Write down what has changed, then perform what follows from it."""
+        if self._changed:
+            now_s = time.monotonic()
+            self._outlets.store.slots(
+                record(self._plans[name], self._slots[name], self._meters[name], now_s) for name in self._changed
+            )
+            self._changed.clear()
+        self._outlets.store.commit()
+        outbox, self._outbox = self._outbox, []
+        for name, command in outbox:
+            self._perform(name, command)
 
     def _slots_busy(self) -> bool:
         return any(slot.in_flight for slot in self._slots.values())
@@ -144,9 +163,7 @@ class Supervisor:
         if now_s - self._snapshot_at_s < _SNAPSHOT_EVERY_S:
             return
         self._snapshot_at_s = now_s
-        snapshot = self.snapshot()
-        for watcher in self._watchers:
-            watcher.update(snapshot)
+        self._outlets.show(self.snapshot())
 
     def _begin_counting(self) -> None:
         """The planned time begins when every worker whose node is there has answered, or has had its chance."""
@@ -160,36 +177,55 @@ class Supervisor:
         self._first_proven_s = self._first_proven_s if self._first_proven_s is not None else now_s
         if len(answered) == len(here) or now_s - self._first_proven_s > self._rules.start_timeout_s:
             self._counting_since_s = now_s
-            self._ends_at_s = now_s + self._info.duration_s
-            self._events.write("counting", duration_s=self._info.duration_s, startup_s=now_s - self._began_s)
+            if self._havoc is not None:
+                self._havoc.begin(now_s)
+            remaining_s = self._info.remaining_s
+            self._ends_at_s = now_s + remaining_s
+            self._outlets.events.write("counting", duration_s=remaining_s, startup_s=now_s - self._began_s)
 
     def _watch_nodes(self, facts: Sequence[NodeFact]) -> None:
-        refused = {refusal.node for refusal in refusals(self._config, facts)}
-        live = {fact.name: fact.node_id for fact in facts if fact.name in self._config.nodes}
-        usable = {name: node_id for name, node_id in live.items() if name is not None and name not in refused}
-        alive = {fact.node_id for fact in facts}
-        for name, node_id in list(self._present.items()):
-            if node_id not in alive:
-                del self._present[name]
-                self._events.write("node_left", node=name)
-                self._feed_node(name, slots.NodeLeft())
-        for name, node_id in usable.items():
-            if name not in self._present:
-                self._present[name] = node_id
-                self._known.add(name)
-                self._events.write("node_joined", node=name, node_id=node_id)
-                self._feed_node(name, slots.NodeJoined())
-
-    def _feed_node(self, node: str, event: slots.Event) -> None:
-        for name, plan in self._plans.items():
-            if plan.spec.node == node:
+        self._nodes, happened = node_watch.looked(self._nodes, self._config, facts)
+        for node, event in happened:
+            match event:
+                case slots.NodeJoined():
+                    self._outlets.events.write("node_joined", node=node, node_id=self._nodes.present[node])
+                case slots.NodeLeft(reason=reason):
+                    self._outlets.events.write("node_left", node=node, reason=reason)
+                case slots.NodeRefused(reason=reason):
+                    self._outlets.events.write("node_refused", node=node, reason=reason)
+            for name in self._on_node(node):
                 self._feed(name, event)
+
+    def _ask_why(self, now_s: float) -> None:
+        """Ask why processes have ended; the cluster finds out a little later than we do."""
+        for name, until_s in list(self._unexplained.items()):
+            cause = self._fleet.why_ended(name)
+            if cause is not None:
+                self._outlets.events.write("death_explained", slot=name, text=cause.text)
+                self._feed(name, slots.DeathExplained(cause=cause))
+            if cause is not None or now_s > until_s:
+                del self._unexplained[name]
+
+    def _on_node(self, node: str) -> list[str]:
+        return [name for name, plan in self._plans.items() if plan.spec.node == node]
+
+    def _spare_sick_cards(self, now_s: float) -> None:
+        """Give up a card on which every worker keeps dying, with one message."""
+        if not self._changed:
+            return
+        cards: defaultdict[str, list[Slot]] = defaultdict(list)
+        for name, plan in self._plans.items():
+            cards[_card(plan, self._slots[name])].append(self._slots[name])
+        for card, reason in breaker.condemned(cards, now_s, self._rules).items():
+            self._outlets.events.write("card_quarantined", card=card, reason=reason)
+            for slot in cards[card]:
+                self._feed(slot.slot, slots.CardCondemned(reason=reason))
 
     def _take(self, outcome: SliceOutcome) -> None:
         if outcome.report is None:
             failure = outcome.failure
             assert failure is not None, "an outcome has a report or a failure"  # noqa: S101 - internal invariant
-            self._events.write(
+            self._outlets.events.write(
                 "slice_failed", slot=outcome.slot, failure=failure.value, text=outcome.text, sequence=outcome.sequence
             )
             event = slots.SliceFailed(
@@ -199,20 +235,34 @@ class Supervisor:
             return
         report = outcome.report
         for happened in report.events:
-            self._events.write(
+            self._outlets.events.write(
                 happened.name, slot=report.slot, worker_at_unix_s=happened.at_unix_s, **dict(happened.detail)
             )
         if report.error is not None:
-            self._events.write("workload_error", slot=report.slot, traceback=report.error)
+            self._outlets.events.write("workload_error", slot=report.slot, traceback=report.error)
         self._feed(outcome.slot, slots.SliceReported(report=report))
         if self._slots[outcome.slot].report is report:
             self._meters[outcome.slot].add(report)
 
     def _feed(self, name: str, event: slots.Event) -> None:
-        after, commands = lifecycle.advance(self._slots[name], event, time.monotonic(), self._rules, self._ends_at_s)
+        before, now_s = self._slots[name], time.monotonic()
+        after, commands = lifecycle.advance(before, event, now_s, self._rules, self._ends_at_s)
+        if after is before and not commands:
+            return
+        if self._havoc is not None:
+            self._havoc.watch(before, after, now_s)
+        if after.counters.restarts > before.counters.restarts:
+            self._unexplained[name] = now_s + _EXPLAIN_WITHIN_S
         self._slots[name] = after
+        self._changed.add(name)
         for command in commands:
-            self._perform(name, command)
+            match command:
+                case slots.Note():
+                    self._outlets.events.write(command.name, slot=name, **dict(command.fields))
+                case slots.EndRun(reason=reason):
+                    raise PreflightError([reason])
+                case _:
+                    self._outbox.append((name, command))
 
     def _perform(self, name: str, command: slots.Command) -> None:
         match command:
@@ -226,46 +276,41 @@ class Supervisor:
                         sequence=command.sequence,
                         duration_s=command.duration_s,
                         resume=command.resume,
+                        step_limit=command.step_limit,
+                        strike=self._strike(name, command),
                     )
                 )
             case slots.Forget():
                 self._fleet.forget(name)
-            case slots.Cancel(sequence=sequence):
-                self._fleet.cancel(name, sequence)
             case slots.Restart():
                 self._fleet.restart(name)
             case slots.Abandon():
                 self._fleet.abandon(name)
-            case slots.Note():
-                self._events.write(command.name, slot=name, **dict(command.fields))
-            case slots.EndRun(reason=reason):
-                raise PreflightError([reason])
+
+    def _strike(self, name: str, submit: slots.Submit) -> Strike | None:
+        return None if self._havoc is None else self._havoc.strike(self._slots[name], submit, time.monotonic())
 
     def _drain(self) -> None:
         """Let what runs end, begin nothing, and do not wait for ever."""
         for name in self._slots:
             self._feed(name, slots.Drain())
-        deadline_s = time.monotonic() + self._rules.slice_s + self._config.run.stop_grace_s
+        self._send_out()
+        # One slice may just have begun, with another behind it.
+        deadline_s = time.monotonic() + 2 * self._rules.slice_s + self._config.run.stop_grace_s
         while self._slots_busy() and time.monotonic() < deadline_s:
             for outcome in self._fleet.wait(_POLL_S):
                 self._take(outcome)
+            self._send_out()
             self._show()
+        for name in self._slots:
+            self._feed(name, slots.Close())
+        if self._havoc is not None:
+            self._havoc.close(time.monotonic())
 
-    def _missing_nodes(self) -> list[str]:
-        missing = [name for name in self._config.nodes if name not in self._present]
-        return [f"{name} has left" if name in self._known else f"{name} has not joined" for name in missing]
 
-
-def _rules(config: Config) -> Rules:
-    run = config.run
-    return Rules(
-        slice_s=run.slice_s,
-        hang_timeout_s=run.hang_timeout_s,
-        stale_after_s=run.stale_after_s,
-        start_timeout_s=run.start_timeout_s,
-        restart_backoff_s=run.restart_backoff_s,
-        restart_backoff_max_s=run.restart_backoff_max_s,
-        max_deaths=run.max_deaths,
-        death_window_s=run.death_window_s,
-        max_workload_errors=run.max_workload_errors,
-    )
+def _card(plan: SlotPlan, slot: Slot) -> str:
+    """Return the slot's card as a person would call it, as far as it is known; on a node without cards, the node."""
+    device = slot.device
+    if device is None or device.uuid is None:
+        return f"{plan.spec.node}'s {plan.gpu or 'card'}"
+    return f"{plan.spec.node}'s {device.name} ({device.uuid})"

@@ -8,7 +8,7 @@ memory, with the line.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -26,6 +26,11 @@ MAX_FILE_BYTES = 1024 * 1024
 MAX_DEPTH = 32
 #: Keys and values, before and after aliases are expanded. A thousand nodes need about 30,000.
 MAX_VALUES = 50_000
+
+#: Text that came from the file (a tag, an alias, PyYAML's own words about them) is cut to this in a sentence.
+_LONGEST_QUOTE = 160
+_MOST_LISTED = 12
+"""Names of nodes in one sentence."""
 
 _TAG = "tag:yaml.org,2002:"
 _SCALAR_TAGS = frozenset(_TAG + kind for kind in ("null", "bool", "int", "float", "str", "timestamp"))
@@ -107,10 +112,17 @@ def read_yaml_text(text: str, name: str) -> YamlSource:
     Raises:
         ConfigError: not YAML, empty, or more than the limits of this module.
     """
+    loader: _GuardedLoader | None = None
     try:
-        root = _GuardedLoader(text, name).get_single_node()
+        loader = _GuardedLoader(text, name)
+        root = loader.get_single_node()
     except yaml.YAMLError as error:
         raise _syntax_refusal(error, text, name) from None
+    except (ValueError, OverflowError):
+        # PyYAML hands an escape such as "\UFFFFFFFF" and the digits of %YAML to Python as they are.
+        line = None if loader is None else loader.line + 1
+        reason = "is not YAML: an escape or a version number in it is too large"
+        raise _refusal(name, line, reason, "characters up to \\U0010FFFF, and no %YAML line") from None
     if root is None:
         raise _refusal(name, None, "is empty", "start from the cluster.yaml that comes with the program")
     walk = _Walk(name)
@@ -171,8 +183,7 @@ class _Walk:
             return [self.value(item, (*path, str(n)), depth + 1) for n, item in enumerate(node.value)]
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, path)
-        tag = node.tag.replace(_TAG, "!!")
-        self._note(self.lines[path], path, f"has the tag {tag}", "plain values, without tags")
+        self._note(self.lines[path], path, f"has the tag {_tag_text(node)}", "plain values, without tags")
         return None
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath, depth: int) -> dict[str, object]:
@@ -200,8 +211,8 @@ class _Walk:
         elif not isinstance(node, yaml.ScalarNode):
             self._note(line, path, "has a list or a mapping as a key", "a word as the key")
         elif node.tag != _TAG + "str":
-            quoted = f'the key in quotes: "{node.value}"' if node.tag in _SCALAR_TAGS else "a word as the key"
-            self._note(line, path, f"has the key {node.value[:60] or '(nothing)'}, which is not text", quoted)
+            valid = f'the key in quotes: "{cut(node.value)}"' if node.tag in _SCALAR_TAGS else "a word as the key"
+            self._note(line, path, f"has the key {node.value[:60] or '(nothing)'}, which is not text", valid)
         else:
             text = self._scalar(node, (*path, node.value))
             return text if isinstance(text, str) else None
@@ -210,7 +221,7 @@ class _Walk:
     def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> object:
         line = self.lines.get(path, node.start_mark.line + 1)
         if node.tag not in _SCALAR_TAGS:
-            self._note(line, path, f"has the tag {node.tag.replace(_TAG, '!!')}", "plain values, without tags")
+            self._note(line, path, f"has the tag {_tag_text(node)}", "plain values, without tags")
             return None
         try:
             node.value.encode("utf-8")
@@ -226,6 +237,22 @@ class _Walk:
         self.problems.append(Problem(self._name, line, ".".join(path) or None, text, valid))
 
 
+def cut(text: str) -> str:
+    """Return `text` of the file, without its end where that would bury the sentence around it."""
+    return text if len(text) <= _LONGEST_QUOTE else f"{text[: _LONGEST_QUOTE - 1]}…"
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return the first names of the file, joined by commas, and how many more there are."""
+    every = list(names)
+    shown = ", ".join(cut(name) for name in every[:_MOST_LISTED])
+    return shown if len(every) <= _MOST_LISTED else f"{shown} and {len(every) - _MOST_LISTED} more"
+
+
+def _tag_text(node: yaml.Node) -> str:
+    return cut(str(node.tag).replace(_TAG, "!!"))
+
+
 def _refusal(source: str, line: int | None, text: str, valid: str | None) -> ConfigError:
     return ConfigError([Problem(source, line, None, text, valid)])
 
@@ -237,7 +264,7 @@ def _syntax_refusal(error: yaml.YAMLError, text: str, name: str) -> ConfigError:
     valid = None
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         line = error.problem_mark.line + 1
-        reason = f"is not YAML: {error.problem}"
+        reason = f"is not YAML: {cut(str(error.problem))}"
         if "'\\t'" in str(error.problem):
             valid = "spaces for indentation; tabs are not allowed"
         elif isinstance(error, yaml.composer.ComposerError) and "single document" in str(error.context):

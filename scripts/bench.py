@@ -4,6 +4,11 @@
     python scripts/bench.py overhead --rounds 16 --seconds 6
     python scripts/bench.py startup --rounds 3
     python scripts/bench.py recovery --errors 500
+    python scripts/bench.py fuzz --inputs 50000 --seed 1
+    python scripts/bench.py soak --minutes 30
+    python scripts/bench.py kills --kills 50
+    python scripts/bench.py head-kills --rounds 20
+    python scripts/bench.py rejoin --cycles 10
 
 Every figure is a ratio inside one run, or stands beside one: this machine's seconds say nothing about another's.
 Exit code 0; 1 when a property is broken (a target that is missed is told, not punished); 2 for wrong arguments.
@@ -68,6 +73,26 @@ def _run(arguments: argparse.Namespace) -> Result:
             budget_mib = arguments.budget_mib or (3.33 * 1024 if arguments.device == "cuda" else 213)
             size = arguments.size or (8192 if arguments.device == "cuda" else 1024)
             result = recovery.run(arguments.errors, arguments.device, int(budget_mib * _MIB), size)
+        case "fuzz":
+            from benches import fuzz
+
+            result = fuzz.run(arguments.inputs, arguments.seed, arguments.processes)
+        case "soak":
+            from benches import soak
+
+            result = soak.run(arguments.minutes, arguments.seed, arguments.pace)
+        case "kills":
+            from benches import kills
+
+            result = kills.run(arguments.kills, arguments.seed, arguments.config, arguments.overrides)
+        case "head-kills":
+            from benches import head_kills
+
+            result = head_kills.run(arguments.rounds, arguments.seed)
+        case "rejoin":
+            from benches import rejoin
+
+            result = rejoin.run(arguments.cycles, arguments.quiet_s, arguments.cycle_s)
     return result
 
 
@@ -116,7 +141,36 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: %(default)s)")
     verb.add_argument("--budget-mib", type=float, default=None, help="(default: 213 on a CPU, 3410 on a card)")
     verb.add_argument("--size", type=_count, default=None, help="of the good steps (default: 1024, 8192 on a card)")
+
+    verb = verbs.add_parser("fuzz", help="hostile configurations are refused in words or become plans that add up")
+    verb.add_argument("--inputs", type=_count, default=50_000, help="how many (default: %(default)s)")
+    verb.add_argument("--seed", type=int, default=1, help="another one, other inputs (default: %(default)s)")
+    verb.add_argument("--processes", type=_count, default=os.cpu_count(), help="(default: one for each core)")
+    _add_trials(verbs)
     return parser
+
+
+def _add_trials(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the verbs that let a whole run meet trouble."""
+    verb = verbs.add_parser("soak", help="half an hour under random chaos, its books checked from outside all along")
+    verb.add_argument("--minutes", type=float, default=30.0, help="planned length (default: %(default)s)")
+    verb.add_argument("--seed", type=int, default=1, help="of the faults (default: %(default)s)")
+    verb.add_argument("--pace", type=float, default=1.0, help="times the usual rate of faults (default: %(default)s)")
+
+    verb = verbs.add_parser("kills", help="kill workers one after the other, against a bare Ray actor with torch")
+    verb.add_argument("--kills", type=_count, default=50, help="how many (default: %(default)s)")
+    verb.add_argument("--seed", type=int, default=1, help="of whom it meets (default: %(default)s)")
+    verb.add_argument("--config", default="cluster.yaml", help="(default: %(default)s)")
+    verb.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+
+    verb = verbs.add_parser("head-kills", help="kill the head at a random moment, look what is left, and go on")
+    verb.add_argument("--rounds", type=_count, default=20, help="how many (default: %(default)s)")
+    verb.add_argument("--seed", type=int, default=1, help="of the moments (default: %(default)s)")
+
+    verb = verbs.add_parser("rejoin", help="a node goes and comes back under load; what the others do meanwhile")
+    verb.add_argument("--cycles", type=_count, default=10, help="how often (default: %(default)s)")
+    verb.add_argument("--quiet-s", type=float, default=30.0, help="before the first (default: %(default)s)")
+    verb.add_argument("--cycle-s", type=float, default=40.0, help="from one to the next (default: %(default)s)")
 
 
 def _count(text: str) -> int:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +13,16 @@ from typing import Any
 
 import pytest
 
+from orchestrator.cluster.janitor import start_time
+from orchestrator.config import dump_config, load_config
+from orchestrator.watch.records import STORE_NAME, RunFacts, SlotRecord
+from orchestrator.watch.store import RunStore
+from workers.messages import WorkerState
+
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from benches.outside import Ledger  # noqa: E402 - the scripts are in no package
 
 
 def bench(*arguments: str) -> dict[str, Any]:
@@ -26,7 +38,9 @@ def bench(*arguments: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("verb", ["oom-storm", "overhead", "startup", "recovery"])
+@pytest.mark.parametrize(
+    "verb", ["oom-storm", "overhead", "startup", "recovery", "soak", "kills", "head-kills", "rejoin"]
+)
 def test_every_verb_explains_itself(verb: str) -> None:
     command = [sys.executable, "scripts/bench.py", verb, "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
@@ -78,3 +92,129 @@ def test_startup() -> None:
     assert result["workers"] == 2
     assert result["rounds"][0]["product_s"] > 0
     assert result["rounds"][0]["bare_s"] > 0
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> RunStore:
+    """A run of one slot, whose witness has noted 30 steps."""
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "steps" / "0.steps").write_bytes(b"." * 30)
+    one = load_config(str(ROOT / "cluster.yaml"), ["nodes.pc1.workers=1"])
+    kept = RunStore(tmp_path / STORE_NAME)
+    kept.begin(
+        RunFacts(
+            run_id="bench",
+            started_at_unix_s=0.0,
+            duration_s=60.0,
+            min_success_rate=0.0,
+            mode="rehearse",
+            device="cpu",
+            one_machine=True,
+            config_yaml=dump_config(one),
+            chaos=None,
+            nodes_planned=("pc1", "pc2"),
+            head_pid=os.getpid(),
+            head_started=start_time(os.getpid()),
+            host=socket.gethostname(),
+        )
+    )
+    return kept
+
+
+def books(*, steps_ok: int, lost: int = 0, at_risk: int = 0) -> SlotRecord:
+    return SlotRecord(
+        slot="pc1/0",
+        node="pc1",
+        state=WorkerState.RUNNING.value,
+        reason="",
+        incarnation=0,
+        next_sequence=7,
+        steps_at_risk=at_risk,
+        counters={"steps_ok": steps_ok, "steps_lost_upper_bound": lost, "restarts": 0},
+    )
+
+
+@pytest.mark.parametrize(
+    ("slot", "words"),
+    [
+        (books(steps_ok=30), None),
+        (books(steps_ok=20, lost=6, at_risk=4), None),
+        (books(steps_ok=31), "counted too often"),
+        (books(steps_ok=20, lost=6, at_risk=3), "sent before it was written down"),
+    ],
+)
+def test_the_ledger_is_held_against_the_witness(
+    store: RunStore, tmp_path: Path, slot: SlotRecord, words: str | None
+) -> None:
+    store.slots([slot])
+    store.commit()
+    ledger = Ledger(tmp_path / "steps")
+    run = ledger.look(tmp_path)
+    assert run is not None
+    assert [words in sentence for sentence in ledger.broken if words] == ([True] if words else [])
+    assert bool(ledger.broken) is bool(words)
+    assert ledger.rows(run)[0]["witnessed"] == 30
+
+
+def test_a_counter_that_goes_back_is_noticed(store: RunStore, tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "steps")
+    for steps_ok in (28, 27):
+        store.slots([books(steps_ok=steps_ok, at_risk=10)])
+        store.commit()
+        ledger.look(tmp_path)
+    assert ledger.broken == ["pc1/0: steps_ok went back from 28 to 27"]
+
+
+@pytest.mark.torch
+def test_the_witness_has_every_step_of_a_process_that_was_killed(tmp_path: Path) -> None:
+    code = """
+import os, signal, torch
+from scripts.benches.witness import Witness
+from workers.workloads.base import WorkloadContext
+witness = Witness(WorkloadContext(device=torch.device("cpu"), dtype=torch.float32, seed=3))
+witness.resize(2**20)
+for _ in range(5):
+    witness.step(64, 4)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    for lives in (1, 2):
+        environment = {**os.environ, "ORCH_WITNESS_DIR": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, env=environment, timeout=60, check=False
+        )
+        assert done.returncode == -signal.SIGKILL
+        assert (tmp_path / "3.steps").stat().st_size == 5 * lives
+
+
+@pytest.mark.ray
+def test_soak() -> None:
+    result = bench("soak", "--minutes", "0.3", "--pace", "2")
+    assert {row["kind"] for row in result["kinds"]} >= {"kill", "segv", "exit", "poison", "hang", "node"}
+    assert result["strikes_and_nodes"] >= 5
+    assert result["steps_ok"] > 0
+    assert 0 <= result["steps_really_lost"] <= result["steps_lost_at_most"]
+    assert result["looks_at_the_ledger"] > 5
+
+
+@pytest.mark.ray
+def test_kills() -> None:
+    result = bench("kills", "--kills", "2", "--set", "nodes.pc1.workers=2", "--set", "nodes.pc2.workers=1")
+    assert result["kills"] == result["restarts"] == 2
+    assert result["slots_lost"] == 0
+    assert result["ratio_of_medians"] == pytest.approx(result["ours_median_s"] / result["bare_median_s"])
+
+
+@pytest.mark.ray
+def test_head_kills() -> None:
+    result = bench("head-kills", "--rounds", "1", "--seed", "2")  # that seed strikes late
+    assert result["killed"] == {"at work": 1}
+    assert result["readable"] == result["resumed"] == "1/1"
+    assert result["left"] == 0
+
+
+@pytest.mark.ray
+def test_rejoin() -> None:
+    result = bench("rejoin", "--cycles", "1", "--quiet-s", "5", "--cycle-s", "27")
+    (cycle,) = result["rounds"]
+    assert cycle["ratio"] == pytest.approx(cycle["steps_per_s"] / cycle["quiet_steps_per_s"])
+    assert 0 < cycle["lost_after_s"] < cycle["back_after_s"]

@@ -44,6 +44,8 @@ class Engine:
             if self._poisoned is not None:
                 raise PoisonedError(self._poisoned)  # noqa: TRY301 - a slice queued behind the one that found out
             life = self._adopt(directive, tally)
+            if life.chaos is not None:
+                life.chaos.begin_slice(tally)
             _work(life, tally)
             memory = life.device.memory()
         except MisfitError as error:
@@ -63,7 +65,9 @@ class Engine:
         self._poisoned = reason
         tally.settle(WorkerState.RESTARTING, f"the device no longer answers this process: {reason}")
         tally.event("poisoned", reason=reason)
-        return tally.report(Verdict.POISONED, resume=self._resume())
+        # With the device, if it was ever opened: without it the head takes an out-of-memory for a card that is full.
+        device = None if self._life is None else self._life.device.info
+        return tally.report(Verdict.POISONED, device=device, resume=self._resume())
 
     def _stumble(self, tally: Tally, failure: Failure) -> Report:
         """Report a failure outside any step as an error of the workload: it ends the slice and nothing else."""

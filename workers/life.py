@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workers import oom
+from workers.chaos import ChaoticWorkload
 from workers.devices.base import Device
 from workers.devices.opening import open_device
 from workers.errors import MisfitError, PoisonedError
@@ -45,6 +46,8 @@ class Life:
     last_run: Run | None = None
     failed_run: Run | None = None
     """The run that ran out of memory although it should have fitted, until a step ends well."""
+    chaos: ChaoticWorkload | None = None
+    """`workload` itself, where `run --chaos` wrapped it."""
 
     def release(self) -> None:
         """Have the workload drop its tensors, and everything unused go back to the device."""
@@ -81,10 +84,13 @@ def open_life(spec: WorkerSpec, incarnation: int, tally: Tally) -> Life:
     # a collection before it: that would cost every start what this saves, for little that was garbage.
     gc.freeze()
     failure: Failure | None = None
+    chaos: ChaoticWorkload | None = None
     try:
         device = open_device(spec)
         context = WorkloadContext(device=device.torch_device, dtype=device.torch_dtype, seed=spec.workload.seed)
         workload = load_workload(spec.workload.name, context)
+        if spec.step_faults is not None:
+            workload = chaos = ChaoticWorkload(workload, context, spec.step_faults)
     except (MisfitError, PoisonedError):
         raise
     except Exception as error:  # noqa: BLE001 - any failure of a driver or a user's constructor becomes a sentence
@@ -103,6 +109,7 @@ def open_life(spec: WorkerSpec, incarnation: int, tally: Tally) -> Life:
         policy=policy,
         state=policy.initial(),
         incarnation=incarnation,
+        chaos=chaos,
     )
 
 

@@ -46,6 +46,27 @@ class FailureKind(StrEnum):
     OTHER = "other"
 
 
+class FaultKind(StrEnum):
+    """What `run --chaos` can do to a worker or a node."""
+
+    #: A step meets torch's own out-of-memory error, before it allocates.
+    OOM = "oom"
+    #: A step raises an error of its own, as a workload with a bug does.
+    RAISE = "raise"
+    #: A step meets an error after which the device context is beyond repair.
+    POISON = "poison"
+    #: The process ends itself by SIGKILL.
+    KILL = "kill"
+    #: The process ends itself by SIGSEGV.
+    SEGV = "segv"
+    #: The process leaves by `os._exit`.
+    EXIT = "exit"
+    #: A step does not return.
+    HANG = "hang"
+    #: A node's raylet is killed, and started again later.
+    NODE = "node"
+
+
 class Verdict(StrEnum):
     """How the process that sent a report stands."""
 
@@ -88,6 +109,35 @@ class WorkloadSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepFaults:
+    """Faults that single steps of every worker meet, by chance or by count. They are survived within the slice.
+
+    By count in the style of spark-rapids' `injectRetryOOM`: the first `oom_skip` steps of a process pass, the
+    `oom_num` that follow fail.
+    """
+
+    seed: int
+    oom_rate: float = 0.0
+    """Share of steps that run out of memory, 0..1."""
+    oom_num: int = 0
+    oom_skip: int = 0
+    oom_kind: FailureKind = FailureKind.DEFINITE
+    """DEFINITE or PROBABLE."""
+    raise_rate: float = 0.0
+    """Share of steps in which the workload raises, 0..1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strike:
+    """One injected fault that ends a process or makes it hang; carried by the directive of the slice it strikes in."""
+
+    kind: FaultKind
+    """KILL, SEGV, EXIT, HANG or POISON."""
+    at_share: float
+    """It meets the first step that begins after this share of the slice's time, 0..1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
     """All that a worker of one slot must know; the same for every directive of a run."""
 
@@ -110,6 +160,8 @@ class WorkerSpec:
     policy: str
     memory: MemorySettings
     workload: WorkloadSpec
+    step_faults: StepFaults | None = None
+    """Of `run --chaos`; `None` injects nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +178,11 @@ class Directive:
     duration_s: float
     """Aim for this long; 0 returns after the first step that ends well, or fails for good."""
     resume: ResumeState | None
+    step_limit: int | None = None
+    """The slice ends early after this many good steps, so that a slice that gives no report cannot have done more;
+    `None` sets no limit."""
+    strike: Strike | None = None
+    """Of `run --chaos`; `None` for a slice that is left alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +273,8 @@ class Report:
     wall_s: float = 0.0
     verify_checks: int = 0
     verify_errors: int = 0
+    rss_bytes: int | None = None
+    """Resident memory of the worker's process on its host at the end of the slice."""
     error: str | None = None
     """Traceback of the workload's own exception, as text."""
     events: tuple[WorkerEvent, ...] = ()

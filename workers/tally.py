@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+import psutil
+
 from workers.messages import (
     DeviceInfo,
     Directive,
@@ -46,7 +48,10 @@ class Tally:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds until the slice should end; 0 when it should have."""
+        """Seconds until the slice should end; 0 when it should have, or has done all the steps it may."""
+        limit = self.directive.step_limit
+        if limit is not None and self.steps_ok >= limit:
+            return 0.0
         return max(0.0, self.directive.duration_s - self.elapsed_s)
 
     def event(self, name: str, **detail: Scalar) -> None:
@@ -86,6 +91,7 @@ class Tally:
             work_flop=self.work_flop,
             busy_s=self.busy_s,
             wall_s=self.elapsed_s,
+            rss_bytes=psutil.Process().memory_info().rss,
             error=self.error,
             events=tuple(self.events),
             resume=resume,

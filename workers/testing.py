@@ -45,9 +45,9 @@ class OomInjector:
         if num < 0 or skip < 0:
             raise ValueError(f"num and skip must not be negative, not {num} and {skip}")
         self.checks = 0
-        """Times `check` was called."""
+        """Steps or allocations that asked."""
         self.injected = 0
-        """Times it raised."""
+        """Times one failed."""
         self._num = num
         self._skip = skip
         self._kind = kind
@@ -57,20 +57,28 @@ class OomInjector:
         """Fail if it is time to.
 
         Raises:
-            torch.OutOfMemoryError: For DEFINITE, as the CUDA allocator raises it.
-            torch.AcceleratorError: For POISONED, with its error code.
-            RuntimeError: For PROBABLE and OTHER, in the words of cuBLAS and of a wrong shape.
+            RuntimeError: What `injected_error` makes of the kind.
         """
+        if self.due():
+            raise injected_error(self._kind)
+
+    def due(self) -> bool:
+        """Count a check, and return whether it is to fail, for whoever has more to do than raise."""
         self.checks += 1
         if self.checks <= self._skip or self.injected >= self._num:
-            return
+            return False
         if self._chance is not None and self._chance.random() < 0.5:
-            return
+            return False
         self.injected += 1
-        raise _made(self._kind)
+        return True
 
 
-def _made(kind: FailureKind) -> RuntimeError:
+def injected_error(kind: FailureKind) -> RuntimeError:
+    """Make the exception that `workers.oom.classify` takes for `kind`.
+
+    DEFINITE is a `torch.OutOfMemoryError`, as the CUDA allocator raises it; POISONED a `torch.AcceleratorError` with
+    its error code; PROBABLE and OTHER are in the words of cuBLAS and of a wrong shape.
+    """
     match kind:
         case FailureKind.DEFINITE:
             return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. (injected)")

@@ -25,6 +25,8 @@ class NodeFact:
     """As declared with `ray start --num-gpus`, which nobody checks."""
     shows_card: bool = True
     """Whether Ray itself found a card there."""
+    answers: bool = True
+    """Whether it can be reached by our own clock, which is faster than Ray's."""
 
 
 class SliceFailure(StrEnum):
@@ -60,8 +62,30 @@ class Seat:
     num_gpus: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeathCause:
+    """What the cluster wrote down about the end of a process."""
+
+    host_memory: bool
+    """It was killed because its machine was running out of RAM."""
+    text: str
+    """In the cluster's words."""
+
+
+class NodePower(Protocol):
+    """The switch of every node, where the nodes are ours."""
+
+    def end(self, name: str) -> None:
+        """End a node as a power cut would."""
+        ...
+
+    def start_again(self, name: str) -> None:
+        """Begin to start a node that was ended; it joins by and by."""
+        ...
+
+
 class Fleet(Protocol):
-    """The actors of a run."""
+    """The actors of a run, and the nodes they live on."""
 
     def nodes(self) -> tuple[NodeFact, ...]:
         """The live nodes."""
@@ -92,11 +116,7 @@ class Fleet(Protocol):
         ...
 
     def forget(self, slot: str) -> None:
-        """Cancel what is queued for the slot, and never tell what became of any of its slices."""
-        ...
-
-    def cancel(self, slot: str, sequence: int) -> None:
-        """Cancel one slice that has not begun, and never tell what became of it."""
+        """Give up the slot's slices under way: of them, only a report that comes all the same is told."""
         ...
 
     def restart(self, slot: str) -> None:
@@ -105,4 +125,24 @@ class Fleet(Protocol):
 
     def abandon(self, slot: str) -> None:
         """End the slot's actor for good."""
+        ...
+
+    def why_ended(self, slot: str) -> DeathCause | None:
+        """Tell why the slot's last process ended; `None` while the cluster does not know it, or never tells."""
+        ...
+
+    def end_node(self, node: str) -> None:
+        """End a node's raylet with everything on it, as a power cut would.
+
+        Raises:
+            UsageError: This cluster's nodes are not ours to end.
+        """
+        ...
+
+    def start_node(self, node: str) -> None:
+        """Begin to start a node that `end_node` ended; it joins by and by.
+
+        Raises:
+            UsageError: This cluster's nodes are not ours to start.
+        """
         ...

@@ -5,7 +5,8 @@ Takes a connection for granted (`connect.py`, `rehearse.py`) and decides nothing
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -17,13 +18,14 @@ from ray.exceptions import (
     RayError,
     RayTaskError,
     RuntimeEnvSetupError,
-    TaskCancelledError,
 )
 
 from orchestrator import hardware
 from orchestrator.cluster.actor import WorkerActor
-from orchestrator.cluster.base import NodeFact, Seat, SliceFailure, SliceOutcome
-from orchestrator.errors import PreflightError
+from orchestrator.cluster.autopsy import cause_of_death
+from orchestrator.cluster.base import DeathCause, NodeFact, NodePower, Seat, SliceFailure, SliceOutcome
+from orchestrator.cluster.pulse import Pulse
+from orchestrator.errors import PreflightError, UsageError
 from workers.messages import Directive, Report
 
 #: The label that names a node. Set by `ray start --labels=node=pc1`.
@@ -38,28 +40,38 @@ class _Flight:
     slot: str
     incarnation: int
     sequence: int
+    given_up: bool = False
+    """Its failure is of no interest any more; a report that comes all the same is told, to be refused and logged."""
 
 
 class RayFleet:
     """See `orchestrator.cluster.base.Fleet`."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, power: NodePower | None) -> None:
         """Take over the connection of this process.
 
         Args:
             address: Of the head, as connected to.
+            power: Ends and starts nodes; `None` where they are not ours.
         """
+        self._power = power
         self._address = address
+        self._pulse = Pulse()
         self._last_nodes: tuple[NodeFact, ...] = ()
         self._actors: dict[str, Any] = {}
         self._flights: dict[Any, _Flight] = {}
+        self._seats: dict[str, Seat] = {}
+        self._pids: dict[str, int] = {}
+        """Process of each slot, as of its last report."""
 
     def nodes(self) -> tuple[NodeFact, ...]:
         """See `Fleet.nodes`. While Ray's own store does not answer, what it last said still stands."""
         try:
-            live = ray.nodes()  # type: ignore[no-untyped-call]  # Ray has no types here
+            live = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]  # no types here
         except Exception:  # noqa: BLE001 - Ray raises many types when its store restarts
             return self._last_nodes
+        doors = {node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in live}
+        silent = self._pulse.silent(doors, time.monotonic())
         self._last_nodes = tuple(
             NodeFact(
                 name=node.get("Labels", {}).get(NODE_LABEL),
@@ -69,9 +81,9 @@ class RayFleet:
                 gpus=node["Resources"].get("GPU", 0.0),
                 # Ray adds this resource where it sees a card, whatever --num-gpus says.
                 shows_card=any(name.startswith("accelerator_type:") for name in node["Resources"]),
+                answers=node["NodeID"] not in silent,
             )
             for node in live
-            if node["Alive"]
         )
         return self._last_nodes
 
@@ -91,6 +103,7 @@ class RayFleet:
 
     def place(self, seat: Seat) -> None:
         """See `Fleet.place`. Restarts for ever, never repeats a call: counting and patience are the head's."""
+        self._seats[seat.slot] = seat
         actor_class = ray.remote(WorkerActor)
         self._actors[seat.slot] = actor_class.options(
             num_cpus=seat.num_cpus,
@@ -116,18 +129,14 @@ class RayFleet:
             return ()
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=True)
         done = set(ready)
-        outcomes = [_outcome(ref, self._flights.pop(ref)) for ref in refs if ref in done]
-        return tuple(outcome for outcome in outcomes if outcome is not None)
+        outcomes = [(flight := self._flights.pop(ref), self._outcome(ref, flight)) for ref in refs if ref in done]
+        return tuple(outcome for flight, outcome in outcomes if outcome.report is not None or not flight.given_up)
 
     def forget(self, slot: str) -> None:
-        """See `Fleet.forget`."""
-        for ref in [ref for ref, flight in self._flights.items() if flight.slot == slot]:
-            self._drop(ref)
-
-    def cancel(self, slot: str, sequence: int) -> None:
-        """See `Fleet.cancel`."""
-        for ref in [r for r, f in self._flights.items() if (f.slot, f.sequence) == (slot, sequence)]:
-            self._drop(ref)
+        """See `Fleet.forget`. Without `ray.cancel`: a queued slice would run all the same, seen with Ray 2.60."""
+        for ref, flight in self._flights.items():
+            if flight.slot == slot:
+                self._flights[ref] = replace(flight, given_up=True)
 
     def restart(self, slot: str) -> None:
         """See `Fleet.restart`."""
@@ -140,29 +149,55 @@ class RayFleet:
         if actor is not None:
             ray.kill(actor, no_restart=True)
 
-    def _drop(self, ref: Any) -> None:  # noqa: ANN401 - Ray's reference type is generic over the result
-        del self._flights[ref]
-        ray.cancel(ref)
+    def why_ended(self, slot: str) -> DeathCause | None:
+        """See `Fleet.why_ended`."""
+        node = self._seats[slot].node
+        address = next((fact.address for fact in self._last_nodes if fact.name == node), None)
+        if address is None or slot not in self._pids:
+            return None
+        cause = cause_of_death(self._pids[slot], address)
+        if cause is not None:
+            del self._pids[slot]  # told once: the next process to end is another one
+        return cause
 
+    def close(self) -> None:
+        """Let go of what is not Ray's."""
+        self._pulse.close()
 
-def _count_cards() -> int:
-    return len(hardware.cards())
+    def end_node(self, node: str) -> None:
+        """See `Fleet.end_node`."""
+        self._switch(node).end(node)
 
+    def start_node(self, node: str) -> None:
+        """See `Fleet.start_node`."""
+        self._switch(node).start_again(node)
 
-def _outcome(ref: Any, flight: _Flight) -> SliceOutcome | None:  # noqa: ANN401 - as above
-    try:
-        report: Report = ray.get(ref)
-    except TaskCancelledError:
-        return None
-    except RayError as error:
+    def _switch(self, node: str) -> NodePower:
+        if self._power is None:
+            raise UsageError(f"{node} belongs to the cluster; only a rehearsal can end and start its nodes")
+        return self._power
+
+    def _outcome(self, ref: Any, flight: _Flight) -> SliceOutcome:  # noqa: ANN401 - Ray's reference type has no name
+        report: Report | None = None
+        failure, text = None, ""
+        try:
+            report = ray.get(ref)
+        except RayError as error:
+            failure, text = _failure(error), _first_line(str(error))
+        if report is not None and report.device is not None and not flight.given_up:
+            self._pids[flight.slot] = report.device.pid
         return SliceOutcome(
             slot=flight.slot,
             incarnation=flight.incarnation,
             sequence=flight.sequence,
-            failure=_failure(error),
-            text=_first_line(str(error)),
+            report=report,
+            failure=failure,
+            text=text,
         )
-    return SliceOutcome(slot=flight.slot, incarnation=flight.incarnation, sequence=flight.sequence, report=report)
+
+
+def _count_cards() -> int:
+    return len(hardware.cards())
 
 
 def _failure(error: RayError) -> SliceFailure:

@@ -31,13 +31,13 @@ def start_time(pid: int) -> str | None:
 
 def main(folder: str) -> None:
     """Wait for the head to end, and clean up if it did not do so itself."""
-    known: list[tuple[int, str]] = []
+    known: dict[int, str] = {}
     for line in sys.stdin:
         if line.strip() == "bye":
             return
         pid, _, began = line.strip().partition(" ")
-        known.append((int(pid), began))
-    for pid, began in known:
+        known[int(pid)] = began
+    for pid, began in known.items():
         if start_time(pid) == began:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -17,19 +17,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from orchestrator.cluster import auth, janitor
 from orchestrator.cluster.base import Fleet
 from orchestrator.cluster.connect import driver
+from orchestrator.cluster.raylets import RayletPlan, Raylets
 from orchestrator.errors import NoClusterError
-
-#: Ray's least (ray_constants.OBJECT_STORE_MINIMUM_MEMORY_BYTES is 75 MiB); reports are inlined and need none of it.
-_OBJECT_STORE_BYTES = 80 * 2**20
 
 #: Unix socket paths end at 107 bytes, and Ray puts 70 of its own behind its folder.
 _LONGEST_FOLDER = 35
@@ -41,15 +37,6 @@ _ENVIRONMENT = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN", "MALLO
 
 _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RayletPlan:
-    """One raylet to start."""
-
-    name: str
-    cpus: int
-    gpus: int
 
 
 @contextlib.contextmanager
@@ -66,22 +53,20 @@ def rehearsed(plans: Sequence[RayletPlan]) -> Iterator[Fleet]:
     _adopt_orphans()
     folder = Path(tempfile.mkdtemp(prefix="orch-", dir=_short_folder()))
     saved = {name: os.environ.get(name) for name in _ENVIRONMENT}
-    nodes: list[Any] = []
     keeper = _hire_janitor(folder)
+    raylets = Raylets(plans, folder, started=lambda: _tell(keeper, _descendants({*before, keeper.pid})))
     try:
         auth.use_private_token(folder)
         # For workers on the CPU: with one heap for all threads, what a worker releases is really given back, and what
         # one thread frees another can use (glibc, mallopt(3), M_ARENA_MAX). Too late once a process runs.
         os.environ.setdefault("MALLOC_ARENA_MAX", "1")
-        _start(plans, folder, nodes)
-        with driver(nodes[0].gcs_address, has_token=True) as fleet:
+        for plan in plans:
+            raylets.start(plan.name)
+        with driver(raylets.gcs_address, has_token=True, power=raylets) as fleet:
             _await_nodes(fleet, {plan.name for plan in plans})
-            _tell(keeper, _descendants({*before, keeper.pid}))
             yield fleet
     finally:
-        for node in reversed(nodes):
-            with contextlib.suppress(Exception):  # what it leaves is ended below
-                node.kill_all_processes(check_alive=False, allow_graceful=False)
+        raylets.end_all()
         _end_descendants(except_pids={*before, keeper.pid})
         shutil.rmtree(folder, ignore_errors=True)
         keeper.communicate("bye\n")
@@ -102,41 +87,13 @@ def _hire_janitor(folder: Path) -> subprocess.Popen[str]:
 
 def _tell(keeper: subprocess.Popen[str], processes: Sequence[psutil.Process]) -> None:
     if keeper.stdin is not None:
-        keeper.stdin.writelines(f"{process.pid} {janitor.start_time(process.pid)}\n" for process in processes)
+        # In one piece: nodes may start side by side.
+        keeper.stdin.write("".join(f"{process.pid} {janitor.start_time(process.pid)}\n" for process in processes))
         keeper.stdin.flush()
 
 
 def _descendants(except_pids: set[int]) -> list[psutil.Process]:
     return [child for child in psutil.Process().children(recursive=True) if child.pid not in except_pids]
-
-
-def _start(plans: Sequence[RayletPlan], folder: Path, nodes: list[Any]) -> None:
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    from ray._private.node import Node  # noqa: PLC0415 - ray reads the token settings when it is imported
-    from ray._private.parameter import RayParams  # noqa: PLC0415
-
-    for plan in plans:
-        is_head = not nodes
-        params = RayParams(
-            labels={"node": plan.name},
-            num_cpus=plan.cpus,
-            num_gpus=plan.gpus,
-            gcs_address=None if is_head else nodes[0].gcs_address,
-            temp_dir=str(folder / "ray"),
-            object_store_memory=_OBJECT_STORE_BYTES,
-            node_manager_port=0,
-            min_worker_port=0,
-            max_worker_port=0,
-            dashboard_agent_listen_port=0,
-            include_dashboard=False,
-            include_log_monitor=False,  # type: ignore[arg-type]  # Ray tests its truth
-            no_monitor=True,
-        )
-        try:
-            # spawn_reaper makes the kernel end these processes with this one, even after kill -9.
-            nodes.append(Node(params, head=is_head, shutdown_at_exit=False, spawn_reaper=True))
-        except Exception as error:  # Ray raises many types here
-            raise NoClusterError(f"Ray could not start a node for {plan.name} on this machine: {error}") from error
 
 
 def _await_nodes(fleet: Fleet, names: set[str]) -> None:

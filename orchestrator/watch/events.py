@@ -30,14 +30,27 @@ class EventLog:
     Each line goes to the operating system at once and in one piece, so that a killed head loses none.
     """
 
-    def __init__(self, path: Path, unix_s: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        path: Path,
+        unix_s: Callable[[], float] = time.time,
+        also: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> None:
+        """Prepare; the file is opened at the first line.
+
+        Args:
+            path: Of the file. Lines are added to what is there.
+            unix_s: The clock.
+            also: Told of every event in its harmless form (`at`, `event`, `slot`, then the details), whether or not
+                its line can be written. Must not raise, and must not change what it is given.
+        """
         self._file = _LineFile(path)
         self._lost_count = 0
         self.problem: str | None = None
         """A sentence for the user while events cannot be written, `None` while they can."""
         self._logger = structlog.wrap_logger(
             self._file,
-            processors=[_entry_maker(unix_s), structlog.processors.JSONRenderer(serializer=_one_line_json)],
+            processors=[_entry_maker(unix_s, also), structlog.processors.JSONRenderer(serializer=_one_line_json)],
             wrapper_class=structlog.BoundLogger,
             cache_logger_on_first_use=True,
         )
@@ -59,6 +72,11 @@ class EventLog:
             self.problem = f"events cannot be written ({self._lost_count} lost so far): {failure}"
         else:
             self.problem = None
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether an event was ever lost from the file."""
+        return self._lost_count > 0
 
     def close(self) -> None:
         """Close the file. Writing afterwards opens it again."""
@@ -101,16 +119,19 @@ class _LineFile:
 
 
 def _entry_maker(
-    unix_s: Callable[[], float],
+    unix_s: Callable[[], float], also: Callable[[Mapping[str, Any]], None] | None
 ) -> Callable[[Any, str, MutableMapping[str, Any]], Mapping[str, Any]]:
     """Return the structlog processor that puts `at`, `event` and `slot` first and makes every value harmless."""
 
     def entry(_logger: object, _method: str, given: MutableMapping[str, Any]) -> Mapping[str, Any]:
         at = datetime.fromtimestamp(unix_s(), tz=UTC).isoformat(timespec="milliseconds")
-        first = {"at": at.replace("+00:00", "Z"), "event": _cut(given["event"]), "slot": _harmless(given["slot"], 0)}
+        first = {"at": at.replace("+00:00", "Z"), "event": _cut(given["event"]), "slot": harmless(given["slot"])}
         # A detail that is called like one of ours is kept, beside it.
         details = {f"{key}_" if key in first else key: value for key, value in given["fields"].items()}
-        return {**first, **{_cut(key): _harmless(value, 0) for key, value in details.items()}}
+        made = {**first, **{_cut(key): harmless(value) for key, value in details.items()}}
+        if also is not None:
+            also(made)
+        return made
 
     return entry
 
@@ -120,8 +141,8 @@ def _one_line_json(entry: Mapping[str, Any], **_unused: object) -> str:
     return json.dumps(entry, allow_nan=False, separators=(",", ":"))
 
 
-def _harmless(value: object, depth: int) -> object:
-    """Return a value that JSON can hold, whatever was given."""
+def harmless(value: object, depth: int = 0) -> object:
+    """Return a value that JSON can hold, whatever was given; `depth` counts the containers around it."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -138,8 +159,8 @@ def _harmless_items(
     value: Mapping[object, object] | list[object] | tuple[object, ...], depth: int
 ) -> dict[str, object] | list[object]:
     if isinstance(value, Mapping):
-        return {_cut(str(key)): _harmless(item, depth) for key, item in value.items()}
-    return [_harmless(item, depth) for item in value]
+        return {_cut(str(key)): harmless(item, depth) for key, item in value.items()}
+    return [harmless(item, depth) for item in value]
 
 
 def _cut(text: str) -> str:

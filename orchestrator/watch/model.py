@@ -156,7 +156,7 @@ class Snapshot:
     nodes_seen: tuple[str, ...]
     rows: tuple[Row, ...]
     notices: tuple[str, ...] = ()
-    """One-line warnings shown under the table, such as "pc2 has not joined"."""
+    """One-line warnings shown with the header, such as "pc2 has not joined"."""
     restart_count: int = 0
     steps_lost_upper_bound: int | None = None
     """At most this many steps were done by processes that died before they could report them."""

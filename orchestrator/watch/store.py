@@ -1,83 +1,233 @@
-"""Samples of a run in SQLite, for plots and questions afterwards.
+"""The record of a run in SQLite, written as the run goes: what a head that is killed leaves behind.
 
-Covers writing. Does not cover reading, nor deciding what to do when the disk is full: `problem` says so in a
-sentence, the run goes on, and writing is tried again.
+Covers writing. A transaction holds what became of one turn of the head, so that a reader never sees half of one, and
+a killed head loses at most the turn it was in; a power cut may take the last seconds. Does not cover reading
+(`archive.py`), nor what the columns are (`tables.py`), nor deciding what to do when the disk is full: `problem` says
+so in a sentence, the run goes on, and writing is tried again.
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
-from orchestrator.watch.model import Row, Snapshot, finite
+from orchestrator.watch import tables
+from orchestrator.watch.model import Snapshot
+from orchestrator.watch.records import SCHEMA_VERSION, RunFacts, SlotRecord
+from orchestrator.watch.tables import Line
 
-SCHEMA_VERSION = 1
-WRITE_EVERY_S = 1.0
+SAMPLE_EVERY_S = 1.0
+RETRY_AFTER_S = 1.0
+"""After a failure nothing is tried for so long: a locked file may hold up the head only now and then."""
+EVENTS_KEPT = 10_000
+"""Events that wait while nothing can be written; beyond them the oldest go."""
 
-_BUSY_TIMEOUT_S = 0.1
-"""Somebody else's lock may hold up the head for so long, once a second."""
+_PATIENCE_S = 0.1
+"""Somebody else's lock may hold up the head for so long."""
+_LAST_PATIENCE_S = 2.0
+"""At the end nobody waits for the head any more, and there is no second chance."""
 
-_CREATE = (
-    "CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
-    """CREATE TABLE IF NOT EXISTS samples (
-        at_unix_s REAL NOT NULL, slot TEXT NOT NULL, state TEXT NOT NULL, size INTEGER, batch INTEGER, tflops REAL,
-        allocated_bytes INTEGER, reserved_bytes INTEGER, claim_bytes INTEGER, cap_bytes INTEGER,
-        steps_ok INTEGER NOT NULL, steps_oom INTEGER NOT NULL, steps_error INTEGER NOT NULL,
-        oom_count INTEGER NOT NULL, emergency_count INTEGER NOT NULL, restarts INTEGER NOT NULL,
-        duty_measured REAL, temperature_c REAL, power_w REAL,
-        PRIMARY KEY (slot, at_unix_s)
-    ) WITHOUT ROWID""",
-)
+# Besides SQLite's own: what no conversion of ours has foreseen must not end a night's run.
+_FAILURES = (sqlite3.Error, OSError, ValueError, TypeError, OverflowError, RecursionError)
 
-_INSERT_META = "INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)"
-
-# The last sample of a run may fall on the moment of the one before it.
-_INSERT_SAMPLE = """INSERT OR REPLACE INTO samples VALUES (
-    :at_unix_s, :slot, :state, :size, :batch, :tflops, :allocated_bytes, :reserved_bytes, :claim_bytes, :cap_bytes,
-    :steps_ok, :steps_oom, :steps_error, :oom_count, :emergency_count, :restarts,
-    :duty_measured, :temperature_c, :power_w
-)"""
+#: Which file, and which write-ahead log, a connection writes to.
+_Identity: TypeAlias = tuple[tuple[int, int], ...]
 
 
-class SampleStore:
-    """A watcher that keeps one line per slot and second. Never raises; `problem` tells what is wrong, if anything.
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """What must be known of a run that is in the store, to put it into another file."""
 
-    Counters are totals over the run, so a sample that could not be written leaves a gap but falsifies nothing.
+    started_at_unix_s: float
+    heads: int
+
+
+class RunStore:
+    """Keeps a run, its slots, a sample of each per second, and its events. Nothing in it raises.
+
+    A watcher, but `begin`, `slots`, `event` and `end` are the head's to call. What they are given waits in memory
+    for `commit`, and while nothing can be written it goes on waiting: the next success writes all of it.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, monotonic_s: Callable[[], float] = time.monotonic) -> None:
+        """Prepare; the file is made at the first commit.
+
+        Args:
+            path: Of the file.
+            monotonic_s: The clock by which the store waits after a failure.
+        """
         self._path = path
+        self._monotonic_s = monotonic_s
         self._connection: sqlite3.Connection | None = None
-        self._due_unix_s = 0.0
+        self._identity: _Identity | None = None
+        self._retry_at_s = float("-inf")
+        self._sampled_at_unix_s = float("-inf")
+        self._facts: RunFacts | None = None
+        self._origin: _Origin | None = None
+        self._snapshot: Snapshot | None = None
+        self._slots: dict[str, SlotRecord] = {}
+        # What waits for the next commit.
+        self._begins = False
+        self._figures_wait = False
+        self._slots_waiting: dict[str, SlotRecord] = {}
+        self._samples: list[Line] = []
+        self._events: deque[Line] = deque(maxlen=EVENTS_KEPT)
+        self._verdict: Line | None = None
         self.problem: str | None = None
-        """A sentence for the user while samples cannot be written, `None` while they can."""
+        """A sentence for the user while the store cannot write, `None` while it can."""
+        self.incomplete = False
+        """Whether anything was ever lost: a sample that could not be written before the next was due, an event for
+        which there was no room left to wait, or a file that somebody took away."""
+
+    def begin(self, facts: RunFacts) -> None:
+        """Take note of the run. One that the store knows keeps when it started, and has one head more."""
+        self._facts = facts
+        self._origin = None
+        self._begins = True
+
+    def event(self, entry: Mapping[str, Any]) -> None:
+        """Take an event as `EventLog` makes it: `at`, `event`, `slot`, then its details."""
+        if len(self._events) == EVENTS_KEPT:
+            self.incomplete = True
+        self._events.append(tables.event_line(entry))
+
+    def slots(self, records: Iterable[SlotRecord]) -> None:
+        """Take slots as they are now; the latest record of a slot is the one that counts."""
+        for record in records:
+            self._slots[record.slot] = self._slots_waiting[record.slot] = record
 
     def update(self, snapshot: Snapshot) -> None:
-        """Write a sample of every slot, unless that was done less than `WRITE_EVERY_S` ago."""
-        if snapshot.now_unix_s >= self._due_unix_s:
-            self._due_unix_s = snapshot.now_unix_s + WRITE_EVERY_S
-            self._write(snapshot)
+        """Take the run as it is now, with a sample of every slot if the last one is `SAMPLE_EVERY_S` old."""
+        self._look(snapshot)
+        # Also when the clock of the machine was set back.
+        if not 0.0 <= snapshot.now_unix_s - self._sampled_at_unix_s < SAMPLE_EVERY_S:
+            self._sample(snapshot)
+        self.commit()
 
     def close(self, snapshot: Snapshot) -> None:
-        """Write the last sample and close the file."""
-        self._write(snapshot)
+        """Take the run as it was at last. The file stays open for `end`."""
+        self._look(snapshot)
+        self._sample(snapshot)
+        self.commit()
+
+    def commit(self) -> None:
+        """Write all that waits, in one transaction; nothing if nothing waits, or too shortly after a failure."""
+        if self._anything_waits() and self._monotonic_s() >= self._retry_at_s:
+            self._write(_PATIENCE_S)
+
+    def end(self, outcome: str, exit_code: int, error: str | None, faults: Sequence[Mapping[str, Any]]) -> None:
+        """Write how the run ended, and let go of the file; one file remains, unless somebody reads it just now.
+
+        Args:
+            outcome: One word, as in the summary.
+            exit_code: What the process will exit with.
+            error: Why the run ended early, in words.
+            faults: Each injected fault with what became of it.
+        """
+        if self._facts is not None:
+            self._verdict = {
+                "run_id": tables.text(self._facts.run_id),
+                "outcome": tables.text(outcome),
+                "exit_code": exit_code,
+                "error": None if error is None else tables.text(error),
+                "faults": tables.json_text([dict(fault) for fault in faults]),
+            }
+            self._figures_wait = self._snapshot is not None  # whether anything was lost is known only now
+        if self._anything_waits():
+            self._write(_LAST_PATIENCE_S)
+        if self._anything_waits():
+            self.incomplete = True
+        if self._connection is not None:
+            # Without a write-ahead log the file can be read anywhere, also where nothing can be written.
+            with suppress(sqlite3.Error):
+                self._connection.execute("PRAGMA journal_mode = DELETE")
         self._disconnect()
 
-    def _write(self, snapshot: Snapshot) -> None:
-        samples = [_sample(row, snapshot.now_unix_s) for row in snapshot.rows]
+    def _look(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._figures_wait = True
+
+    def _sample(self, snapshot: Snapshot) -> None:
+        if self._samples:
+            self.commit()
+        if self._samples:
+            self.incomplete = True  # counters are totals over the run: the gap falsifies nothing
+        self._sampled_at_unix_s = snapshot.now_unix_s
+        self._samples = [tables.sample_line(row, snapshot.now_unix_s) for row in snapshot.rows]
+
+    def _anything_waits(self) -> bool:
+        known = self._facts is not None and (self._begins or self._figures_wait)
+        return known or bool(self._slots_waiting or self._samples or self._events or self._verdict)
+
+    def _write(self, patience_s: float) -> None:
         try:
-            if self._connection is None:
-                self._connection = _opened(self._path, snapshot.run_id)
-            with self._connection:
-                self._connection.executemany(_INSERT_SAMPLE, samples)
-        # Besides SQLite's own: a number beyond 64 bits, and text that is no valid Unicode.
-        except (sqlite3.Error, OverflowError, ValueError) as failure:
-            self.problem = f"samples cannot be written to {self._path}: {failure}"
-            self._disconnect()  # a fresh connection is the surest way back, also when the file has vanished
-        else:
-            self.problem = None
+            connection = self._connected(patience_s)
+            connection.execute(f"PRAGMA busy_timeout = {patience_s * 1000:.0f}")
+            connection.execute("BEGIN IMMEDIATE")
+            origin = self._put_run(connection)
+            self._put_rest(connection)
+            connection.execute("COMMIT")
+        except _FAILURES as failure:
+            self.problem = f"the record of the run cannot be written to {self._path}: {failure}"
+            self._retry_at_s = self._monotonic_s() + RETRY_AFTER_S
+            self._disconnect()  # a fresh connection is the surest way back
+            return
+        self.problem = None
+        self._origin = origin
+        self._begins = self._figures_wait = False
+        self._slots_waiting, self._samples, self._verdict = {}, [], None
+        self._events.clear()
+
+    def _put_run(self, connection: sqlite3.Connection) -> _Origin | None:
+        """Write the run's own line as far as that is due, and return what the store then knows of it."""
+        facts = self._facts
+        if facts is None:
+            return None
+        origin = self._origin
+        if self._begins:
+            run = tables.run_line(facts, started_at_unix_s=facts.started_at_unix_s, heads=1)
+            connection.execute(tables.BEGIN_RUN, run)
+            origin = _Origin(*connection.execute(tables.FIND_RUN, [run["run_id"]]).fetchone())
+        if self._figures_wait and self._snapshot is not None:
+            figures = tables.figures_line(facts.run_id, self._snapshot, incomplete=self.incomplete)
+            connection.execute(tables.UPDATE_RUN, figures)
+        if self._verdict is not None:
+            connection.execute(tables.END_RUN, self._verdict)
+        return origin
+
+    def _put_rest(self, connection: sqlite3.Connection) -> None:
+        connection.executemany(tables.PUT_SLOT, [tables.slot_line(slot) for slot in self._slots_waiting.values()])
+        connection.executemany(tables.PUT_SAMPLE, self._samples)
+        connection.executemany(tables.ADD_EVENT, self._events)
+
+    def _connected(self, patience_s: float) -> sqlite3.Connection:
+        """Return a connection to the file that is there now: SQLite would go on writing into a deleted one."""
+        if self._connection is not None and self._identity != _identity(self._path):
+            self._disconnect()
+        if self._connection is None:
+            self._connection = _opened(self._path, patience_s)
+            self._put_back(self._connection)
+            self._identity = _identity(self._path)
+        return self._connection
+
+    def _put_back(self, connection: sqlite3.Connection) -> None:
+        """Put what is known of the run into a file that does not know it, because the one before was taken away."""
+        if self._facts is None or self._origin is None:
+            return
+        if connection.execute(tables.FIND_RUN, [tables.text(self._facts.run_id)]).fetchone() is not None:
+            return
+        self.incomplete = True
+        origin = self._origin
+        run = tables.run_line(self._facts, started_at_unix_s=origin.started_at_unix_s, heads=origin.heads)
+        connection.execute(tables.BEGIN_RUN, run)
+        self._figures_wait = self._snapshot is not None
+        self._slots_waiting = dict(self._slots)
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
@@ -86,42 +236,29 @@ class SampleStore:
                 connection.close()
 
 
-def _opened(path: Path, run_id: str) -> sqlite3.Connection:
+def _opened(path: Path, patience_s: float) -> sqlite3.Connection:
     """Return a connection to the file, with its tables in it; closed again if that fails."""
-    connection = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S)
+    # Transactions are begun by hand: Python would begin one that a reader can spoil.
+    connection = sqlite3.connect(path, timeout=patience_s, isolation_level=None)
     try:
         connection.execute("PRAGMA journal_mode = WAL")
-        # In WAL mode this survives a killed head; only a power cut may take the last second.
+        # In WAL mode this survives a killed head; only a power cut may take the last seconds.
         connection.execute("PRAGMA synchronous = NORMAL")
-        with connection:
-            for statement in _CREATE:
-                connection.execute(statement)
-            connection.executemany(_INSERT_META, [("schema_version", str(SCHEMA_VERSION)), ("run_id", run_id)])
+        connection.execute("BEGIN IMMEDIATE")
+        for statement in tables.CREATE:
+            connection.execute(statement)
+        connection.execute(tables.SET_META, ("schema_version", str(SCHEMA_VERSION)))
+        connection.execute("COMMIT")
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def _sample(row: Row, at_unix_s: float) -> Mapping[str, str | int | float | None]:
-    return {
-        "at_unix_s": at_unix_s,
-        "slot": row.slot,
-        "state": row.state.value,
-        "size": row.size,
-        "batch": row.batch,
-        "tflops": finite(row.tflops),
-        "allocated_bytes": row.allocated_bytes,
-        "reserved_bytes": row.reserved_bytes,
-        "claim_bytes": row.claim_bytes,
-        "cap_bytes": row.cap_bytes,
-        "steps_ok": row.steps_ok,
-        "steps_oom": row.steps_oom,
-        "steps_error": row.steps_error,
-        "oom_count": row.oom_count,
-        "emergency_count": row.emergency_count,
-        "restarts": row.restarts,
-        "duty_measured": finite(row.duty_measured),
-        "temperature_c": finite(row.temperature_c),
-        "power_w": finite(row.power_w),
-    }
+def _identity(path: Path) -> _Identity | None:
+    """Tell the file and its log from others of the same name; `None` where there is not both."""
+    try:
+        found = [path.stat(), path.with_name(f"{path.name}-wal").stat()]
+    except OSError:
+        return None
+    return tuple((file.st_dev, file.st_ino) for file in found)

@@ -7,7 +7,7 @@ the wording of errors. The keys are a promise to scripts: names and order stay, 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,13 @@ _EXIT_INTERRUPTED = 130
 
 
 def summary_dict(
-    snapshot: Snapshot, outcome: str, exit_code: int, started_at: str, error: str | None = None
+    snapshot: Snapshot,
+    outcome: str,
+    exit_code: int,
+    started_at: str,
+    error: str | None = None,
+    *,
+    faults: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return the summary of a run.
 
@@ -33,6 +39,7 @@ def summary_dict(
         exit_code: What the process will exit with.
         started_at: ISO 8601 in UTC.
         error: Why the run ended early, in words; the key is absent when nothing went wrong.
+        faults: What `--chaos` injected, each with what became of it.
 
     Returns:
         Only what JSON can hold without `NaN` or `Infinity`. `duration_s` is how long the run really took.
@@ -54,11 +61,13 @@ def summary_dict(
         "oom_count": snapshot.oom_count,
         "emergency_count": snapshot.emergency_count,
         "restart_count": snapshot.restart_count,
+        "steps_lost_upper_bound": snapshot.steps_lost_upper_bound,
         "tflops_total": snapshot.tflops_total,
         "verify_checks": snapshot.verify_checks,
         "verify_errors": snapshot.verify_errors,
         "workers": [row.to_dict() for row in snapshot.rows],
         "notices": list(snapshot.notices),
+        "faults": [dict(fault) for fault in faults],
     }
     return summary if error is None else {**summary, "error": error}
 
@@ -79,20 +88,23 @@ def failure_dict(error: str, exit_code: int, outcome: str = "failed") -> dict[st
     return {**summary_dict(nothing, outcome, exit_code, "", error), **unknown}
 
 
-def exit_code_for(snapshot: Snapshot, min_success_rate: float, interrupted: bool) -> tuple[str, int]:
+def exit_code_for(
+    snapshot: Snapshot, min_success_rate: float, *, interrupted: bool, incomplete: bool
+) -> tuple[str, int]:
     """Return the verdict on a finished run, and the exit code that says it.
 
     Args:
         snapshot: The run as it ended.
         min_success_rate: Share of steps that must have ended well, 0..1.
         interrupted: The user ended the run before its time.
+        incomplete: Its records lack something: the disk was full, or the store locked.
     """
     if interrupted:
         return "interrupted", _EXIT_INTERRUPTED
     fallen = {WorkerState.QUARANTINED, WorkerState.LOST} & snapshot.state_counts.keys()
     rate = snapshot.success_rate
     idle = any(row.steps_ok == 0 for row in snapshot.rows)
-    if fallen or idle or snapshot.verify_errors or rate is None or rate < min_success_rate:
+    if fallen or idle or incomplete or snapshot.verify_errors or rate is None or rate < min_success_rate:
         return "degraded", _EXIT_DEGRADED
     return "good", _EXIT_GOOD
 
@@ -147,6 +159,7 @@ def snapshot_from_summary(summary: object) -> Snapshot:
             rows=tuple(Row.from_dict(row) for row in summary["workers"]),
             notices=tuple(summary.get("notices", ())),
             restart_count=summary["restart_count"],
+            steps_lost_upper_bound=summary.get("steps_lost_upper_bound"),
         )
     except KeyError as missing:
         raise ValueError(f"the run summary lacks the key {missing}") from missing

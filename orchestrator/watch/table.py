@@ -57,22 +57,22 @@ def health_table(snapshot: Snapshot, width: int, height: int | None = None, glyp
             all of them.
         glyphs: `glyphs_for(stream.encoding)` of the stream it will be printed to.
     """
-    header = [*_header(snapshot, width, glyphs), Text()]
-    footer = [Text(), *_footer(snapshot, width, glyphs)]
     notices = _notices(snapshot.notices, width, None if height is None else max(1, height // 5), glyphs)
+    header = [*_header(snapshot, width, glyphs), *notices, Text()]
+    footer = [Text(), *_footer(snapshot, width, glyphs)]
     if not snapshot.rows:
-        return _group([*header, Text("no workers yet", "dim"), *notices], width)
+        return _group([*header, Text("no workers yet", "dim")], width)
     rows = worst_first(snapshot.rows)
     columns = columns_for(rows, glyphs)
     cells = [{column.name: column.cell(row) for column in columns} for row in rows]
     layout = _layout(columns, cells, width, glyphs)
     titles = _titles(layout, glyphs)
     blocks = [_row_lines(row, shown, layout, width, glyphs) for row, shown in zip(rows, cells, strict=True)]
-    room = None if height is None else height - len(header) - len(titles) - len(notices)
+    room = None if height is None else height - len(header) - len(titles)
     if room is not None and room < len(footer) + _ROWS_BEFORE_SUMS:
         footer = []
     body = _fitting(rows, blocks, None if room is None else room - len(footer), glyphs)
-    return _group([*header, *titles, *body, *footer, *notices], width)
+    return _group([*header, *titles, *body, *footer], width)
 
 
 def _group(lines: Iterable[Text], width: int) -> Group:

@@ -162,23 +162,25 @@ def run(rounds: int, seconds: float, size: int, dtype: str, slice_s: float) -> R
 
 
 def _product(fleet: Fleet, config: Any, plan: SlotPlan, seconds: float) -> Turn:  # noqa: ANN401 - the head's Config
-    from orchestrator.supervisor import RunInfo, Supervisor
+    from orchestrator.briefing import RunInfo
+    from orchestrator.supervisor import Supervisor
     from orchestrator.watch.events import EventLog
-    from orchestrator.watch.store import SampleStore
+    from orchestrator.watch.outlets import Outlets
+    from orchestrator.watch.store import RunStore
 
     recording = Recording(fleet)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        events = EventLog(Path(folder) / "events.jsonl")
+        store = RunStore(Path(folder) / "run.sqlite")
+        events = EventLog(Path(folder) / "events.jsonl", also=store.event)
         Supervisor(
             info=RunInfo(run_id="bench", started_at_unix_s=time.time(), duration_s=seconds),
             config=config,
             plans=(plan,),
             fleet=recording,
-            watchers=(SampleStore(Path(folder) / "samples.sqlite"),),
-            events=events,
+            outlets=Outlets(watchers=(), events=events, store=store),
             interrupted=lambda: False,
-            problems=tuple,
         ).run()
+        store.end("good", 0, None, ())
         events.close()
     fleet.abandon(plan.seat.slot)
     (began_s, _), *later = recording.arrived

@@ -8,17 +8,22 @@ import json
 import os
 import shutil
 import signal
+import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+
+from orchestrator.watch.records import STORE_NAME
 
 ROOT = Path(__file__).parents[2]
 _PR_SET_CHILD_SUBREAPER = 36
@@ -42,12 +47,13 @@ class Head:
         """What the event log says so far."""
         return read_events(self.folder())
 
-    def wait_until_running(self, workers: int, within_s: float = 120.0) -> None:
-        """Wait until this many slots have been RUNNING."""
+    def wait_until_running(self, workers: int, within_s: float = 120.0, after: int = 0) -> None:
+        """Wait until this many slots have been RUNNING, by the events after the first `after`."""
 
         def enough() -> bool:
             assert self.process.poll() is None, f"the run ended early: {self.process.communicate()[1]}"
-            running = {e["slot"] for e in self.events() if e["event"] == "state" and e["to_state"] == "RUNNING"}
+            states = [event for event in self.events()[after:] if event["event"] == "state"]
+            running = {event["slot"] for event in states if event["to_state"] == "RUNNING"}
             return len(running) >= workers
 
         wait_for(enough, within_s, f"{workers} running workers")
@@ -66,6 +72,21 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     path = folder / "events.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def at_unix_s(event: dict[str, Any]) -> float:
+    """When an event happened."""
+    return datetime.fromisoformat(event["at"]).timestamp()
+
+
+def samples(folder: Path) -> dict[str, list[sqlite3.Row]]:
+    """Every sample of every slot, in the order of time."""
+    found: dict[str, list[sqlite3.Row]] = {}
+    with contextlib.closing(sqlite3.connect(folder / STORE_NAME)) as store:
+        store.row_factory = sqlite3.Row
+        for line in store.execute("SELECT * FROM samples ORDER BY at_unix_s"):
+            found.setdefault(line["slot"], []).append(line)
+    return found
 
 
 def wait_for(ask: Callable[[], Any], within_s: float, what: str) -> Any:  # noqa: ANN401 - whatever was asked
@@ -93,11 +114,16 @@ def descendants() -> list[psutil.Process]:
     return [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
 
 
+def shared_memory() -> set[Path]:
+    """Files in /dev/shm, without the semaphores of Python programs: none of ours makes any, others come and go."""
+    return {path for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")}
+
+
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
     """Fail if a process, a file in /dev/shm or a temporary folder of ours is left 10 s after the test."""
     before = {process.pid for process in descendants()}
-    shared = set(Path("/dev/shm").iterdir())
+    shared = shared_memory()
     yield
     try:
         wait_for(lambda: not [p for p in descendants() if p.pid not in before], 10.0, "end of the processes we started")
@@ -105,7 +131,7 @@ def nothing_left() -> Iterator[None]:
         for process in descendants():
             if process.pid not in before:
                 process.kill()
-    assert set(Path("/dev/shm").iterdir()) <= shared
+    assert shared_memory() <= shared
 
 
 @pytest.fixture
@@ -124,9 +150,16 @@ def start(nothing_left: None, short_tmp: Path) -> Iterator[Starter]:
     """Start `python -m orchestrator run` in a folder of its own, with the shipped cluster.yaml."""
     heads: list[Head] = []
 
-    def starter(*arguments: str, environment: dict[str, str] | None = None, cwd: Path = ROOT) -> Head:
-        runs = short_tmp / f"runs{len(heads)}"
-        command = [sys.executable, "-m", "orchestrator", "run", "--config", str(ROOT / "cluster.yaml")]
+    def starter(
+        *arguments: str,
+        environment: dict[str, str] | None = None,
+        cwd: Path = ROOT,
+        runs: Path | None = None,
+        before: Sequence[str] = (),
+    ) -> Head:
+        """Start it; `runs` is a folder that is there already, `before` goes before the command."""
+        runs = runs or short_tmp / f"runs{len(heads)}"
+        command = [*before, sys.executable, "-m", "orchestrator", "run", "--config", str(ROOT / "cluster.yaml")]
         process = subprocess.Popen(
             [*command, "--run-dir", str(runs), *arguments],
             cwd=cwd,
@@ -151,3 +184,70 @@ def start(nothing_left: None, short_tmp: Path) -> Iterator[Starter]:
                 stream.close()
     # What a run leaves in its temporary folder besides the runs themselves is litter.
     assert [path.name for path in short_tmp.iterdir() if path.name.startswith("orch-")] == []
+
+
+#: Asks Ray itself, not us, how many living actors each node has.
+_ASK_RAY = """
+import json, ray
+from ray._private.state import actors
+ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+names = {node["NodeID"]: node["Labels"].get("node") for node in ray.nodes()}
+alive = [names[a["Address"]["NodeID"]] for a in actors().values() if a["State"] == "ALIVE"]
+print(json.dumps({name: alive.count(name) for name in set(alive)}))
+"""
+
+
+class ByHand:
+    """A user's shell on a PC, with a home and a Ray of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        (folder / "home").mkdir()
+        scripts = str(Path(sys.executable).parent)
+        self.environment = {
+            "HOME": str(folder / "home"),
+            "RAY_TMPDIR": str(folder),
+            "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
+        }
+        self.arguments = ("--set", f"cluster.port={self.port}")
+
+    def orchestrator(self, *arguments: str) -> str:
+        return self._run([sys.executable, "-m", "orchestrator", *arguments, *self.arguments])
+
+    def type_what_up_prints(self, node: str) -> str:
+        return self.type(self.orchestrator("up", node))
+
+    def type(self, script: str) -> str:
+        return self._run(["bash", "-e", "-c", script])
+
+    def stop_node(self, node: str) -> str:
+        # Without the folder it would also end the runs that somebody else has under way in this working tree.
+        return self.orchestrator("stop", "--node", node, "--set", f"run.dir={self.environment['HOME']}")
+
+    def ask_ray(self) -> dict[str, int]:
+        environment = {"RAY_AUTH_MODE": "token"}
+        return dict(json.loads(self._run([sys.executable, "-c", _ASK_RAY], **environment).splitlines()[-1]))
+
+    def _run(self, command: list[str], **environment: str) -> str:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **self.environment, **environment},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@pytest.fixture
+def by_hand(nothing_left: None, short_tmp: Path) -> Iterator[ByHand]:
+    shell = ByHand(short_tmp)
+    yield shell
+    shell.stop_node("pc2")
+    shell.stop_node("pc1")

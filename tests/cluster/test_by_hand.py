@@ -3,78 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import ROOT, Starter, wait_for
+from tests.cluster.conftest import ByHand, Starter, wait_for
 
 pytestmark = pytest.mark.ray
-
-#: Asks Ray itself, not us, how many living actors each node has.
-_ASK_RAY = """
-import json, ray
-from ray._private.state import actors
-ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
-names = {node["NodeID"]: node["Labels"].get("node") for node in ray.nodes()}
-alive = [names[a["Address"]["NodeID"]] for a in actors().values() if a["State"] == "ALIVE"]
-print(json.dumps({name: alive.count(name) for name in set(alive)}))
-"""
-
-
-class ByHand:
-    """A user's shell on a PC, with a home and a Ray of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        (folder / "home").mkdir()
-        scripts = str(Path(sys.executable).parent)
-        self.environment = {
-            "HOME": str(folder / "home"),
-            "RAY_TMPDIR": str(folder),
-            "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
-        }
-        self.arguments = ("--set", f"cluster.port={self.port}")
-
-    def orchestrator(self, *arguments: str) -> str:
-        return self._run([sys.executable, "-m", "orchestrator", *arguments, *self.arguments])
-
-    def type_what_up_prints(self, node: str) -> str:
-        return self._run(["bash", "-e", "-c", self.orchestrator("up", node)])
-
-    def ask_ray(self) -> dict[str, int]:
-        environment = {"RAY_AUTH_MODE": "token"}
-        return dict(json.loads(self._run([sys.executable, "-c", _ASK_RAY], **environment).splitlines()[-1]))
-
-    def _run(self, command: list[str], **environment: str) -> str:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**os.environ, **self.environment, **environment},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=90,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-
-@pytest.fixture
-def by_hand(nothing_left: None, short_tmp: Path) -> Iterator[ByHand]:
-    shell = ByHand(short_tmp)
-    yield shell
-    shell.orchestrator("stop", "--node", "pc2")
-    shell.orchestrator("stop", "--node", "pc1")
 
 
 def test_nodes_started_by_hand_run_seven_and_three_and_a_missing_one_is_named_or_awaited(

@@ -114,7 +114,9 @@ def test_the_baseline_is_the_best_window_and_no_warming_up() -> None:
     meter.add(report(work_flop=0.4e13))
     assert meter.tflops == pytest.approx(7.0)
     assert meter.best_tflops == pytest.approx(10.0)
-    shown = row(PLAN, Slot(slot="pc1/3", state=WorkerState.RUNNING, report=report()), meter, 0.0)
+    shown = row(
+        PLAN, Slot(slot="pc1/3", state=WorkerState.RUNNING, report=report(), device=report().device), meter, 0.0
+    )
     assert shown.baseline_pct == pytest.approx(70.0)
 
 
@@ -181,6 +183,7 @@ def test_a_row_shows_the_counters_of_the_slot_and_the_facts_of_the_last_report()
         reason="down to 4096",
         heard_at_s=998.5,
         report=report(steps_ok=1),
+        device=report().device,
         counters=Counters(
             steps_ok=6,
             steps_oom=2,
@@ -234,7 +237,7 @@ def test_a_report_without_device_and_memory_leaves_them_unknown() -> None:
 @pytest.mark.parametrize("state", list(WorkerState))
 def test_a_slot_without_a_working_process_has_no_throughput_and_no_duty(state: WorkerState) -> None:
     idle = {WorkerState.LOST, WorkerState.STARTING, WorkerState.RESTARTING, WorkerState.QUARANTINED}
-    slot = Slot(slot="pc1/3", state=state, report=report())
+    slot = Slot(slot="pc1/3", state=state, report=report(), device=report().device)
     shown = row(PLAN, slot, metered(report()), 0.0)
     if state in idle:
         assert (shown.tflops, shown.baseline_pct, shown.duty_measured) == (None, None, None)
@@ -243,7 +246,14 @@ def test_a_slot_without_a_working_process_has_no_throughput_and_no_duty(state: W
 
 
 def test_what_was_last_known_of_a_lost_worker_stays_in_its_row() -> None:
-    slot = Slot(slot="pc1/3", state=WorkerState.LOST, heard_at_s=10.0, report=report(), counters=Counters(steps_ok=5))
+    slot = Slot(
+        slot="pc1/3",
+        state=WorkerState.LOST,
+        heard_at_s=10.0,
+        report=report(),
+        device=report().device,
+        counters=Counters(steps_ok=5),
+    )
     shown = row(PLAN, slot, Meter(), 100.0)
     assert (shown.size, shown.steps_ok, shown.heartbeat_age_s, shown.gpu_uuid) == (8192, 5, 90.0, "GPU-0")
     again = row(PLAN, replace(slot, state=WorkerState.STARTING, heard_at_s=None), Meter(), 100.0)

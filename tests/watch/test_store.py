@@ -1,19 +1,149 @@
-"""Samples in a real SQLite file, and files that will not be written."""
+"""Runs in a real SQLite file: killed writers, full disks, locks, files that are taken away, and hostile values."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import random
+import signal
 import sqlite3
+import subprocess
+import sys
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from orchestrator.watch.store import SampleStore
+from orchestrator.watch.archive import read_run
+from orchestrator.watch.events import EventLog
+from orchestrator.watch.records import STORE_NAME, RunFacts, SlotRecord
+from orchestrator.watch.store import EVENTS_KEPT, RunStore
 from workers.messages import WorkerState
 
 from .conftest import RowMaker, SnapshotMaker
+
+ROOT = Path(__file__).parents[2]
+
+FACTS = RunFacts(
+    run_id="run-1",
+    started_at_unix_s=1_700_000_000.0,
+    duration_s=30.0,
+    min_success_rate=0.95,
+    mode="rehearse",
+    device=None,
+    one_machine=True,
+    config_yaml="run: {duration: 30s}\n",
+    chaos=None,
+    nodes_planned=("pc1", "pc2"),
+    head_pid=os.getpid(),
+    head_started=None,
+    host="pc1",
+)
+
+#: A head without anything but its store: turn N counts N steps and writes event N, commits, and says so.
+HEAD = """
+import os, sys
+from pathlib import Path
+from dataclasses import replace
+from orchestrator.watch.model import Row, Snapshot
+from orchestrator.watch.records import RunFacts, SlotRecord
+from orchestrator.watch.store import RunStore
+from workers.messages import WorkerState
+
+folder = Path(sys.argv[1])
+store = RunStore(folder / "run.sqlite")
+store.begin(RunFacts(
+    run_id="run-1", started_at_unix_s=1.7e9, duration_s=1e6, min_success_rate=0.95, mode="local", device=None,
+    one_machine=True, config_yaml="x" * 5000, chaos=None, nodes_planned=("pc1",), head_pid=os.getpid(),
+    head_started="1", host="nowhere",
+))
+store.commit()
+os.write(1, b"0\\n")
+for turn in range(1, 10**9):
+    rows = [Row(slot=f"pc1/{i}", node="pc1", state=WorkerState.RUNNING, reason="steady", steps_ok=turn)
+            for i in range(5)]
+    store.event({"at": "2023-11-14T22:13:20.123Z", "event": "turn", "slot": None, "turn": turn})
+    store.slots(SlotRecord(slot=row.slot, node="pc1", state="RUNNING", reason="steady", incarnation=0,
+                           next_sequence=turn, steps_at_risk=7, counters={"steps_ok": turn}, resume={"size": turn},
+                           row=row.to_dict()) for row in rows)
+    if turn % 3 == 0:
+        store.update(Snapshot(run_id="run-1", started_at=1.7e9, now_unix_s=1.7e9 + turn, elapsed_s=turn,
+                              duration_s=1e6, nodes_planned=("pc1",), nodes_seen=("pc1",), rows=tuple(rows)))
+    store.commit()
+    if store.problem is not None:
+        sys.exit(store.problem)
+    os.write(1, b"%d\\n" % turn)
+"""
+
+#: Fills a disk of 1 MiB, lets go of the space, and says what the store made of it.
+FULL_DISK = """
+import json, os, sys
+from pathlib import Path
+from orchestrator.watch.store import RunStore
+
+now_s = [0.0]
+disk = Path(sys.argv[1])
+store = RunStore(disk / "run.sqlite", lambda: now_s[0])
+def event(number):
+    store.event({"at": "now", "event": "filler", "slot": None, "number": number, "text": "x" * 3000})
+event(0)
+store.commit()
+before = store.problem
+(disk / "ballast").write_bytes(b"x" * 500_000)
+number = 0
+while store.problem is None and number < 500:
+    number += 1
+    event(number)
+    store.commit()
+full = store.problem
+for _ in range(3):  # still full
+    now_s[0] += 1.0
+    store.commit()
+still = store.problem
+(disk / "ballast").unlink()
+now_s[0] += 1.0
+store.commit()
+after = store.problem
+event(number + 1)
+store.end("good", 0, None, [])
+print(json.dumps({"before": before, "full": full, "still": still, "after": after, "end": store.problem,
+                  "incomplete": store.incomplete, "files": sorted(os.listdir(disk)), "number": number}))
+import sqlite3
+print(json.dumps(sqlite3.connect(disk / "run.sqlite").execute(
+    "SELECT json_extract(details, '$.number') FROM events ORDER BY id").fetchall()))
+"""
+
+
+class Clock:
+    """A clock that a test turns."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / STORE_NAME
+
+
+@pytest.fixture
+def clock() -> Clock:
+    """Stand still until a test says otherwise."""
+    return Clock()
+
+
+@pytest.fixture
+def store(path: Path, clock: Clock) -> RunStore:
+    """Begin a run in a store."""
+    begun = RunStore(path, clock)
+    begun.begin(FACTS)
+    return begun
 
 
 def read(path: Path, query: str) -> list[tuple[Any, ...]]:
@@ -21,9 +151,40 @@ def read(path: Path, query: str) -> list[tuple[Any, ...]]:
         return connection.execute(query).fetchall()
 
 
-def test_a_sample_per_slot_and_second(tmp_path: Path, make_row: RowMaker, make_snapshot: SnapshotMaker) -> None:
-    path = tmp_path / "samples.sqlite"
-    store = SampleStore(path)
+def record(slot: str = "pc1/0", **changed: object) -> SlotRecord:
+    usual: dict[str, Any] = {
+        "slot": slot, "node": "pc1", "state": "RUNNING", "reason": "steady", "incarnation": 0, "next_sequence": 3,
+        "steps_at_risk": 12, "counters": {"steps_ok": 400}, "resume": {"size": 8192}, "row": {"steps_ok": 400},
+    }  # fmt: skip
+    return SlotRecord(**{**usual, **changed})
+
+
+def event(number: int, **details: object) -> dict[str, object]:
+    return {"at": "2023-11-14T22:13:20.123Z", "event": "numbered", "slot": None, "number": number, **details}
+
+
+def numbers(path: Path) -> list[int]:
+    return [number for (number,) in read(path, "SELECT json_extract(details, '$.number') FROM events ORDER BY id")]
+
+
+def namespaced(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a shell script with mounts of its own; skip where the kernel does not let us."""
+    trial = ["unshare", "-rm", "mount", "-t", "tmpfs", "x", "/mnt"]
+    if subprocess.run(trial, capture_output=True, check=False).returncode != 0:
+        pytest.skip("the kernel refuses user namespaces with mounts")
+    return subprocess.run(
+        ["unshare", "-rm", "sh", "-euc", script, "sh", *arguments],
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_a_sample_per_slot_and_second(
+    path: Path, store: RunStore, make_row: RowMaker, make_snapshot: SnapshotMaker
+) -> None:
     rows = (make_row(), make_row(slot="pc1/1", state=WorkerState.BACKOFF, tflops=None, power_w=math.nan))
     for tenth in range(21):
         store.update(make_snapshot(*rows, elapsed_s=tenth / 10))
@@ -32,115 +193,312 @@ def test_a_sample_per_slot_and_second(tmp_path: Path, make_row: RowMaker, make_s
     assert read(path, "PRAGMA journal_mode") == [("wal",)]
     store.close(make_snapshot(*rows, elapsed_s=2.05))
 
-    assert store.problem is None
+    assert (store.problem, store.incomplete) == (None, False)
     assert read(path, "SELECT count(*) FROM samples") == [(8,)]
-    assert read(path, "SELECT key, value FROM meta ORDER BY key") == [("run_id", "run-1"), ("schema_version", "1")]
-    assert read(path, "SELECT slot, state, tflops, power_w, cap_bytes FROM samples ORDER BY at_unix_s DESC, slot")[
-        :2
-    ] == [
-        ("pc1/0", "RUNNING", 9.61, 281.4, rows[0].cap_bytes),
-        ("pc1/1", "BACKOFF", None, None, rows[1].cap_bytes),
+    assert read(path, "SELECT key, value FROM meta") == [("schema_version", "1")]
+    assert read(path, "SELECT slot, state, tflops, power_w FROM samples ORDER BY at_unix_s DESC, slot")[:2] == [
+        ("pc1/0", "RUNNING", 9.61, 281.4),
+        ("pc1/1", "BACKOFF", None, None),
     ]
     assert read(path, "SELECT max(at_unix_s) FROM samples") == [(1_700_000_002.05,)]
 
 
-def test_the_last_sample_may_fall_on_the_one_before(
-    tmp_path: Path, make_row: RowMaker, make_snapshot: SnapshotMaker
+def test_samples_go_on_after_the_clock_of_the_machine_was_set_back(
+    path: Path, store: RunStore, make_row: RowMaker, make_snapshot: SnapshotMaker
 ) -> None:
-    store = SampleStore(tmp_path / "samples.sqlite")
+    for now_unix_s in (5000.0, 1000.0, 1000.5, 1001.0):
+        store.update(make_snapshot(make_row(), now_unix_s=now_unix_s))
+    assert read(path, "SELECT at_unix_s FROM samples") == [(1000.0,), (1001.0,), (5000.0,)]
+
+
+def test_the_last_sample_may_fall_on_the_one_before(
+    path: Path, store: RunStore, make_row: RowMaker, make_snapshot: SnapshotMaker
+) -> None:
     store.update(make_snapshot(make_row()))
     store.close(make_snapshot(make_row(steps_ok=500)))
 
     assert store.problem is None
-    assert read(tmp_path / "samples.sqlite", "SELECT steps_ok FROM samples") == [(500,)]
+    assert read(path, "SELECT steps_ok FROM samples") == [(500,)]
 
 
-def test_hostile_names_are_values_not_sql(tmp_path: Path, make_row: RowMaker, make_snapshot: SnapshotMaker) -> None:
-    store = SampleStore(tmp_path / "samples.sqlite")
-    store.close(make_snapshot(make_row(slot="'; DROP TABLE samples; --")))
+def test_a_transaction_holds_all_that_waited_and_nothing_is_written_without_need(path: Path, store: RunStore) -> None:
+    store.slots([record(), record("pc1/1")])
+    store.slots([record(next_sequence=4)])
+    store.event(event(1))
+    assert not path.exists()
+    store.commit()
+    assert read(path, "SELECT slot, next_sequence FROM slots ORDER BY rowid") == [("pc1/0", 4), ("pc1/1", 3)]
+    assert numbers(path) == [1]
+    assert read(path, "SELECT run_id, heads, outcome FROM runs") == [("run-1", 1, None)]
 
-    assert read(tmp_path / "samples.sqlite", "SELECT slot FROM samples") == [("'; DROP TABLE samples; --",)]
+    before = path.with_name(f"{STORE_NAME}-wal").stat()
+    store.commit()
+    after = path.with_name(f"{STORE_NAME}-wal").stat()
+    assert (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
 
 
-def test_a_folder_that_is_not_there_is_a_problem_until_it_is(
-    tmp_path: Path, make_row: RowMaker, make_snapshot: SnapshotMaker
+def test_another_head_goes_on_where_the_first_one_stopped(
+    path: Path, make_row: RowMaker, make_snapshot: SnapshotMaker
 ) -> None:
-    store = SampleStore(tmp_path / "later" / "samples.sqlite")
-    store.update(make_snapshot(make_row(), elapsed_s=0.0))
-    assert store.problem is not None
-    assert "cannot be written" in store.problem
+    first = RunStore(path)
+    first.begin(FACTS)
+    first.update(make_snapshot(make_row(), elapsed_s=20.0))
+    first.end("interrupted", 130, "somebody pressed Ctrl-C", [{"kind": "kill"}])
+    second = RunStore(path)
+    second.begin(RunFacts(**{**vars_of(FACTS), "started_at_unix_s": 9e9, "elapsed_s": 20.0, "head_pid": 7}))
+    second.update(make_snapshot(make_row(), elapsed_s=0.0))  # before it begins to count
+
+    query = "SELECT started_at_unix_s, elapsed_s, heads, head_pid, outcome, exit_code, error, faults FROM runs"
+    assert read(path, query) == [(1_700_000_000.0, 20.0, 2, 7, None, None, None, "[]")]
+    second.end("good", 0, None, [])
+    assert read(path, "SELECT heads, outcome, exit_code FROM runs") == [(2, "good", 0)]
+
+
+def vars_of(facts: RunFacts) -> dict[str, Any]:
+    return {name: getattr(facts, name) for name in RunFacts.__dataclass_fields__}
+
+
+def test_the_end_leaves_one_file(path: Path, store: RunStore, make_snapshot: SnapshotMaker, make_row: RowMaker) -> None:
+    store.close(make_snapshot(make_row()))
+    store.end("degraded", 1, None, [{"kind": "kill", "at_unix_s": math.nan}])
+
+    assert [file.name for file in path.parent.iterdir()] == [STORE_NAME]
+    assert read(path, "SELECT outcome, exit_code, faults FROM runs") == [
+        ("degraded", 1, '[{"kind":"kill","at_unix_s":null}]')
+    ]
+
+
+def test_a_run_that_never_began_is_no_problem(path: Path) -> None:
+    store = RunStore(path)
+    store.event(event(1))
+    store.end("failed", 3, "no cluster", [])
+
+    assert (store.problem, numbers(path)) == (None, [1])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_writer_that_is_killed_at_any_moment_leaves_what_it_committed(tmp_path: Path, seed: int) -> None:
+    """In several lives, each killed at a random moment after it began to write."""
+    chance = random.Random(seed)  # noqa: S311 - moments, not secrets
+    turns = 0
+    for life in range(1, 4):
+        with subprocess.Popen([sys.executable, "-c", HEAD, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE) as head:
+            assert head.stdout is not None
+            said = head.stdout.readline()
+            time.sleep(chance.random() * 0.15)
+            head.send_signal(signal.SIGKILL)
+            said += head.stdout.read()
+        assert head.returncode == -signal.SIGKILL
+        told = int(said.rsplit(b"\n", 2)[-2])  # the last line that is whole
+        run = read_run(tmp_path)
+        assert (run.outcome, run.heads) == ("interrupted", life)
+        assert read(tmp_path / STORE_NAME, "PRAGMA integrity_check") == [("ok",)]
+        # A turn may have been committed and not said any more, never the other way round; and none is there in part.
+        turns_of_life = [
+            turn for (turn,) in read(tmp_path / STORE_NAME, "SELECT json_extract(details, '$.turn') FROM events")
+        ][turns:]
+        assert turns_of_life == list(range(1, len(turns_of_life) + 1))
+        assert told <= len(turns_of_life) <= told + 1
+        turns += len(turns_of_life)
+        if told > 0:
+            assert {slot.next_sequence for slot in run.slots} == {len(turns_of_life)}
+            assert {slot.row["steps_ok"] for slot in run.slots} == {len(turns_of_life)}
+            assert run.snapshot().steps_lost_upper_bound == 5 * 7
+
+
+def test_a_disk_that_is_full_and_empties_again(tmp_path: Path) -> None:
+    done = namespaced(
+        'mount -t tmpfs -o size=1m x "$1"; exec "$2" -c "$3" "$1"', str(tmp_path), sys.executable, FULL_DISK
+    )
+    assert done.returncode == 0, done.stderr
+    said, kept = map(json.loads, done.stdout.splitlines())
+    assert said["before"] is None
+    assert "cannot be written" in said["full"]
+    assert "full" in said["full"]
+    assert "full" in said["still"]
+    assert (said["after"], said["end"], said["incomplete"]) == (None, None, False)
+    assert said["files"] == [STORE_NAME]
+    assert kept == [[number] for number in range(said["number"] + 2)]
+
+
+@pytest.mark.parametrize("opened_before", [True, False])
+def test_a_locked_file_costs_one_short_wait_a_second_and_no_event(
+    path: Path, clock: Clock, opened_before: bool
+) -> None:
+    store = RunStore(path, clock)
+    if opened_before:
+        store.event(event(0))
+        store.commit()
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("PRAGMA journal_mode = WAL")
+        other.execute("BEGIN EXCLUSIVE")
+        store.event(event(1))
+        store.commit()
+        assert "locked" in str(store.problem)
+        other.rollback()
+        # Nobody holds the lock any more, but it is too early: nothing is tried.
+        for number in (2, 3):
+            clock.now_s += 0.4
+            store.event(event(number))
+            store.commit()
+            assert "locked" in str(store.problem)
+        clock.now_s += 0.4
+        store.commit()
+    assert (store.problem, store.incomplete) == (None, False)
+    assert numbers(path) == ([0] if opened_before else []) + [1, 2, 3]
+
+
+def test_an_event_for_which_there_is_no_room_to_wait_is_a_gap(path: Path, tmp_path: Path, clock: Clock) -> None:
+    store = RunStore(tmp_path / "later" / STORE_NAME, clock)
+    for number in range(EVENTS_KEPT):
+        store.event(event(number))
+    assert not store.incomplete
+    store.event(event(EVENTS_KEPT))
+    assert store.incomplete
     (tmp_path / "later").mkdir()
+    store.commit()
+    assert numbers(tmp_path / "later" / STORE_NAME) == list(range(1, EVENTS_KEPT + 1))
+
+
+def test_a_sample_that_the_next_one_overtakes_is_a_gap(
+    tmp_path: Path, clock: Clock, make_row: RowMaker, make_snapshot: SnapshotMaker
+) -> None:
+    store = RunStore(tmp_path / "later" / STORE_NAME, clock)
+    store.begin(FACTS)
+    store.update(make_snapshot(make_row(), elapsed_s=0.0))
+    assert "cannot be written" in str(store.problem)
+    assert not store.incomplete
+    clock.now_s += 0.9
     store.update(make_snapshot(make_row(), elapsed_s=1.0))
-    store.close(make_snapshot(make_row(), elapsed_s=2.0))
+    assert store.incomplete
+    (tmp_path / "later").mkdir()
+    clock.now_s += 1.0
+    store.update(make_snapshot(make_row(), elapsed_s=2.0))
 
     assert store.problem is None
-    assert read(tmp_path / "later" / "samples.sqlite", "SELECT count(*) FROM samples") == [(2,)]
+    later = tmp_path / "later" / STORE_NAME
+    assert read(later, "SELECT at_unix_s FROM samples") == [(1_700_000_001.0,), (1_700_000_002.0,)]
+    store.end("good", 0, None, [])
+    assert read(later, "SELECT incomplete FROM runs") == [(1,)]
 
 
-@pytest.mark.parametrize("place", ["file/samples", "/proc/samples", "/dev/full"])
+def test_what_cannot_be_written_at_the_end_is_a_gap(tmp_path: Path) -> None:
+    store = RunStore(tmp_path / "nowhere" / STORE_NAME)
+    store.begin(FACTS)
+    store.end("good", 0, None, [])
+
+    assert "cannot be written" in str(store.problem)
+    assert store.incomplete
+
+
+@pytest.mark.parametrize("taken", ["file", "log", "both", "all"])
+def test_a_file_that_is_taken_away_is_made_again_with_all_that_is_known(
+    path: Path, store: RunStore, make_row: RowMaker, make_snapshot: SnapshotMaker, taken: str
+) -> None:
+    store.update(make_snapshot(make_row(), elapsed_s=1.0))
+    store.slots([record(), record("pc1/1")])
+    store.event(event(1))
+    store.commit()
+    suffixes = {"file": [""], "log": ["-wal"], "both": ["", "-wal"], "all": ["", "-wal", "-shm"]}[taken]
+    for suffix in suffixes:
+        path.with_name(STORE_NAME + suffix).unlink()
+    store.slots([record(next_sequence=9)])
+    store.event(event(2))
+    store.commit()
+
+    assert store.problem is None
+    run = read_run(path.parent)
+    assert (run.heads, run.elapsed_s, run.facts.config_yaml) == (1, 1.0, FACTS.config_yaml)
+    assert {slot.slot: slot.next_sequence for slot in run.slots} == {"pc1/0": 9, "pc1/1": 3}
+    # Only the log was taken: the store still had it open, and loses nothing.
+    assert (numbers(path), store.incomplete) == (([1, 2], False) if taken == "log" else ([2], True))
+    store.end("good", 0, None, [])
+    assert read_run(path.parent).outcome == "good"
+
+
+def test_a_folder_that_is_taken_away_is_a_problem_until_it_is_back(tmp_path: Path, clock: Clock) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    store = RunStore(folder / STORE_NAME, clock)
+    store.begin(FACTS)
+    store.commit()
+    folder.rename(tmp_path / "elsewhere")
+    store.event(event(1))
+    store.commit()
+    assert "cannot be written" in str(store.problem)
+    (tmp_path / "elsewhere").rename(folder)
+    clock.now_s += 1.0
+    store.commit()
+    assert (store.problem, store.incomplete) == (None, False)
+    assert numbers(folder / STORE_NAME) == [1]
+
+
+@pytest.mark.parametrize("place", ["file/run", "/proc/run", "/dev/full"])
 def test_a_place_that_cannot_be_written_never_raises(
     tmp_path: Path, make_row: RowMaker, make_snapshot: SnapshotMaker, place: str
 ) -> None:
     (tmp_path / "file").touch()
-    store = SampleStore(tmp_path / place)
+    store = RunStore(tmp_path / place)
+    store.begin(FACTS)
     store.update(make_snapshot(make_row()))
     store.close(make_snapshot(make_row()))
+    store.end("good", 0, None, [])
 
     assert store.problem is not None
+    assert store.incomplete
 
 
-def test_a_file_that_is_no_database_never_raises(
-    tmp_path: Path, make_row: RowMaker, make_snapshot: SnapshotMaker
-) -> None:
-    (tmp_path / "samples.sqlite").write_bytes(b"this is a text" * 100)
-    store = SampleStore(tmp_path / "samples.sqlite")
-    store.update(make_snapshot(make_row()))
-
+def test_a_file_that_is_no_database_never_raises(path: Path, store: RunStore) -> None:
+    path.write_bytes(b"this is a text" * 100)
+    store.commit()
     assert "not a database" in str(store.problem)
 
 
-@pytest.mark.parametrize("opened_before", [True, False])
-def test_a_locked_database_is_tried_again(
-    tmp_path: Path, make_row: RowMaker, make_snapshot: SnapshotMaker, opened_before: bool
-) -> None:
-    path = tmp_path / "samples.sqlite"
-    first = SampleStore(path)
-    first.update(make_snapshot(make_row(), elapsed_s=0.0))
-    store = first if opened_before else SampleStore(path)
-    with closing(sqlite3.connect(path)) as other:
-        other.execute("BEGIN EXCLUSIVE")
-        store.update(make_snapshot(make_row(), elapsed_s=1.0))
-        assert "locked" in str(store.problem)
-        other.rollback()
-    store.update(make_snapshot(make_row(), elapsed_s=2.0))
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        {"slot": "'; DROP TABLE samples; --"}, {"slot": "\udc80"},
+        {"reason": "a\0b\n\x1b[2J"}, {"next_sequence": 2**200},
+        {"counters": {"work_flop": math.inf}}, {"resume": {"learned": math.nan}}, {"row": {"size": 10**5000}},
+        {"row": {1: {2, 3}}}, {"row": {"text": "\ud800"}},
+    ],
+)  # fmt: skip
+def test_a_hostile_value_does_not_keep_the_others_out(path: Path, store: RunStore, hostile: dict[str, Any]) -> None:
+    store.slots([record("pc1/7"), record(**hostile)])
+    store.event(event(1))
+    store.commit()
 
+    assert (store.problem, store.incomplete) == (None, False)
+    assert numbers(path) == [1]
+    run = read_run(path.parent)
+    assert [slot.node for slot in run.slots] == ["pc1", "pc1"]
+    assert len(run.snapshot().rows) == 2
+    if "counters" in hostile:
+        assert run.slots[1].counters == {"work_flop": math.inf}
+
+
+@pytest.mark.parametrize("changed", [{"size": 2**63}, {"slot": "\udc80"}, {"steps_ok": 2**70}, {"tflops": math.inf}])
+def test_a_hostile_sample_does_not_keep_the_others_out(
+    path: Path, store: RunStore, make_row: RowMaker, make_snapshot: SnapshotMaker, changed: dict[str, Any]
+) -> None:
+    store.update(make_snapshot(make_row(**changed), make_row(slot="pc1/9"), elapsed_s=math.nan, notices=("\udc80",)))
     assert store.problem is None
     assert read(path, "SELECT count(*) FROM samples") == [(2,)]
-    first.close(make_snapshot())
-    store.close(make_snapshot())
+    assert read_run(path.parent).notices == ("\udc80",)
 
 
-@pytest.mark.parametrize("changed", [{"size": 2**63}, {"slot": "\udc80"}])
-def test_values_that_sqlite_does_not_take_never_raise(
-    tmp_path: Path, make_row: RowMaker, make_snapshot: SnapshotMaker, changed: dict[str, Any]
-) -> None:
-    store = SampleStore(tmp_path / "samples.sqlite")
-    store.update(make_snapshot(make_row(**changed)))
+def test_the_diary_tells_the_store_whatever_it_is_told(path: Path, store: RunStore, tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "nowhere" / "events.jsonl", lambda: 1_700_000_000.5, also=store.event)
+    log.write("boom\udc80", slot="pc1/0", number=math.nan, at="mine", huge=10**5000, path=Path("x"))
+    log.write("quiet")
+    store.commit()
 
-    assert store.problem is not None
-
-
-def test_a_full_disk_is_survived(tmp_path: Path, make_row: RowMaker, make_snapshot: SnapshotMaker) -> None:
-    path = tmp_path / "samples.sqlite"
-    store = SampleStore(path)
-    store.update(make_snapshot(make_row(), elapsed_s=0.0))
-    # SQLite's own way to make a database full; the connection is the store's.
-    store._connection.execute("PRAGMA max_page_count = 1")
-    rows = [make_row(slot=f"pc1/{index}" + "x" * 3000) for index in range(50)]
-    store.update(make_snapshot(*rows, elapsed_s=1.0))
-    assert "full" in str(store.problem)
-    store.update(make_snapshot(*rows, elapsed_s=2.0))
-    store.close(make_snapshot(elapsed_s=3.0))
-
-    assert store.problem is None
-    assert read(path, "SELECT count(*) FROM samples") == [(51,)]
+    assert log.incomplete
+    assert not store.incomplete
+    assert read(path, "SELECT at, event, slot FROM events") == [
+        ("2023-11-14T22:13:20.500Z", "boom\\udc80", "pc1/0"),
+        ("2023-11-14T22:13:20.500Z", "quiet", None),
+    ]
+    ((details,), _) = read(path, "SELECT details FROM events")
+    assert json.loads(details).keys() == {"number", "at_", "huge", "path"}
+    assert json.loads(details)["number"] is None

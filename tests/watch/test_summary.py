@@ -27,8 +27,8 @@ AT = "2026-01-01T00:00:00Z"
 
 KEYS = (
     "schema run_id outcome exit_code started_at duration_s nodes_planned nodes_seen workers_planned steps_ok steps_oom "
-    "steps_error success_rate oom_count emergency_count restart_count tflops_total verify_checks verify_errors workers "
-    "notices"
+    "steps_error success_rate oom_count emergency_count restart_count steps_lost_upper_bound "
+    "tflops_total verify_checks verify_errors workers notices faults"
 )
 
 
@@ -94,7 +94,14 @@ GOOD = {"steps_ok": 100}
 def test_exit_code(
     make_row: RowMaker, make_snapshot: SnapshotMaker, changed: dict[str, Any], interrupted: bool, expected: object
 ) -> None:
-    assert exit_code_for(make_snapshot(make_row(**changed)), 0.95, interrupted) == expected
+    snapshot = make_snapshot(make_row(**changed))
+    assert exit_code_for(snapshot, 0.95, interrupted=interrupted, incomplete=False) == expected
+
+
+def test_a_run_with_incomplete_records_is_degraded(make_row: RowMaker, make_snapshot: SnapshotMaker) -> None:
+    snapshot = make_snapshot(make_row(**GOOD))
+    assert exit_code_for(snapshot, 0.95, interrupted=False, incomplete=True) == ("degraded", 1)
+    assert exit_code_for(snapshot, 0.95, interrupted=True, incomplete=True) == ("interrupted", 130)
 
 
 def test_the_file_is_utf8_ends_in_a_newline_and_leaves_nothing_beside_it(

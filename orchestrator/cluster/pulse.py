@@ -1,0 +1,114 @@
+"""Whether nodes answer, by our own clock: Ray's takes 10 s and more to miss a PC.
+
+Opens a connection to each raylet's port once a look and closes it again; sends nothing. A raylet that is gone refuses
+at once, a PC that is gone does not answer. Never blocks: what is not there yet is looked at the next time. Knows no
+Ray and decides nothing about slots.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import select
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+#: Refusals in a row after which a node is silent: its raylet has ended.
+_REFUSALS = 2
+
+#: So long without an answer, and a node is silent. Two lost SYN packets are repeated after 1 and 3 s (RFC 6298).
+_SILENT_AFTER_S = 5.0
+
+#: An attempt that is older than this is given up for a fresh one.
+_ATTEMPT_S = 2.5
+
+
+@dataclass(slots=True)
+class _Door:
+    """What is known of one raylet."""
+
+    answered_at_s: float | None = None
+    refusals: int = 0
+    attempt: socket.socket | None = None
+    began_at_s: float = 0.0
+
+
+class Pulse:
+    """Keeps one connection attempt per node under way."""
+
+    def __init__(self) -> None:
+        self._doors: dict[str, _Door] = {}
+        self._looked_at_s: float | None = None
+
+    def silent(self, addresses: Mapping[str, tuple[str, int]], now_s: float) -> frozenset[str]:
+        """Return the nodes that used to answer and no longer do.
+
+        A node that never answered is not among them: a firewall may be in the way, and then Ray alone can tell.
+
+        Args:
+            addresses: Node id -> address and port of its raylet; nodes that are no longer named are forgotten.
+            now_s: Monotonic seconds.
+        """
+        if self._looked_at_s is not None and now_s - self._looked_at_s > _ATTEMPT_S:
+            # This process was suspended: that nobody answered is its own doing.
+            for door in self._doors.values():
+                door.answered_at_s = now_s if door.answered_at_s is not None else None
+        self._looked_at_s = now_s
+        for gone in self._doors.keys() - addresses.keys():
+            _close(self._doors.pop(gone))
+        for node, address in addresses.items():
+            door = self._doors.setdefault(node, _Door())
+            _look(door, now_s)
+            if door.attempt is None:
+                _knock(door, address, now_s)
+                _look(door, now_s)
+        return frozenset(node for node, door in self._doors.items() if _is_silent(door, now_s))
+
+    def close(self) -> None:
+        """Give up the attempts under way."""
+        for door in self._doors.values():
+            _close(door)
+
+
+def _is_silent(door: _Door, now_s: float) -> bool:
+    if door.answered_at_s is None:
+        return False
+    return door.refusals >= _REFUSALS or now_s - door.answered_at_s > _SILENT_AFTER_S
+
+
+def _knock(door: _Door, address: tuple[str, int], now_s: float) -> None:
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    door.attempt = socket.socket(family, socket.SOCK_STREAM)
+    door.attempt.setblocking(False)
+    door.began_at_s = now_s
+    code = door.attempt.connect_ex(address)
+    if code not in {0, errno.EINPROGRESS}:
+        _take(door, code, now_s)
+
+
+def _look(door: _Door, now_s: float) -> None:
+    if door.attempt is None:
+        return
+    waiting = select.poll()
+    waiting.register(door.attempt, select.POLLOUT)
+    if waiting.poll(0):
+        _take(door, door.attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR), now_s)
+    elif now_s - door.began_at_s > _ATTEMPT_S:
+        _close(door)
+
+
+def _take(door: _Door, code: int, now_s: float) -> None:
+    """Note how an attempt ended: `code` is 0 or an errno."""
+    _close(door)
+    if code == 0:
+        door.answered_at_s, door.refusals = now_s, 0
+    elif code == errno.ECONNREFUSED:
+        door.refusals += 1
+
+
+def _close(door: _Door) -> None:
+    attempt, door.attempt = door.attempt, None
+    if attempt is not None:
+        with contextlib.suppress(OSError):
+            attempt.close()

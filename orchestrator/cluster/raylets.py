@@ -1,0 +1,133 @@
+"""The raylets of a rehearsal: started, ended as a power cut would end them, and started again.
+
+Uses Ray's own `Node`, as `ray start` does (see `rehearse.py` for why). Neither connects to the cluster nor cleans up
+what a raylet leaves behind (`rehearse.py` does).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from orchestrator.errors import NoClusterError
+
+#: Ray's least (ray_constants.OBJECT_STORE_MINIMUM_MEMORY_BYTES is 75 MiB); reports are inlined and need none of it.
+_OBJECT_STORE_BYTES = 80 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayletPlan:
+    """One raylet to start."""
+
+    name: str
+    cpus: int
+    gpus: int
+
+
+class Raylets:
+    """One raylet for each node of the configuration, all on this machine; the first carries the head."""
+
+    def __init__(self, plans: Sequence[RayletPlan], folder: Path, started: Callable[[], None]) -> None:
+        """Prepare; nothing is started before `start`.
+
+        Args:
+            plans: The first becomes the head.
+            folder: Where Ray may put all that it puts anywhere.
+            started: Called whenever the processes of a node run.
+        """
+        self._plans = {plan.name: plan for plan in plans}
+        self._folder = folder
+        self._started = started
+        self._nodes: dict[str, Any] = {}
+        self._starting: dict[str, threading.Thread] = {}
+
+    @property
+    def gcs_address(self) -> str:
+        """`host:port` of the cluster's head, once that is started."""
+        return str(next(iter(self._nodes.values())).gcs_address)
+
+    def start(self, name: str) -> None:
+        """Start the raylet of one node, and wait until its processes run.
+
+        Raises:
+            NoClusterError: Ray cannot be started here.
+        """
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        from ray._private.node import Node  # noqa: PLC0415 - ray reads the token settings when it is imported
+        from ray._private.parameter import RayParams  # noqa: PLC0415
+
+        plan, is_head = self._plans[name], not self._nodes
+        params = RayParams(
+            labels={"node": plan.name},
+            num_cpus=plan.cpus,
+            num_gpus=plan.gpus,
+            gcs_address=None if is_head else self.gcs_address,
+            temp_dir=str(self._folder / "ray"),
+            object_store_memory=_OBJECT_STORE_BYTES,
+            node_manager_port=0,
+            min_worker_port=0,
+            max_worker_port=0,
+            dashboard_agent_listen_port=0,
+            include_dashboard=False,
+            include_log_monitor=False,  # type: ignore[arg-type]  # Ray tests its truth
+            no_monitor=True,
+        )
+        try:
+            # spawn_reaper makes the kernel end these processes with this one, even after kill -9.
+            self._nodes[name] = Node(params, head=is_head, shutdown_at_exit=False, spawn_reaper=True)
+        except Exception as error:  # Ray raises many types here
+            raise NoClusterError(f"Ray could not start a node for {name} on this machine: {error}") from error
+        self._started()
+
+    def end(self, name: str) -> None:
+        """End a node as a power cut would: everything on it, at once, without a word to anybody."""
+        self._await_start(name)
+        node = self._nodes.get(name)
+        if node is None:
+            return
+        pids = [info.process.pid for infos in node.all_processes.values() for info in infos]
+        family = [child for pid in pids for child in _family(pid)]
+        for process in family:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        with contextlib.suppress(Exception):  # it finds them dead, and reaps them
+            node.kill_all_processes(check_alive=False, allow_graceful=False)
+
+    def start_again(self, name: str) -> None:
+        """Begin to start a node that was ended; it takes a second or two, in which a run must not stand still."""
+
+        def begin() -> None:
+            with contextlib.suppress(NoClusterError):  # the node stays away, and the table shows it
+                self.start(name)
+
+        self._await_start(name)
+        self._starting[name] = threading.Thread(target=begin, name=f"start-{name}", daemon=True)
+        self._starting[name].start()
+
+    def end_all(self) -> None:
+        """End what was started, the head last."""
+        for name in list(self._starting):
+            self._await_start(name)
+        for node in reversed(list(self._nodes.values())):
+            with contextlib.suppress(Exception):  # what it leaves is ended by the caller
+                node.kill_all_processes(check_alive=False, allow_graceful=False)
+
+    def _await_start(self, name: str) -> None:
+        thread = self._starting.pop(name, None)
+        if thread is not None:
+            thread.join()
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.Error:
+        return []

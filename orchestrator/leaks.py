@@ -1,0 +1,68 @@
+"""Whether a worker's memory grows from slice to slice although its work stays the same. Pure.
+
+Looks at the resident memory of the process, and on a card at what its tensors hold besides. Both go up and down with
+the work, so only the least of the last reports counts, against the most of the first ones after the work last changed.
+Measures nothing (the worker does) and ends nothing (`lifecycle.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from workers.messages import Report
+
+#: The first reports after a change still grow into their size: lazily loaded kernels, a ring that fills.
+_SETTLING = 3
+
+#: Reports whose highest value is what the work really needs.
+_BASE = 5
+
+#: Reports whose least value is what does not go away any more.
+_RECENT = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeakWatch:
+    """What is known of one process's memory since its work last changed."""
+
+    work: tuple[int, int | None, int | None, int | None] | None = None
+    """Incarnation, size, batch and claim."""
+    seen: int = 0
+    base_bytes: int | None = None
+    """Highest of the reports that set the scale."""
+    recent_bytes: tuple[int, ...] = ()
+
+    @property
+    def growth_bytes(self) -> int | None:
+        """Bytes that came and stayed; `None` before enough reports of the same work are in."""
+        if self.base_bytes is None or len(self.recent_bytes) < _RECENT:
+            return None
+        return min(self.recent_bytes) - self.base_bytes
+
+
+#: Nothing is known yet.
+NO_WATCH = LeakWatch()
+
+
+def watched(watch: LeakWatch, report: Report) -> LeakWatch:
+    """Take a report into account; one that measured nothing changes nothing."""
+    held_bytes = _held_bytes(report)
+    if held_bytes is None:
+        return watch
+    work = (report.incarnation, report.size, report.batch, report.claim_bytes)
+    if work != watch.work:
+        return LeakWatch(work=work)
+    seen = watch.seen + 1
+    if seen <= _SETTLING:
+        return replace(watch, seen=seen)
+    if seen <= _SETTLING + _BASE:
+        return replace(watch, seen=seen, base_bytes=max(held_bytes, watch.base_bytes or 0))
+    return replace(watch, seen=seen, recent_bytes=(*watch.recent_bytes, held_bytes)[-_RECENT:])
+
+
+def _held_bytes(report: Report) -> int | None:
+    if report.rss_bytes is None or report.device is None or report.memory is None:
+        return None
+    # On a CPU tensors are resident memory already.
+    on_card = report.memory.allocated_bytes if report.device.kind != "cpu" else 0
+    return report.rss_bytes + on_card

@@ -1,0 +1,89 @@
+"""Going on with a run whose head is gone: from what its store knows to a stage and a past.
+
+The work of slices that were under way when the head went is lost, and counted as lost: their processes went with it.
+Does not read the store (`watch/archive.py`) and starts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import yaml
+
+from orchestrator import modes
+from orchestrator.briefing import Past
+from orchestrator.config import Config, config_from_data
+from orchestrator.errors import ArchiveError, UsageError
+from orchestrator.modes import Stage
+from orchestrator.placement import Ground
+from orchestrator.slots import Counters, Slot
+from orchestrator.watch.archive import StoredRun
+from orchestrator.watch.records import SlotRecord
+
+
+def stage_of(stored: StoredRun) -> Stage:
+    """Return the stage on which the run goes on: its own configuration, on the same ground.
+
+    Raises:
+        UsageError: There is nothing to go on with: it is under way, or over.
+        ConfigError: This version does not accept the run's configuration.
+        ArchiveError: The store does not say how the run was made.
+    """
+    facts = stored.facts
+    if stored.outcome == "running":
+        raise UsageError(f"run {facts.run_id} is under way (process {facts.head_pid} on {facts.host})")
+    if stored.remaining_s < _slice_s(stored):
+        raise UsageError(
+            f"run {facts.run_id} has worked all of its {facts.duration_s:.0f} s (outcome: {stored.outcome}); "
+            f"look at it: python -m orchestrator report {facts.run_id}"
+        )
+    return modes.again(facts.mode, _config(stored), Ground(device=facts.device, one_machine=facts.one_machine))
+
+
+def _slice_s(stored: StoredRun) -> float:
+    """Length of one slice of the run: less than that is not worth starting a cluster for."""
+    return _config(stored).run.slice_s
+
+
+def past_of(stored: StoredRun) -> Past:
+    """Return what the run has behind it.
+
+    A quarantined slot gets another chance: asking to go on is asking for it.
+    """
+    return Past(elapsed_s=stored.elapsed_s, slots={record.slot: _slot(record) for record in stored.slots})
+
+
+def _config(stored: StoredRun) -> Config:
+    name = f"the configuration of run {stored.facts.run_id}"
+    try:
+        data = yaml.safe_load(stored.facts.config_yaml)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ArchiveError(f"{name} cannot be read from {stored.folder}: {error}") from error
+    if not isinstance(data, Mapping):
+        raise ArchiveError(f"{name} is missing in {stored.folder}; start a new run")
+    return config_from_data(data, name)
+
+
+def _slot(record: SlotRecord) -> Slot:
+    counters = _counters(record.counters)
+    return Slot(
+        slot=record.slot,
+        # The processes of before are gone, and a report of theirs must not be taken for one of these.
+        incarnation=record.incarnation + 1,
+        next_sequence=record.next_sequence,
+        resume=record.resume,
+        counters=replace(counters, steps_lost_upper_bound=counters.steps_lost_upper_bound + record.steps_at_risk),
+    )
+
+
+def _counters(stored: Mapping[str, int | float]) -> Counters:
+    # A counter that another version did not know begins at 0; one that is no number, too.
+    new = Counters()
+    values: dict[str, Any] = {}
+    for item in fields(Counters):
+        value = stored.get(item.name)
+        if type(value) in {int, type(getattr(new, item.name))}:
+            values[item.name] = value
+    return Counters(**values)

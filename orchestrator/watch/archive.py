@@ -1,0 +1,241 @@
+"""What a run left behind in its store, read back: while it runs, after its end, and after its head was killed.
+
+Covers turning a store into values, and what became of a run that never said so itself. Does not cover writing
+(`store.py`), opening (`opening.py`), which run folders there are (`folders.py`), nor showing anything. A file may come
+from anywhere: whatever is in it, the worst that happens is an `ArchiveError`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator.errors import NothingStoredError
+from orchestrator.head_process import head_of, lives
+from orchestrator.watch.model import Row, Snapshot
+from orchestrator.watch.opening import explained, reading
+from orchestrator.watch.records import STORE_NAME, RunFacts, SlotRecord
+from workers.messages import WorkerState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredEvent:
+    """One line of the diary."""
+
+    at: str
+    """ISO 8601 in UTC."""
+    event: str
+    slot: str | None
+    details: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRun:
+    """A run as its store knows it."""
+
+    folder: Path
+    facts: RunFacts
+    """With what was worked in all as `elapsed_s`, so that another head can begin with them."""
+    outcome: str
+    """good, degraded, interrupted or failed as the run said itself; else running, or interrupted: its head is gone."""
+    exit_code: int | None
+    """`None` for a run that never said how it ended."""
+    error: str | None
+    elapsed_s: float
+    updated_at_unix_s: float | None
+    """Of the last snapshot; `None` before the first."""
+    nodes_seen: tuple[str, ...]
+    notices: tuple[str, ...]
+    restart_count: int
+    steps_lost_upper_bound: int | None
+    """As the run knew it; `snapshot` adds what was under way when its head was killed."""
+    incomplete: bool
+    """Samples or events are missing."""
+    heads: int
+    """How many heads have worked on it."""
+    faults: tuple[Mapping[str, Any], ...]
+    """Each injected fault with what became of it; known once the run has ended."""
+    slots: tuple[SlotRecord, ...]
+    """In the order of the plan."""
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds of the planned length that nobody has worked."""
+        return max(0.0, self.facts.duration_s - self.elapsed_s)
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether its head is gone without a word: killed, or the machine went down."""
+        return self.outcome == "interrupted" and self.exit_code is None
+
+    def snapshot(self) -> Snapshot:
+        """The last picture of the run, for every watcher."""
+        lost = self.steps_lost_upper_bound
+        if self.was_killed:
+            lost = (lost or 0) + sum(record.steps_at_risk for record in self.slots)
+        ended_at_unix_s = self.updated_at_unix_s
+        if ended_at_unix_s is None:
+            ended_at_unix_s = self.facts.started_at_unix_s
+        return Snapshot(
+            run_id=self.facts.run_id,
+            started_at=self.facts.started_at_unix_s,
+            now_unix_s=ended_at_unix_s,
+            elapsed_s=self.elapsed_s,
+            duration_s=self.facts.duration_s,
+            nodes_planned=self.facts.nodes_planned,
+            nodes_seen=self.nodes_seen,
+            rows=tuple(_row(record) for record in self.slots),
+            notices=self.notices,
+            restart_count=self.restart_count,
+            steps_lost_upper_bound=lost,
+        )
+
+
+def read_run(folder: Path) -> StoredRun:
+    """Return the run in a run folder, as it is now.
+
+    Raises:
+        NothingStoredError: There is no store in the folder, or nothing in it yet.
+        ArchiveError: There is no such folder, or the store cannot be read.
+    """
+    with reading(folder) as store:
+        found = store.execute("SELECT * FROM runs ORDER BY rowid DESC LIMIT 1").fetchone()
+        if found is None:
+            raise NothingStoredError(folder, STORE_NAME)
+        slots = tuple(_slot(line) for line in store.execute("SELECT * FROM slots ORDER BY rowid"))
+    with explained(folder / STORE_NAME):
+        return _run(folder, found, slots)
+
+
+def read_events(folder: Path, names: Sequence[str]) -> tuple[StoredEvent, ...]:
+    """Return the events of these names, in the order in which they happened.
+
+    Raises:
+        ArchiveError: As for `read_run`.
+    """
+    query = f"SELECT * FROM events WHERE event IN ({', '.join('?' * len(names))}) ORDER BY id"  # noqa: S608
+    with reading(folder) as store:
+        return tuple(
+            StoredEvent(
+                at=_take(line, "at", str),
+                event=_take(line, "event", str),
+                slot=_take(line, "slot", str, None),
+                details=_json(line, "details", dict),
+            )
+            for line in store.execute(query, tuple(names))
+        )
+
+
+def _run(folder: Path, line: sqlite3.Row, slots: tuple[SlotRecord, ...]) -> StoredRun:
+    facts = RunFacts(
+        run_id=_take(line, "run_id", str),
+        started_at_unix_s=_take(line, "started_at_unix_s", float),
+        duration_s=_take(line, "duration_s", float),
+        elapsed_s=_take(line, "elapsed_s", float),
+        min_success_rate=_take(line, "min_success_rate", float),
+        mode=_take(line, "mode", str),
+        device=_take(line, "device", str, None),
+        one_machine=bool(_take(line, "one_machine", int)),
+        config_yaml=_take(line, "config_yaml", str),
+        chaos=_take(line, "chaos", str, None),
+        nodes_planned=_texts(line, "nodes_planned"),
+        head_pid=_take(line, "head_pid", int),
+        head_started=_take(line, "head_started", str, None),
+        host=_take(line, "host", str),
+    )
+    outcome = _take(line, "outcome", str, None)
+    if outcome is None:
+        outcome = "running" if _is_running(folder, facts) else "interrupted"
+    faults = _json(line, "faults", list)
+    if not all(isinstance(fault, dict) for fault in faults):
+        raise ValueError("faults must be objects")
+    return StoredRun(
+        folder=folder,
+        facts=facts,
+        outcome=outcome,
+        exit_code=_take(line, "exit_code", int, None),
+        error=_take(line, "error", str, None),
+        elapsed_s=facts.elapsed_s,
+        updated_at_unix_s=_take(line, "updated_at_unix_s", float, None),
+        nodes_seen=_texts(line, "nodes_seen"),
+        notices=_texts(line, "notices"),
+        restart_count=_take(line, "restart_count", int),
+        steps_lost_upper_bound=_take(line, "steps_lost_upper_bound", int, None),
+        incomplete=bool(_take(line, "incomplete", int)),
+        heads=_take(line, "heads", int),
+        faults=tuple(faults),
+        slots=slots,
+    )
+
+
+def _is_running(folder: Path, facts: RunFacts) -> bool:
+    if facts.host != socket.gethostname():
+        return False  # a process id means nothing on another machine
+    if facts.head_started is None:
+        return head_of(folder) is not None
+    return lives(facts.head_pid, facts.head_started)
+
+
+def _slot(line: sqlite3.Row) -> SlotRecord:
+    return SlotRecord(
+        slot=_take(line, "slot", str),
+        node=_take(line, "node", str),
+        state=WorkerState(_take(line, "state", str)).value,
+        reason=_take(line, "reason", str),
+        incarnation=_take(line, "incarnation", int),
+        next_sequence=_take(line, "next_sequence", int),
+        steps_at_risk=_take(line, "steps_at_risk", int),
+        counters=_json(line, "counters", dict),
+        resume=None if line["resume"] is None else _json(line, "resume", dict),
+        row=_json(line, "row", dict),
+    )
+
+
+def _row(record: SlotRecord) -> Row:
+    """Return the slot's row; a key that is missing or makes no sense is left unknown, the others are kept."""
+    sure = {"slot": record.slot, "node": record.node, "state": record.state, "reason": record.reason}
+    told = {key: value for key, value in record.row.items() if key not in sure}
+    try:
+        return Row.from_dict({**sure, **told})
+    except ValueError:
+        return Row.from_dict({**sure, **{key: value for key, value in told.items() if _fits(sure, key, value)}})
+
+
+def _fits(sure: Mapping[str, Any], key: str, value: object) -> bool:
+    try:
+        Row.from_dict({**sure, key: value})
+    except ValueError:
+        return False
+    return True
+
+
+def _take(line: sqlite3.Row, name: str, *kinds: type | None) -> Any:  # noqa: ANN401 - one of `kinds`
+    """Return a column's value if it is of one of the kinds: SQLite itself takes anything anywhere."""
+    value = line[name]
+    if value is None and None in kinds:
+        return None
+    if float in kinds and isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    if type(value) in kinds and float not in kinds:
+        return value
+    raise ValueError(f"{name} cannot be {value!r:.80}")
+
+
+def _json(line: sqlite3.Row, name: str, kind: type) -> Any:  # noqa: ANN401 - a `kind`
+    value = json.loads(_take(line, name, str))
+    if type(value) is not kind:
+        raise ValueError(f"{name} is no {kind.__name__}")
+    return value
+
+
+def _texts(line: sqlite3.Row, name: str) -> tuple[str, ...]:
+    values = _json(line, name, list)
+    if not all(isinstance(value, str) for value in values):
+        raise ValueError(f"{name} holds something else than texts")
+    return tuple(values)

@@ -1,0 +1,110 @@
+"""Opening a run store to read it, without disturbing whoever writes it.
+
+Covers a store in use, one with a write-ahead log that a killed head left, a folder that cannot be written, and the
+sentences for what is no store. Does not cover what is in it (`archive.py`).
+"""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from orchestrator.errors import ArchiveError, NothingStoredError, one_line
+from orchestrator.watch.records import SCHEMA_VERSION, STORE_NAME
+
+_PATIENCE_S = 2.0
+"""A reader can wait for a lock."""
+
+#: SQLite's words (their low byte) for "there is a file, but I may not make what I need beside it".
+_CANNOT_SHARE = frozenset({sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM})
+
+_DAMAGE = (sqlite3.Error, ValueError, LookupError, TypeError, RecursionError, OverflowError)
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[sqlite3.Connection]:
+    """Open a store for one consistent look.
+
+    Read-only, beside a writer if there is one. That needs a shared file beside the store; where none can be made (a
+    folder that is read-only, another user's) nobody writes through this path, and a private copy is read.
+
+    Raises:
+        NothingStoredError: There is none, or nothing in it yet.
+        ArchiveError: It cannot be opened, or what is done with it fails because it is damaged.
+    """
+    path = folder / STORE_NAME
+    if not folder.is_dir():
+        raise ArchiveError(
+            one_line(f"there is no run folder {folder}; `python -m orchestrator runs` lists those there are")
+        )
+    if path.is_symlink() or not path.is_file():
+        raise NothingStoredError(folder, STORE_NAME)
+    with explained(path):
+        try:
+            store = _opened(f"{path.absolute().as_uri()}?mode=ro")
+        except sqlite3.OperationalError as failure:
+            if failure.sqlite_errorcode & 0xFF not in _CANNOT_SHARE:
+                raise
+            with tempfile.TemporaryDirectory(prefix="orchestrator-") as place:
+                copy = Path(place, STORE_NAME)
+                for suffix in ("", "-wal"):
+                    source = path.with_name(path.name + suffix)
+                    if suffix == "" or source.exists():
+                        shutil.copyfile(source, copy.with_name(copy.name + suffix))
+                with closing(_opened(copy.as_uri())) as store:
+                    _check_schema(store, path)
+                    yield store
+            return
+        with closing(store):
+            _check_schema(store, path)
+            yield store
+
+
+def _opened(uri: str) -> sqlite3.Connection:
+    store = sqlite3.connect(uri, uri=True, timeout=_PATIENCE_S, isolation_level=None)
+    try:
+        store.row_factory = sqlite3.Row
+        store.text_factory = lambda content: content.decode("utf-8", "replace")
+        store.execute("PRAGMA trusted_schema = OFF")
+        store.execute("BEGIN")
+        store.execute("SELECT count(*) FROM sqlite_master").fetchone()  # only now is the file opened
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turn what a damaged file raises into a sentence."""
+    try:
+        yield
+    except OSError as failure:
+        raise ArchiveError(one_line(f"{path} cannot be read: {failure.strerror}")) from failure
+    except _DAMAGE as failure:
+        raise ArchiveError(
+            one_line(
+                f"{path} cannot be read, it is damaged or no record of a run: {failure}; events.jsonl beside it has "
+                f"what happened as text, and moving the folder away takes it out of the list"
+            )
+        ) from failure
+
+
+def _check_schema(store: sqlite3.Connection, path: Path) -> None:
+    if store.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
+        raise NothingStoredError(path.parent, STORE_NAME)
+    found = store.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
+    version = int(found["value"]) if found is not None else 0
+    if version > SCHEMA_VERSION:
+        raise ArchiveError(
+            one_line(
+                f"{path} was written by a newer version of this program (schema {version}, this one reads up to "
+                f"{SCHEMA_VERSION}): update this installation to look at it"
+            )
+        )
+    if version < 1:
+        raise ValueError("it does not say which schema it has")

@@ -1,0 +1,40 @@
+"""Everybody who is told of a run: those who look at it, the diary, and the store. Tells nothing by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from orchestrator.watch.events import EventLog
+from orchestrator.watch.live import Watcher
+from orchestrator.watch.model import Snapshot
+from orchestrator.watch.store import RunStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlets:
+    """Where a run is written down and shown. A full disk ends none of it: `problems` says what is wrong."""
+
+    watchers: Sequence[Watcher]
+    events: EventLog
+    store: RunStore
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Show the run as it is now, and take a sample of it if one is due."""
+        for watcher in (*self.watchers, self.store):
+            watcher.update(snapshot)
+
+    def close(self, snapshot: Snapshot) -> None:
+        """Show the run as it ended."""
+        for watcher in (*self.watchers, self.store):
+            watcher.close(snapshot)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What cannot be written right now, one sentence each."""
+        return tuple(text for text in (self.store.problem, self.events.problem) if text is not None)
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether the records of this run lack anything, for good."""
+        return self.store.incomplete or self.events.incomplete

@@ -1,0 +1,70 @@
+"""What a run store keeps of a run and of its slots, as plain values.
+
+Covers the frozen records that the head writes (`store.py`) and a reader gets back (`archive.py`), and the numbers
+both must agree on. Does not cover SQL, files, nor where the values come from. Imports nothing of the head: a pid is a
+number here, and whose it is, is for others to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from workers.messages import ResumeState
+
+STORE_NAME = "run.sqlite"
+"""The store's file in the run folder."""
+
+SCHEMA_VERSION = 1
+"""Counts up when a reader of the version before could misunderstand the tables."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What is known of a run before its first slice, and needed to go on with it after its head was killed."""
+
+    run_id: str
+    started_at_unix_s: float
+    """When its first head began."""
+    duration_s: float
+    """Planned length."""
+    elapsed_s: float = 0.0
+    """Already worked when this head began: by the heads before it."""
+    min_success_rate: float
+    """Share of good steps below which the run is degraded, 0..1."""
+    mode: str
+    """`cluster`, `rehearse` or `local`."""
+    device: str | None
+    """`cuda` or `cpu` for every node; `None` takes cards where a node has any."""
+    one_machine: bool
+    """All nodes are raylets on one machine and share what it has."""
+    config_yaml: str
+    """The configuration as used, whole."""
+    chaos: str | None
+    """The faults that were asked for; `None` for a run that is left alone."""
+    nodes_planned: tuple[str, ...]
+    head_pid: int
+    head_started: str | None
+    """When the head's process began, in the kernel's ticks; with the pid it tells a process from all others."""
+    host: str
+    """Name of the machine the head runs on: its pid means nothing elsewhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotRecord:
+    """One slot as its last accepted report left it: enough to show it, and for another head to go on with it."""
+
+    slot: str
+    node: str
+    state: str
+    """A value of `WorkerState`."""
+    reason: str
+    incarnation: int
+    next_sequence: int
+    steps_at_risk: int
+    """Most good steps that the slices under way may have done and not reported."""
+    counters: Mapping[str, int | float] = field(default_factory=dict)
+    resume: ResumeState | None = None
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """`Row.to_dict()` of the slot."""

@@ -1,0 +1,293 @@
+"""A real run of the real command, looked at from outside: its books, its processes, and what it leaves behind.
+
+Covers starting a run in folders of its own with the witness as its workload (`witness.py`), comparing its store with
+what the workers have noted themselves, and finding what outlives it. Changes nothing in a run and judges no figure:
+what does not hold becomes a sentence. Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from orchestrator.config import config_from_data
+from orchestrator.errors import ArchiveError, NothingStoredError
+from orchestrator.placement import Ground, plan_slots
+from orchestrator.watch.archive import StoredRun, read_run
+from orchestrator.watch.opening import reading
+from orchestrator.watch.records import SlotRecord
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: Workers find it because runs are started in `ROOT`; the other one is for comparing work per second.
+WITNESS = "scripts.benches.witness:Witness"
+RESTING = "scripts.benches.witness:Resting"
+
+#: As in `witness.py`, which is not imported here: it loads torch.
+WITNESS_FOLDER = "ORCH_WITNESS_DIR"
+
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_SHARED = Path("/dev/shm")  # noqa: S108 - looked at, not written
+
+#: Sentences about one kind of thing; the rest would say the same.
+_SENTENCES_MOST = 20
+
+
+class Scene:
+    """Folders of its own for some runs, and an account of every process that they bring."""
+
+    def __init__(self) -> None:
+        """Make the folders, and become the parent of whatever a run leaves behind: then it cannot hide."""
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        # Short, because Ray's sockets lie below it and a socket's path ends at 107 bytes.
+        self.folder = Path(tempfile.mkdtemp(prefix="b", dir="/tmp"))
+        self.runs = self.folder / "runs"
+        self.steps = self.folder / "steps"
+        self.steps.mkdir()
+        self._heads: list[subprocess.Popen[bytes]] = []
+        self._before = {child.pid for child in psutil.Process().children(recursive=True)}
+        self._shared_before = set(_SHARED.iterdir())
+        self._seen: dict[int, psutil.Process] = {}
+        self._ports: set[tuple[str, int]] = set()
+
+    def run(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start `python -m orchestrator run --json` with the shipped cluster.yaml; its output goes to files."""
+        number = len(self._heads)
+        command = [sys.executable, "-m", "orchestrator", "run", "--config", str(ROOT / "cluster.yaml")]
+        with self._output(number, "json").open("wb") as out, self._output(number, "err").open("wb") as err:
+            head = subprocess.Popen(
+                [*command, "--run-dir", str(self.runs), "--json", *arguments],
+                cwd=ROOT,
+                env={**os.environ, "TMPDIR": str(self.folder), WITNESS_FOLDER: str(self.steps)},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+            )
+        self._heads.append(head)
+        return head
+
+    def printed(self, head: subprocess.Popen[bytes]) -> tuple[str, str]:
+        """Return what a run has printed: standard output, standard error."""
+        number = self._heads.index(head)
+        out, err = (self._output(number, name).read_text(encoding="utf-8") for name in ("json", "err"))
+        return out, err
+
+    def folder_of_newest(self) -> Path | None:
+        """The newest run folder, if there is one."""
+        return max(self.runs.glob("*"), default=None)
+
+    def look(self) -> list[psutil.Process]:
+        """Note which processes of the runs live now, and on which ports they listen; reap what nobody else does."""
+        heads = {head.pid for head in self._heads}
+        for child in psutil.Process().children():
+            if child.pid not in heads | self._before and _is_dead(child):
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(child.pid, os.WNOHANG)
+        found = [child for child in psutil.Process().children(recursive=True) if child.pid not in self._before]
+        self._seen.update((child.pid, child) for child in found)
+        self._ports |= _listening({child.pid for child in found})
+        return [child for child in found if not _is_dead(child)]
+
+    def leftovers(self, within_s: float) -> list[str]:
+        """Return a sentence for each thing that the ended runs have left after so many seconds; then end it."""
+        deadline_s = time.monotonic() + within_s
+        while (left := self._left()) and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        for process in self._alive():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        return left[:_SENTENCES_MOST]
+
+    def close(self, *, keep: bool) -> str | None:
+        """End what still runs; remove the folders, or keep them and say where they are."""
+        for head in self._heads:
+            if head.poll() is None:
+                head.kill()
+                head.wait()
+        self.leftovers(0.0)
+        if keep:
+            return str(self.folder)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return None
+
+    def _output(self, number: int, name: str) -> Path:
+        return self.folder / f"out-{number}.{name}"
+
+    def _alive(self) -> list[psutil.Process]:
+        self.look()
+        return [process for process in self._seen.values() if process.is_running() and not _is_dead(process)]
+
+    def _left(self) -> list[str]:
+        alive = self._alive()
+        # Only ports of the dead: what still lives is told of as a process.
+        taken = _listening(None) & self._ports if not alive else set()
+        return [
+            *(f"process {process.pid} still lives: {_called(process)}" for process in alive),
+            *(f"{path} was left" for path in self.folder.glob("orch-*")),
+            *(f"{path} was left" for path in sorted(set(_SHARED.iterdir()) - self._shared_before) if not _in_use(path)),
+            *(f"somebody still listens on {host}:{port}" for host, port in sorted(taken)),
+        ]
+
+
+class Ledger:
+    """Compares the store of a run with what its workers have noted themselves, look by look.
+
+    The store is committed before anything is sent to a worker, and a report is counted after its steps were done.
+    So of two counts of the witness, one before the store is read and one after, must hold for each slot at any moment::
+
+        counted <= witnessed after        witnessed before <= counted + lost at most + at risk
+
+    Both are strict: no step that is done while somebody looks falls between them. Counters only grow.
+    """
+
+    def __init__(self, steps: Path) -> None:
+        """Begin.
+
+        Args:
+            steps: The folder of the witness.
+        """
+        self._steps = steps
+        self._seeds: dict[str, int] = {}
+        self._last: dict[str, SlotRecord] = {}
+        self.looks = 0
+        self.broken: list[str] = []
+
+    def look(self, folder: Path) -> StoredRun | None:
+        """Compare once, and return the run as its store knows it; `None` while it stores nothing."""
+        before = self._counts()
+        try:
+            run = read_run(folder)
+        except NothingStoredError:
+            return None
+        except ArchiveError as error:
+            self._demand(False, f"the store cannot be read: {error}")
+            return None
+        after = self._counts()
+        self.looks += 1
+        self._seeds = self._seeds or seeds_of(run)
+        for slot in run.slots:
+            self._compare(slot, before.get(self._seeds[slot.slot], 0), after.get(self._seeds[slot.slot], 0))
+            self._compare_with_last(slot)
+        return run
+
+    def rows(self, run: StoredRun) -> list[dict[str, Any]]:
+        """Return a line for each slot of a run whose processes are gone: what was counted, lost, witnessed."""
+        counts = self._counts()
+        return [
+            {
+                "slot": slot.slot,
+                "steps_ok": slot.counters["steps_ok"],
+                "lost_at_most": slot.counters["steps_lost_upper_bound"],
+                "witnessed": counts.get(self._seeds[slot.slot], 0),
+                "really_lost": counts.get(self._seeds[slot.slot], 0) - slot.counters["steps_ok"],
+                "restarts": slot.counters["restarts"],
+                "state": slot.state,
+                "reason": slot.reason,
+            }
+            for slot in run.slots
+        ]
+
+    def end(self, run: StoredRun) -> None:
+        """Demand of a run that came to its end that nothing is under way any more: then `counted + lost` is a bound."""
+        for slot in run.slots:
+            self._demand(
+                slot.steps_at_risk == 0, f"{slot.slot}: {slot.steps_at_risk} steps are at risk after the run's end"
+            )
+
+    def _compare(self, slot: SlotRecord, before: int, after: int) -> None:
+        counted, lost = slot.counters["steps_ok"], slot.counters["steps_lost_upper_bound"]
+        self._demand(
+            counted <= after, f"{slot.slot}: {counted} steps are counted, and {after} were done: counted too often"
+        )
+        self._demand(
+            before <= counted + lost + slot.steps_at_risk,
+            f"{slot.slot}: {before} steps were done, and the store knows of {counted} counted + {lost} lost + "
+            f"{slot.steps_at_risk} at risk: sent before it was written down, or the bound is none",
+        )
+
+    def _compare_with_last(self, slot: SlotRecord) -> None:
+        last = self._last.get(slot.slot)
+        self._last[slot.slot] = slot
+        if last is None:
+            return
+        for name, value in (*last.counters.items(), ("incarnation", last.incarnation)):
+            now = slot.incarnation if name == "incarnation" else slot.counters[name]
+            self._demand(now >= value, f"{slot.slot}: {name} went back from {value} to {now}")
+        self._demand(
+            slot.next_sequence >= last.next_sequence,
+            f"{slot.slot}: next_sequence went back from {last.next_sequence} to {slot.next_sequence}",
+        )
+
+    def _counts(self) -> dict[int, int]:
+        return {int(path.stem): path.stat().st_size for path in self._steps.glob("*.steps")}
+
+    def _demand(self, holds: bool, sentence: str) -> None:
+        if not holds and len(self.broken) < _SENTENCES_MOST:
+            self.broken.append(sentence)
+
+
+def seeds_of(run: StoredRun) -> Mapping[str, int]:
+    """Return the seed of each slot's workload: by it the witness names its files."""
+    config = config_from_data(yaml.safe_load(run.facts.config_yaml), "the run's configuration")
+    plans = plan_slots(config, Ground(device=run.facts.device, one_machine=run.facts.one_machine))
+    return {plan.seat.slot: plan.spec.workload.seed for plan in plans}
+
+
+def sample_times(folder: Path) -> list[float]:
+    """Return the moments at which the slots were sampled, in Unix seconds.
+
+    Raises:
+        ArchiveError: There is no store, or it cannot be read.
+    """
+    with reading(folder) as store:
+        found = store.execute("SELECT DISTINCT at_unix_s FROM samples ORDER BY at_unix_s")
+        return [float(line["at_unix_s"]) for line in found]
+
+
+def settings(*values: str) -> list[str]:
+    """Return `--set` before each of the values."""
+    return [word for value in values for word in ("--set", value)]
+
+
+def _listening(pids: set[int] | None) -> set[tuple[str, int]]:
+    """Return where these processes, or any, listen."""
+    return {
+        (entry.laddr.ip, entry.laddr.port)
+        for entry in psutil.net_connections("tcp")
+        if entry.status == psutil.CONN_LISTEN and (pids is None or entry.pid in pids)
+    }
+
+
+def _in_use(path: Path) -> bool:
+    """Say whether a living process has this file in its memory: then it is somebody else's, ours are told of."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if str(path) in Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8", errors="replace"):
+                return True
+    return False
+
+
+def _is_dead(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return True
+
+
+def _called(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())[:200] or process.name()
+    except psutil.Error:
+        return "gone meanwhile"

@@ -1,0 +1,324 @@
+"""Half an hour under random chaos, checked from outside all along: the books, the head's own use, and what is left.
+
+Starts the real command as a rehearsal of the reference pair, with eight kinds of faults: workers that are killed,
+crash, leave, hang or lose their device, steps that fail or run out of memory, and a node that goes and comes back.
+Every few seconds it reads the store, the witness of each slot and /proc. In 30 minutes about 260 strikes and nodes,
+and faults of single steps besides; the breakers stay on, with room for what the plan itself brings. Judges no speed.
+
+A slot must end RUNNING, or BACKOFF where its very last slice met a failed step, or QUARANTINED with a reason. Chaos
+does not stop before the run does, so one more is allowed: what a fault has struck that the run's end overtook.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benches.common import MIB, Result, percentile, progress
+from benches.outside import WITNESS, Ledger, Scene, sample_times, settings
+from orchestrator.watch.archive import StoredRun
+
+#: Seconds between two faults of a kind at the usual pace; the last of each comes well before the end.
+_EVERY_S = {"kill": 20.0, "segv": 35.0, "exit": 40.0, "poison": 40.0, "hang": 60.0, "node": 120.0}
+
+#: Share of a period that is left when the last fault of a kind has struck: the slow ones first.
+_REST = {"kill": 0.4, "segv": 0.5, "exit": 0.6, "poison": 0.7, "hang": 0.8, "node": 0.9}
+
+#: Of steps. About four steps a second in all on two cores.
+_OOM_RATE = 0.004
+_RAISE_RATE = 0.002
+
+_LOOK_EVERY_S = 2.0
+_TELL_EVERY_S = 60.0
+_PATIENCE_S = 180.0
+"""For starting and for ending, beyond the planned length."""
+
+#: A fault that is older than this when the run ends is not late, its slot or node is lost. Seen: at most 24 s.
+_BACK_WITHIN_S = 90.0
+
+#: From here on the quarters of a run are long enough to be compared; before, they are figures.
+_JUDGED_FROM_S = 100.0
+
+#: What the head may grow by from the second quarter to the last: 5 %, or this.
+_GROWTH = 1.05
+_RSS_GROWTH_BYTES = 10 * MIB
+_FDS_GROWTH = 8
+_THREADS_GROWTH = 4
+_ZOMBIES_GROWTH = 8
+
+#: Janitor, GCS and its reaper; raylet, its two agents and a reaper on each node.
+_PROCESSES = 3
+_PROCESSES_A_NODE = 4
+
+#: Of one slot: a process that ends while the next one starts.
+_PROCESSES_A_SLOT = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """The head and its family at one moment."""
+
+    elapsed_s: float
+    """Of the planned time; 0 before it begins."""
+    rss_bytes: int
+    fds: int
+    threads: int
+    processes: int
+    """Living descendants."""
+    zombies: int
+    """Dead descendants that nobody has reaped."""
+
+
+def run(minutes: float, seed: int, pace: float) -> Result:
+    """Run for so long.
+
+    Args:
+        minutes: Planned length.
+        seed: Of the faults.
+        pace: Times the usual rate of faults: a short run needs more of them to see any.
+    """
+    duration_s = 60.0 * minutes
+    scene = Scene()
+    ledger = Ledger(scene.steps)
+    broken: list[str] = []
+    figures: dict[str, Any] = {"minutes": minutes, "seed": seed, "chaos": _chaos(duration_s, pace)}
+    looks: list[Look] = []
+    try:
+        head = scene.run(*_arguments(duration_s, seed, pace))
+        _watch(head, scene, ledger, looks, duration_s)
+        broken += _ended_badly(head, scene)
+        broken += scene.leftovers(within_s=10.0)
+        folder = scene.folder_of_newest()
+        stored = None if folder is None else ledger.look(folder)
+        if folder is None or stored is None:
+            broken.append("the run left no record")
+        else:
+            ledger.end(stored)
+            summary = _summary(folder)
+            rows = ledger.rows(stored)
+            figures |= _figures(summary, rows, looks, sample_times(folder), len(stored.slots))
+            broken += [
+                *_slots_broken(summary, duration_s),
+                *_books_broken(rows),
+                *_faults_broken(summary),
+                *_head_broken(looks, duration_s),
+                *_family_broken(looks, stored),
+            ]
+        broken += ledger.broken
+        figures["looks_at_the_ledger"] = ledger.looks
+    finally:
+        figures["kept"] = scene.close(keep=bool(broken))
+    return Result(bench="soak", figures=figures, broken=broken)
+
+
+def _arguments(duration_s: float, seed: int, pace: float) -> list[str]:
+    # In a very short run a hanging worker must be found sooner, or it would not be back before the end.
+    hang_timeout_s = min(10.0, duration_s / 6)
+    return [
+        "--rehearse", "--duration", f"{duration_s:.3f}s", "--workload", WITNESS,
+        "--chaos", _chaos(duration_s, pace), "--chaos-seed", str(seed),
+        *settings(
+            f"run.hang_timeout_s={hang_timeout_s:.3f}",
+            f"run.stale_after_s={0.4 * hang_timeout_s:.3f}",
+            f"run.slice_s={min(1.0, 0.4 * hang_timeout_s):.3f}",
+            "run.min_success_rate=0",
+            # The plan alone brings each slot a death in 70 s: breakers for more than four times that, and no pause that
+            # outlasts the next fault.
+            "run.max_deaths=8",
+            "run.death_window_s=120",
+            "run.restart_backoff_max_s=4",
+            "workload.size=2048",
+        ),
+    ]  # fmt: skip
+
+
+def _chaos(duration_s: float, pace: float) -> str:
+    """Return the plan: as many of each kind as the time has room for, the last one in time to recover from it."""
+    pieces = [f"oom:rate={_OOM_RATE:g}", f"raise:rate={_RAISE_RATE:g}"]
+    for kind, usual_s in _EVERY_S.items():
+        count = max(1, round(duration_s * pace / usual_s - _REST[kind]))
+        every_s = max(1.0, duration_s / (count + _REST[kind]))
+        pause = f",for={min(12.0, duration_s / 6):.2f}s" if kind == "node" else ""
+        pieces.append(f"{kind}:every={every_s:.2f}s{pause}")
+    return ";".join(pieces)
+
+
+def _watch(head: subprocess.Popen[bytes], scene: Scene, ledger: Ledger, looks: list[Look], duration_s: float) -> None:
+    """Look until the run has ended, or has had all the time it may take."""
+    process = psutil.Process(head.pid)
+    deadline_s = time.monotonic() + duration_s + _PATIENCE_S
+    told_s = time.monotonic()
+    while head.poll() is None and time.monotonic() < deadline_s:
+        folder = scene.folder_of_newest()
+        stored = None if folder is None else ledger.look(folder)
+        alive = scene.look()
+        try:
+            everybody = len(process.children(recursive=True))
+            looks.append(
+                Look(
+                    elapsed_s=0.0 if stored is None else stored.elapsed_s,
+                    rss_bytes=process.memory_info().rss,
+                    fds=process.num_fds(),
+                    threads=process.num_threads(),
+                    processes=len(alive) - 1,  # less the head itself
+                    zombies=max(0, everybody - (len(alive) - 1)),
+                )
+            )
+        except psutil.Error:
+            continue  # it has just ended
+        if time.monotonic() - told_s > _TELL_EVERY_S:
+            told_s = time.monotonic()
+            last = looks[-1]
+            progress(
+                f"{last.elapsed_s:.0f}/{duration_s:.0f} s  head {last.rss_bytes / MIB:.1f} MiB, {last.fds} fds, "
+                f"{last.threads} threads; {last.processes} processes, {last.zombies} zombies; "
+                f"{0 if stored is None else stored.restart_count} restarts, {len(ledger.broken)} broken"
+            )
+        time.sleep(_LOOK_EVERY_S if duration_s >= _JUDGED_FROM_S else _LOOK_EVERY_S / 4)
+
+
+def _ended_badly(head: subprocess.Popen[bytes], scene: Scene) -> list[str]:
+    code = head.poll()
+    if code is None:
+        head.kill()
+        head.wait()
+        return [f"the run did not end within {_PATIENCE_S:.0f} s of its planned end; its head was killed"]
+    if code not in {0, 1}:
+        out, err = scene.printed(head)
+        return [f"exit code {code}: {(out + err)[-500:]}"]
+    return []
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    path = folder / "summary.json"
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {"workers": [], "faults": []}
+
+
+def _slots_broken(summary: Mapping[str, Any], duration_s: float) -> list[str]:
+    if not summary["workers"]:
+        return ["there is no summary"]
+    late = {fault["target"] for fault in summary["faults"] if fault["fate"] == "not_back"}
+    found = []
+    for row in summary["workers"]:
+        state, reason = row["state"], row["reason"]
+        if state in {"RUNNING", "BACKOFF"} or row["slot"] in late or row["node"] in late:
+            continue
+        if state != "QUARANTINED":
+            found.append(f"{row['slot']} ended {state} ({reason}), and no fault under way explains it")
+        elif not reason.strip():
+            found.append(f"{row['slot']} ended QUARANTINED without a reason")
+    return found + [
+        f"{fault['target']} never came back from the {fault['kind']} of second {fault['at_s']:.0f}"
+        for fault in summary["faults"]
+        if fault["fate"] == "not_back"
+        and fault["at_s"] < duration_s - _BACK_WITHIN_S
+        and "ended again" not in fault["became"]
+    ]
+
+
+def _books_broken(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [
+        f"{row['slot']}: {row['witnessed']} steps were done, {row['steps_ok']} counted and at most "
+        f"{row['lost_at_most']} lost"
+        for row in rows
+        if not row["steps_ok"] <= row["witnessed"] <= row["steps_ok"] + row["lost_at_most"]
+    ]
+
+
+def _faults_broken(summary: Mapping[str, Any]) -> list[str]:
+    return [
+        f"fault {fault['number']} ({fault['kind']} at {fault['target']}) has no outcome: {fault['became']}"
+        for fault in summary["faults"]
+        if fault["fate"] == "pending" or fault["became"] == "under way" or not fault["became"]
+    ]
+
+
+def _head_broken(looks: Sequence[Look], duration_s: float) -> list[str]:
+    if duration_s < _JUDGED_FROM_S:
+        return []
+    limits = {"rss_bytes": _RSS_GROWTH_BYTES, "fds": _FDS_GROWTH, "threads": _THREADS_GROWTH}
+    found = []
+    for name, least in {**limits, "zombies": _ZOMBIES_GROWTH}.items():
+        second, last = _quarters(looks, name)
+        if last > second + max(least, (_GROWTH - 1.0) * second):
+            found.append(f"the head's {name} grew from {second:,.0f} in the second quarter to {last:,.0f} in the last")
+    return found
+
+
+def _family_broken(looks: Sequence[Look], stored: StoredRun) -> list[str]:
+    nodes, slots = len(stored.facts.nodes_planned), len(stored.slots)
+    bound = _PROCESSES + _PROCESSES_A_NODE * nodes + _PROCESSES_A_SLOT * slots
+    most = max((look.processes for look in looks), default=0)
+    return [f"{most} processes at once; {nodes} nodes and {slots} workers need {bound}"] if most > bound else []
+
+
+def _quarters(looks: Sequence[Look], name: str) -> tuple[float, float]:
+    """Return the medians over the second and the last quarter of the planned time."""
+    end_s = max((look.elapsed_s for look in looks), default=0.0)
+    second = [getattr(look, name) for look in looks if 0.25 * end_s <= look.elapsed_s < 0.5 * end_s]
+    last = [getattr(look, name) for look in looks if 0.75 * end_s <= look.elapsed_s < end_s]
+    return (statistics.median(second), statistics.median(last)) if second and last else (0.0, 0.0)
+
+
+def _figures(
+    summary: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    looks: Sequence[Look],
+    sampled_at_s: Sequence[float],
+    slots: int,
+) -> dict[str, Any]:
+    faults = summary["faults"]
+    struck = [fault for fault in faults if fault["fate"] != "moot"]
+    gaps = [after - before for before, after in itertools.pairwise(sampled_at_s)]
+    kinds = _kinds(faults)
+    return {
+        "outcome": summary.get("outcome"),
+        "exit_code": summary.get("exit_code"),
+        "strikes_and_nodes": sum(fault["kind"] not in {"oom", "raise"} for fault in struck),
+        "failed_steps": sum(fault["count"] for fault in struck if fault["kind"] in {"oom", "raise"}),
+        "kinds": kinds,
+        "slots": list(rows),
+        "steps_ok": sum(row["steps_ok"] for row in rows),
+        "steps_lost_at_most": sum(row["lost_at_most"] for row in rows),
+        "steps_really_lost": sum(row["really_lost"] for row in rows),
+        "restarts": summary.get("restart_count"),
+        "quarantined": {row["slot"]: row["reason"] for row in rows if row["state"] == "QUARANTINED"},
+        **{
+            f"head_{name}_{when}": value
+            for name in ("rss_bytes", "fds", "threads", "zombies")
+            for when, value in zip(("second_quarter", "last_quarter"), _quarters(looks, name), strict=True)
+        },
+        "processes_most": max((look.processes for look in looks), default=0),
+        "samples": len(sampled_at_s) * slots,
+        "samples_expected": slots * (sampled_at_s[-1] - sampled_at_s[0]) if sampled_at_s else 0,
+        "longest_gap_s": max(gaps, default=0.0),
+    }
+
+
+def _kinds(faults: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a line for each kind: how many, what became of them, how long until the slot or node was back."""
+    counts: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
+    took_s: defaultdict[str, list[float]] = defaultdict(list)
+    for fault in faults:
+        counts[fault["kind"]][fault["fate"]] += fault["count"]
+        if fault["recovered_s"] is not None:
+            took_s[fault["kind"]].append(fault["recovered_s"])
+    return [
+        {
+            "kind": kind,
+            **{fate: by_fate[fate] for fate in ("survived", "recovered", "given_up", "not_back", "moot")},
+            "recovered_p50_s": percentile(took_s[kind], 0.5) if took_s[kind] else None,
+            "recovered_p99_s": percentile(took_s[kind], 0.99) if took_s[kind] else None,
+        }
+        for kind, by_fate in counts.items()
+    ]

@@ -1,0 +1,182 @@
+"""A head that is killed, whose disk is full, read-only or locked; and faults that nobody may ask of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from orchestrator.watch.archive import StoredRun, read_run
+from orchestrator.watch.records import STORE_NAME
+from tests.cluster.conftest import ROOT, Head, Starter, wait_for
+
+pytestmark = pytest.mark.ray
+
+ONE_EACH = ("--set", "nodes.pc1.workers=1", "--set", "nodes.pc2.workers=1")
+
+#: A place where this user may mount something, seen by the command alone.
+UNSHARED = ("unshare", "--map-root-user", "--mount")
+
+needs_mounts = pytest.mark.skipif(
+    subprocess.run([*UNSHARED, "true"], capture_output=True, check=False).returncode != 0,
+    reason="mounting in a namespace of one's own (`unshare -rm`) is not permitted here",
+)
+
+
+def ask(*arguments: str, runs: Path) -> tuple[int, str, str]:
+    """Ask something about the runs in a folder; return exit code, standard output and standard error."""
+    command = [sys.executable, "-m", "orchestrator", *arguments, "--run-dir", str(runs)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def stored_when(head: Head, elapsed_s: float) -> StoredRun:
+    """What the store knows when the run has counted for so long."""
+    head.wait_until_running(2)
+    folder = head.folder()
+    wait_for(lambda: read_run(folder).elapsed_s >= elapsed_s, 60, f"{elapsed_s} s of the run")
+    return read_run(folder)
+
+
+def test_a_killed_head_leaves_a_run_that_another_head_brings_to_its_end(start: Starter) -> None:
+    head = start("--rehearse", "--duration", "11s", "--json", *ONE_EACH)
+    stored_when(head, 4.0)
+    head.process.kill()
+    head.process.wait()
+    folder, runs = head.folder(), head.runs
+    left = read_run(folder)
+    assert 4.0 <= left.elapsed_s < 11.0
+
+    code, out, err = ask("runs", "--json", runs=runs)
+    assert code == 0, err
+    (listed,) = json.loads(out)["runs"]
+    assert (listed["run_id"], listed["outcome"], listed["exit_code"]) == (folder.name, "interrupted", None)
+    code, out, err = ask("report", "--text", runs=runs)
+    assert code == 0, err
+    assert folder.name in out
+    assert "interrupted" in out
+    assert f"run --resume {folder.name}" in ask("runs", runs=runs)[1]
+
+    before = len(head.events())
+    again = start("--resume", folder.name, "--json", runs=runs)
+    again.wait_until_running(2, after=before)
+    code, out, err = ask("run", "--resume", folder.name, runs=runs)
+    assert code == 2, out + err
+    assert "is under way" in err
+    code, out, err = again.finish()
+    assert code == 0, out + err
+    summary = json.loads(out)
+    assert summary == again.summary()
+    assert (summary["run_id"], summary["outcome"]) == (folder.name, "good")
+    assert summary["duration_s"] == pytest.approx(11.0, abs=0.5)
+    assert summary["steps_lost_upper_bound"] >= sum(slot.steps_at_risk for slot in left.slots) > 0
+    rows = {row["slot"]: row for row in summary["workers"]}
+    for slot in left.slots:
+        assert rows[slot.slot]["steps_ok"] > slot.counters["steps_ok"] > 0
+        assert all(rows[slot.slot][name] >= slot.counters[name] for name in ("oom_count", "restarts", "steps_oom"))
+    ended = read_run(folder)
+    assert (ended.outcome, ended.exit_code, ended.heads, ended.incomplete) == ("good", 0, 2, False)
+
+    code, out, err = ask("run", "--resume", folder.name, runs=runs)
+    assert code == 2
+    assert "has worked all of its 11 s" in err
+    assert ask("report", "--json", runs=runs)[1].strip() == json.dumps(summary, indent=2)
+
+
+def fill(place: Path) -> None:
+    """Write until the disk is full."""
+    with (place / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+        while filler.write(bytes(4096)):
+            pass
+
+
+@needs_mounts
+def test_a_full_disk_does_not_end_a_run_and_is_told(start: Starter, short_tmp: Path) -> None:
+    disk = short_tmp / "disk"
+    disk.mkdir()
+    mounted = (*UNSHARED, "sh", "-c", f'mount -t tmpfs -o size=2m none {disk} && exec "$@"', "sh")
+    head = start("--rehearse", "--duration", "8s", "--json", *ONE_EACH, runs=disk / "runs", before=mounted)
+    # Only the head and whoever asks through it see what is mounted.
+    head.runs = Path(f"/proc/{head.process.pid}/root{head.runs}")
+    stored_when(head, 2.0)
+    fill(head.runs)
+    full_at_s = time.monotonic()
+    code, out, err = head.finish()
+    assert time.monotonic() - full_at_s > 4.0, "it went on to its end"
+    summary = json.loads(out)
+    assert (code, summary["exit_code"], summary["outcome"]) == (1, 1, "degraded"), err
+    assert summary["duration_s"] == pytest.approx(8.0, abs=0.5)
+    assert any("the record of the run cannot be written to" in notice for notice in summary["notices"])
+    assert all(row["state"] == "RUNNING" and row["restarts"] == 0 for row in summary["workers"])
+    assert "Traceback" not in err
+
+
+@needs_mounts
+def test_a_run_folder_that_becomes_read_only_does_not_end_a_run_and_is_told(start: Starter) -> None:
+    head = start("--rehearse", "--duration", "9s", "--plain", *ONE_EACH, before=UNSHARED)
+    known = stored_when(head, 2.0)
+    folder = head.folder()
+    inside = ["nsenter", f"--target={head.process.pid}", "--user", "--mount", "--preserve-credentials"]
+    read_only = f"mount --bind {head.runs} {head.runs} && mount -o remount,bind,ro {head.runs}"
+    subprocess.run([*inside, "sh", "-c", read_only], check=True, capture_output=True, timeout=30)
+    # What is open stays writable; whoever must open it again finds out. A lock makes the store open it again.
+    with contextlib.closing(sqlite3.connect(folder / STORE_NAME, isolation_level=None)) as store:
+        store.execute("BEGIN EXCLUSIVE")
+        time.sleep(2)
+        store.execute("ROLLBACK")
+    code, out, err = head.finish()
+    assert code == 1, out + err
+    assert "! the record of the run cannot be written to" in out
+    assert "Outcome: degraded. Summary: not written" in err
+    assert "Read-only file system" in err
+    assert "Traceback" not in out + err
+    left = read_run(folder)
+    assert known.elapsed_s <= left.elapsed_s < 9.0
+    assert left.outcome == "interrupted", "as far as anybody can know who was not there"
+
+
+def test_a_store_that_somebody_locks_for_seconds_does_not_end_a_run_and_the_gap_is_told(start: Starter) -> None:
+    head = start("--rehearse", "--duration", "8s", "--json", *ONE_EACH)
+    stored_when(head, 2.0)
+    folder = head.folder()
+    with contextlib.closing(sqlite3.connect(folder / STORE_NAME, isolation_level=None)) as store:
+        store.execute("BEGIN EXCLUSIVE")
+        time.sleep(4)
+        store.execute("ROLLBACK")
+    code, out, err = head.finish()
+    summary = json.loads(out)
+    assert (code, summary["outcome"]) == (1, "degraded"), err
+    assert summary["duration_s"] == pytest.approx(8.0, abs=0.5)
+    assert all(row["state"] == "RUNNING" and row["restarts"] == 0 for row in summary["workers"])
+    left = read_run(folder)
+    assert (left.outcome, left.exit_code, left.incomplete) == ("degraded", 1, True)
+    counted = {slot.slot: slot.counters["steps_ok"] for slot in left.slots}
+    assert counted == {row["slot"]: row["steps_ok"] for row in summary["workers"]}
+    with contextlib.closing(sqlite3.connect(folder / STORE_NAME)) as store:
+        (events,) = store.execute("SELECT COUNT(*) FROM events").fetchone()
+    assert events == len(head.events()), "events wait for the lock to go"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--chaos", "kill:every=20s"), "--yes-really"),
+        (("--chaos", "node:pc2@3s", "--yes-really"), "only a rehearsal owns the raylets"),
+        (("--rehearse", "--chaos", "node:pc3@3s"), "there is no such node; did you mean pc2?; valid: pc2"),
+        (("--rehearse", "--chaos", "node:pc1@3s"), "its raylet carries the head"),
+    ],
+)
+def test_faults_that_cannot_be_injected_are_refused_before_anything_starts(
+    start: Starter, arguments: tuple[str, ...], sentence: str
+) -> None:
+    head = start("--json", "--duration", "30s", *arguments)
+    code, out, err = head.finish(30)
+    assert code == 2, out + err
+    assert sentence in json.loads(out)["error"]
+    assert not head.runs.exists()

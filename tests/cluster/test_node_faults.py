@@ -1,0 +1,147 @@
+"""Nodes that are gone from one moment to the next, and that come back, with too little or with all they had."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from typing import Any
+
+import psutil
+import pytest
+
+from orchestrator.commands import NODE_MARK
+from orchestrator.watch.archive import read_run
+from tests.cluster.conftest import SMALL, ByHand, Starter, at_unix_s, descendants, samples, wait_for
+
+pytestmark = pytest.mark.ray
+
+#: What the product promises: a node that is gone is seen, and what a killed head leaves is gone, within 10 s.
+PROMISED_S = 10.0
+
+#: Far too big for every cap: three matrices of this edge need 1.5 GiB, also after scaling. So sizes must be learned.
+TOO_BIG = ("--set", "workload.size=65536", "--set", "run.min_success_rate=0")
+
+_COUNTERS = ("steps_ok", "steps_oom", "steps_error", "oom_count", "emergency_count", "restarts")
+
+
+def states(events: list[dict[str, Any]], slot: str, state: str) -> list[dict[str, Any]]:
+    return [e for e in events if e["event"] == "state" and e["slot"] == slot and e["to_state"] == state]
+
+
+def test_the_slots_of_an_ended_node_are_lost_at_once_and_go_on_where_they_were_when_it_is_back(
+    start: Starter,
+) -> None:
+    workers = ("--set", "nodes.pc1.workers=1", "--set", "nodes.pc2.workers=2")
+    fault = ("--chaos", "node:pc2@3s+3s", "--chaos-seed", "1")
+    head = start("--rehearse", "--duration", "2", "--json", *TOO_BIG, *workers, *fault)
+    wait_for(lambda: states(head.events(), "pc2/0", "LOST"), 60, "LOST of pc2")
+    # Ray takes a quarter of a minute to give up the old node, and only then starts its actors on the new one.
+    before = len(head.events())
+    head.wait_until_running(2, within_s=60, after=before)
+    head.process.send_signal(signal.SIGINT)
+    code, out, err = head.finish()
+    assert code == 130, out + err
+    summary, events = json.loads(out), head.events()
+    (ended,) = [event for event in events if event["event"] == "chaos_node_ended"]
+    (left,) = [event for event in events if event["event"] == "node_left"]
+    assert left["node"] == "pc2"
+    rows = {row["slot"]: row for row in summary["workers"]}
+    taken = samples(head.folder())
+    for slot in ("pc2/0", "pc2/1"):
+        (lost,) = states(events, slot, "LOST")
+        assert at_unix_s(lost) - at_unix_s(ended) <= PROMISED_S
+        assert rows[slot]["state"] == "RUNNING"
+        before = [sample for sample in taken[slot] if sample["at_unix_s"] <= at_unix_s(ended)]
+        assert before[-1]["oom_count"] > 0, "something was learned before the node was ended"
+        assert rows[slot]["size"] == before[-1]["size"] < 16384
+        assert rows[slot]["oom_count"] == before[-1]["oom_count"], "and it was not learned again"
+        assert rows[slot]["steps_ok"] > before[-1]["steps_ok"]
+    for slot, lines in taken.items():
+        for counter in _COUNTERS:
+            values = [line[counter] for line in lines] + [rows[slot][counter]]
+            assert values == sorted(values), (slot, counter)
+
+    assert rows["pc1/0"]["restarts"] == 0
+    assert states(events, "pc1/0", "LOST") == states(events, "pc1/0", "RESTARTING") == []
+    steps = [line["steps_ok"] for line in taken["pc1/0"] if line["at_unix_s"] >= at_unix_s(ended)]
+    assert steps[-1] > steps[0]
+
+    (told,) = summary["faults"]
+    assert (told["kind"], told["target"], told["fate"]) == ("node", "pc2", "recovered")
+    assert told["recovered_s"] >= 3.0
+    assert summary["steps_lost_upper_bound"] > 0
+
+
+def raylet_of(node: str) -> psutil.Process:
+    """The raylet that `up` started for a node."""
+    (found,) = [p for p in descendants() if p.name() == "raylet" and p.environ().get(NODE_MARK) == node]
+    return found
+
+
+def test_a_raylet_that_is_killed_comes_back_once_it_offers_enough_and_a_killed_head_leaves_the_raylets_alone(
+    start: Starter, by_hand: ByHand
+) -> None:
+    by_hand.arguments = (*by_hand.arguments, *SMALL)
+    by_hand.type_what_up_prints("pc1")
+    by_hand.type_what_up_prints("pc2")
+    head = start("--duration", "10", "--json", *by_hand.arguments, environment=by_hand.environment)
+    head.wait_until_running(3)
+    folder = head.folder()
+
+    raylet_of("pc2").kill()
+    killed_at_s = time.time()
+    lost = wait_for(lambda: states(head.events(), "pc2/0", "LOST"), 30, "LOST of pc2/0")
+    assert at_unix_s(lost[0]) - killed_at_s <= PROMISED_S
+
+    script = by_hand.orchestrator("up", "pc2")
+    assert "--num-cpus=4" in script
+    by_hand.type(script.replace("--num-cpus=4", "--num-cpus=2"))
+
+    def refused() -> bool:
+        return any("pc2 cannot be used: pc2 offers 2 CPUs" in notice for notice in read_run(folder).notices)
+
+    wait_for(refused, 30, "refusal of pc2")
+    stored = {slot.slot: slot for slot in read_run(folder).slots}
+    assert "offers 2 CPUs, the plan needs" in stored["pc2/0"].reason
+    assert "pc2 offers 2 CPUs" in next(e["reason"] for e in head.events() if e["event"] == "node_refused")
+    steps_ok = stored["pc1/0"].counters["steps_ok"]
+    wait_for(
+        lambda: {slot.slot: slot for slot in read_run(folder).slots}["pc1/0"].counters["steps_ok"] > steps_ok,
+        30,
+        "work on pc1 beside the refused node",
+    )
+
+    by_hand.stop_node("pc2")
+    before = len(head.events())
+    by_hand.type_what_up_prints("pc2")
+    wait_for(lambda: states(head.events()[before:], "pc2/0", "RUNNING"), 60, "work on pc2")
+    assert [e for e in head.events() if e["event"] == "state" and e["slot"] in {"pc1/0", "pc1/1"}][2:] == []
+
+    raylets = {raylet_of("pc1").pid, raylet_of("pc2").pid}
+    opened = {e["slot"]: e["pid"] for e in head.events() if e["event"] == "device_opened"}
+    assert sorted(opened) == ["pc1/0", "pc1/1", "pc2/0"]
+    assert all(psutil.pid_exists(pid) for pid in opened.values())
+    head.process.kill()
+    head.process.wait()
+    workers = set(opened.values())
+    wait_for(lambda: not workers & {process.pid for process in descendants()}, PROMISED_S, "end of the workers")
+    assert {raylet_of("pc1").pid, raylet_of("pc2").pid} == raylets
+    stored_run = read_run(folder)
+    assert stored_run.was_killed
+
+    before = len(head.events())
+    again = start("--resume", folder.name, "--json", runs=head.runs, environment=by_hand.environment)
+    again.wait_until_running(3, after=before)
+    os.kill(again.process.pid, signal.SIGINT)
+    code, out, err = again.finish()
+    assert code == 130, out + err
+    summary = json.loads(out)
+    assert summary["run_id"] == folder.name
+    assert summary["duration_s"] > stored_run.elapsed_s
+    rows = {row["slot"]: row for row in summary["workers"]}
+    for slot in stored_run.slots:
+        assert rows[slot.slot]["steps_ok"] > slot.counters["steps_ok"]
+        assert rows[slot.slot]["restarts"] >= slot.counters["restarts"]
+    assert {raylet_of("pc1").pid, raylet_of("pc2").pid} == raylets

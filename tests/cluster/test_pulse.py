@@ -1,0 +1,221 @@
+"""Whether nodes answer: real sockets on the loopback, and a clock that the test turns.
+
+No Ray. Nothing here sleeps: a loopback connection is through, or refused, when `connect` returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cluster.pulse import Pulse
+
+Address = tuple[str, int]
+
+#: What the module promises: silent after so many refusals, or so long without an answer.
+REFUSALS = 2
+PATIENCE_S = 5.0
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="counts the descriptors and fills the queues of Linux")
+
+
+class Raylet:
+    """A listening socket that takes every connection that was made to it, as a raylet does."""
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self.socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        self.socket.bind((host, 0))
+        self.socket.listen(16)
+        self.socket.setblocking(False)
+        self.address: Address = (host, self.socket.getsockname()[1])
+
+    def take(self) -> int:
+        """Accept and close what has come; return how many."""
+        taken = 0
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self.socket.accept()[0].close()
+                taken += 1
+        return taken
+
+    def end(self) -> None:
+        """End as a killed process does: its port is closed at once."""
+        self.socket.close()
+
+
+@pytest.fixture
+def raylet() -> Iterator[Raylet]:
+    """One that answers, until the test ends it."""
+    made = Raylet()
+    yield made
+    made.end()
+
+
+class Watch:
+    """Looks once a second, by its own clock."""
+
+    def __init__(self, **addresses: Address) -> None:
+        self.pulse = Pulse()
+        self.addresses = addresses
+        self.now_s = 1000.0
+
+    def look(self, *, later_s: float = 1.0) -> frozenset[str]:
+        self.now_s += later_s
+        return self.pulse.silent(self.addresses, self.now_s)
+
+    def end(self) -> None:
+        """Ask nobody any more, which closes what is under way."""
+        assert self.pulse.silent({}, self.now_s) == frozenset()
+
+
+@contextlib.contextmanager
+def deaf() -> Iterator[Address]:
+    """Give an address that neither accepts nor refuses: the queue of its socket is full."""
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(socket.socket())
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(0)
+        address: Address = listening.getsockname()
+        for _ in range(8):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(address)
+        yield address
+
+
+def test_a_node_that_listens_answers_and_is_asked_once_a_look(raylet: Raylet) -> None:
+    watch = Watch(pc1=raylet.address)
+    for _ in range(10):
+        assert watch.look() == frozenset()
+        assert raylet.take() == 1
+
+
+def test_a_node_whose_port_is_closed_is_silent_after_two_refusals(raylet: Raylet) -> None:
+    watch = Watch(pc1=raylet.address)
+    watch.look()
+    raylet.end()
+    for _ in range(REFUSALS - 1):
+        assert watch.look(later_s=0.1) == frozenset()
+    for _ in range(5):
+        assert watch.look(later_s=0.1) == {"pc1"}
+
+
+def test_a_node_that_listens_again_answers_again(raylet: Raylet) -> None:
+    watch = Watch(pc1=raylet.address)
+    watch.look()
+    raylet.end()
+    for _ in range(REFUSALS):
+        watch.look()
+    with socket.create_server(raylet.address):
+        assert watch.look() == frozenset()
+    assert watch.look() == frozenset(), "the refusals of before are forgotten"
+    assert watch.look() == {"pc1"}
+
+
+def test_only_the_node_that_is_gone_is_silent(raylet: Raylet) -> None:
+    other = Raylet()
+    watch = Watch(pc1=raylet.address, pc2=other.address)
+    watch.look()
+    other.end()
+    assert [watch.look() for _ in range(3)] == [frozenset(), {"pc2"}, {"pc2"}]
+
+
+@linux_only
+def test_a_node_that_takes_no_connection_is_silent_only_after_the_patience(raylet: Raylet) -> None:
+    watch = Watch(pc1=raylet.address)
+    watch.look()
+    answered_at_s = watch.now_s
+    with deaf() as address:
+        watch.addresses = {"pc1": address}
+        while watch.now_s + 0.5 <= answered_at_s + PATIENCE_S:
+            assert watch.look(later_s=0.5) == frozenset()
+        assert watch.look(later_s=0.5) == {"pc1"}
+        watch.addresses = {"pc1": raylet.address}
+        # One attempt is still at the deaf door; when it is given up the next one finds the node.
+        assert [watch.look() for _ in range(4)][-1] == frozenset()
+
+
+@linux_only
+def test_a_node_that_never_answered_is_never_silent(raylet: Raylet) -> None:
+    raylet.end()
+    with deaf() as address:
+        watch = Watch(refuses=raylet.address, deaf=address)
+        for _ in range(60):
+            assert watch.look() == frozenset()
+        watch.end()
+
+
+@linux_only
+def test_after_this_process_was_suspended_nobody_is_lost_for_that() -> None:
+    raylets = [Raylet() for _ in range(3)]
+    watch = Watch(**{f"pc{index}": raylet.address for index, raylet in enumerate(raylets)})
+    watch.look()
+    assert watch.look(later_s=60) == frozenset()
+    # Nor is a node that happens to be slow just then: its patience begins anew.
+    with deaf() as address:
+        watch.addresses = {**watch.addresses, "pc0": address}
+        assert watch.look(later_s=60) == frozenset()
+        assert [watch.look() for _ in range(5)] == [frozenset()] * 5
+        assert watch.look() == {"pc0"}
+        watch.end()
+    for raylet in raylets:
+        raylet.end()
+
+
+def test_a_node_that_ended_while_this_process_was_suspended_is_found_out(raylet: Raylet) -> None:
+    watch = Watch(pc1=raylet.address)
+    watch.look()
+    raylet.end()
+    assert watch.look(later_s=60) == frozenset()
+    assert watch.look() == {"pc1"}
+
+
+def test_a_node_that_is_no_longer_named_is_forgotten_and_known_anew_without_its_past(raylet: Raylet) -> None:
+    watch = Watch(pc1=raylet.address)
+    watch.look()
+    raylet.end()
+    watch.look()
+    assert watch.look() == {"pc1"}
+    watch.addresses = {}
+    assert watch.look() == frozenset()
+    watch.addresses = {"pc1": raylet.address}
+    assert [watch.look() for _ in range(5)] == [frozenset()] * 5
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@linux_only
+def test_a_thousand_looks_leave_no_descriptor_behind(raylet: Raylet) -> None:
+    ended = Raylet()
+    with deaf() as address:
+        watch = Watch(answers=raylet.address, refuses=ended.address, deaf=address)
+        watch.look()
+        ended.end()
+        # One attempt may be under way for each node.
+        most = open_descriptors() + len(watch.addresses)
+        for _ in range(1000):
+            watch.look()
+            raylet.take()
+            assert open_descriptors() <= most
+        watch.end()
+        assert open_descriptors() <= most - 3
+
+
+def test_a_node_with_an_address_of_the_newer_kind_is_asked_there() -> None:
+    try:
+        raylet = Raylet("::1")
+    except OSError as error:
+        pytest.skip(f"no IPv6 on this machine: {error}")
+    watch = Watch(pc1=raylet.address)
+    assert watch.look() == frozenset()
+    assert raylet.take() == 1
+    raylet.end()
+    watch.look()
+    assert watch.look() == {"pc1"}

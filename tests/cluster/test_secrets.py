@@ -1,0 +1,59 @@
+"""The token of a rehearsal stays in its file while the rehearsal lives, and goes with it."""
+
+from __future__ import annotations
+
+import contextlib
+import stat
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cluster.conftest import SMALL, Starter, wait_for
+
+pytestmark = pytest.mark.ray
+
+
+def command_lines(root: psutil.Process) -> list[str]:
+    """What `ps` shows of a process and everything below it."""
+    lines = []
+    for process in (root, *root.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):  # it ended meanwhile
+            lines.append(" ".join(process.cmdline()))
+    return lines
+
+
+def holders(folder: Path, secret: str) -> list[Path]:
+    """Return the files below `folder` in which `secret` stands."""
+    found = []
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # a socket, or gone meanwhile
+            if path.is_file() and secret.encode() in path.read_bytes():
+                found.append(path)
+    return found
+
+
+def test_the_token_of_a_rehearsal_is_in_its_file_alone(start: Starter, short_tmp: Path) -> None:
+    head = start("--rehearse", "--duration", "4s", "--plain", *SMALL)
+    head.wait_until_running(3)
+    token = wait_for(lambda: next(iter(short_tmp.glob("orch-*/auth_token")), None), 10, "the token")
+    secret = token.read_text(encoding="ascii")
+    assert len(secret) == 64
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert stat.S_IMODE(token.parent.stat().st_mode) == 0o700
+
+    lines = command_lines(psutil.Process(head.process.pid))
+    assert sum("raylet" in line for line in lines) >= 2, lines
+    assert [line for line in lines if secret in line] == []
+    logs = [path for path in token.parent.glob("ray/session_*/logs/*") if path.is_file()]
+    assert any(path.stat().st_size for path in logs), "Ray has written its logs"
+    assert holders(short_tmp, secret) == [token]
+    assert head.process.poll() is None, "all this while it ran"
+
+    code, out, err = head.finish()
+    assert code == 0, out + err
+    assert "Run folder:" in err
+    assert secret not in out + err
+    assert (head.folder() / "summary.json").exists()
+    assert holders(short_tmp, secret) == []
+    assert not token.exists()

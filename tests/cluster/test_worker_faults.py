@@ -1,0 +1,207 @@
+"""Workers that crash, leave, leak or eat the PC's memory, for real; and what becomes of their slots and their card."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+
+from orchestrator.watch.archive import read_run
+from tests.cluster.conftest import Starter, wait_for
+
+pytestmark = pytest.mark.ray
+
+GIB = 2**30
+
+#: Every slot has its own way to fail, told apart by the seed, which counts the slots.
+_FAULTS = """
+import ctypes, mmap, os, time
+import torch
+from workers.workloads.base import StepResult, Workload
+
+MIB = 2**20
+
+
+def once(name):
+    try:
+        os.mkdir(os.path.join({folder!r}, name))
+    except FileExistsError:
+        return False
+    return True
+
+
+class Fine(Workload):
+    def __init__(self, context):
+        super().__init__(context)
+        self.steps = 0
+        self.kept = []
+        self.grown_at = 0.0
+
+    def step(self, size, batch):
+        self.steps += 1
+        torch.ones(256, 256) @ torch.ones(256, 256)
+        time.sleep(0.05)
+        self.fail(self.context.seed)
+        return StepResult(flop=2.0 * 256**3)
+
+    def fail(self, seed):
+        pass
+
+    def release(self):
+        pass
+
+    def keep(self, mib):
+        # Shared memory is outside the cap: RLIMIT_DATA counts what is private.
+        block = mmap.mmap(-1, mib * MIB)
+        for _ in range(mib):
+            block.write(b"x" * MIB)
+        self.kept.append(block)
+
+
+class BySlot(Fine):
+    def fail(self, seed):
+        if seed == 0 and self.steps == 20 and once("crashed"):
+            ctypes.string_at(0)
+        if seed == 1 and self.steps == 20 and once("left"):
+            os._exit(3)
+        if seed in (2, 3) and time.monotonic() - self.grown_at >= 0.5:
+            self.grown_at = time.monotonic()
+            if seed == 2:
+                self.keep(20)
+            elif len(self.kept) < 14:
+                self.keep(10)
+        if seed >= 4 and self.steps == 10:
+            os._exit(3)
+
+
+class NeverOnTheSecond(Fine):
+    def fail(self, seed):
+        if seed >= 1:
+            os._exit(3)
+
+
+class Unbuildable(Fine):
+    def __init__(self, context):
+        raise KeyError("no such column")
+
+
+class Greedy(Fine):
+    def fail(self, seed):
+        if seed == 0 and self.steps == 20 and once("greedy"):
+            while len(self.kept) * 64 * MIB < {most_bytes}:
+                self.keep(64)
+            time.sleep(20)
+"""
+
+
+def write_faults(folder: Path, most_bytes: int = 0) -> None:
+    (folder / "faults.py").write_text(_FAULTS.format(folder=str(folder), most_bytes=most_bytes))
+
+
+def test_crashed_and_leaking_workers_are_replaced_and_a_card_on_which_all_die_is_given_up(
+    start: Starter, short_tmp: Path
+) -> None:
+    write_faults(short_tmp)
+    slots = ("--set", "nodes.pc1.workers=4", "--set", "nodes.pc2.workers=2")
+    leaks = ("--set", "run.slice_s=0.5", "--set", "run.leak_flag_mib=30", "--set", "run.leak_limit_mib=100")
+    workload = ("--workload", "faults:BySlot", "--duration", "18s")
+    head = start("--rehearse", "--json", *workload, *slots, *leaks, cwd=short_tmp)
+    code, out, err = head.finish()
+    assert code == 1, out + err
+    summary = json.loads(out)
+    assert summary["outcome"] == "degraded"
+    assert summary["steps_error"] == summary["oom_count"] == 0
+    events = head.events()
+    rows = {row["slot"]: row for row in summary["workers"]}
+
+    def causes(slot: str) -> list[str]:
+        states = [e for e in events if e["event"] == "state" and e["slot"] == slot]
+        return [e["cause"] for e in states if e["to_state"] == "RESTARTING"]
+
+    for slot in ("pc1/0", "pc1/1"):
+        assert rows[slot]["restarts"] == 1, rows[slot]
+        assert rows[slot]["state"] == "RUNNING"
+        (cause,) = causes(slot)
+        assert cause.startswith("its process ended")
+
+    leaky, slightly = rows["pc1/2"], rows["pc1/3"]
+    assert len(causes("pc1/2")) == leaky["restarts"] >= 1
+    assert all("its memory grew by" in cause and "was replaced" in cause for cause in causes("pc1/2"))
+    assert leaky["state"] in {"RUNNING", "RESTARTING"}
+    assert slightly["restarts"] == 0
+    assert slightly["state"] == "RUNNING"
+    told = [event["slot"] for event in events if event["event"] == "leak"]
+    assert set(told) == {"pc1/2", "pc1/3"}
+    assert told.count("pc1/3") == 1
+
+    (condemned,) = [event for event in events if event["event"] == "card_quarantined"]
+    assert condemned["card"].startswith("pc2")
+    for slot in ("pc2/0", "pc2/1"):
+        assert rows[slot]["state"] == "QUARANTINED"
+        assert rows[slot]["reason"] == condemned["reason"]
+        assert rows[slot]["restarts"] >= 3
+    assert slightly["reason"].startswith("LEAK: its memory grew by")
+
+
+def test_a_card_on_which_no_worker_survives_its_first_step_is_given_up_and_the_other_goes_on(
+    start: Starter, short_tmp: Path
+) -> None:
+    write_faults(short_tmp)
+    slots = ("--set", "nodes.pc1.workers=1", "--set", "nodes.pc2.workers=2")
+    patience = ("--set", "run.start_timeout_s=30")
+    workload = ("--workload", "faults:NeverOnTheSecond", "--duration", "3s")
+    head = start("--rehearse", "--json", *workload, *slots, *patience, cwd=short_tmp)
+    code, out, err = head.finish()
+    assert code == 1, out + err
+    rows = {row["slot"]: row for row in json.loads(out)["workers"]}
+    assert rows["pc1/0"]["state"] == "RUNNING"
+    assert rows["pc1/0"]["restarts"] == 0
+    assert rows["pc1/0"]["steps_ok"] > 0
+    for slot in ("pc2/0", "pc2/1"):
+        assert rows[slot]["state"] == "QUARANTINED"
+        assert rows[slot]["restarts"] >= 3
+    (condemned,) = [event for event in head.events() if event["event"] == "card_quarantined"]
+    assert rows["pc2/0"]["reason"] == rows["pc2/1"]["reason"] == condemned["reason"]
+
+
+def test_a_workload_whose_constructor_raises_ends_the_run_with_a_sentence(start: Starter, short_tmp: Path) -> None:
+    write_faults(short_tmp)
+    slots = ("--set", "nodes.pc1.workers=1", "--set", "nodes.pc2.workers=1")
+    head = start("--rehearse", "--duration", "30s", "--workload", "faults:Unbuildable", *slots, cwd=short_tmp)
+    code, out, err = head.finish()
+    assert code == 3, out + err
+    sentence = err.strip().splitlines()[-1]
+    assert "cannot start: KeyError: " in sentence
+    assert "no such column" in sentence
+    assert "Traceback" not in out + err
+    assert head.summary()["outcome"] == "failed"
+    assert sentence in head.summary()["error"]
+
+
+def test_a_worker_that_eats_the_ram_is_ended_by_ray_and_told_apart_from_a_crash(
+    start: Starter, short_tmp: Path
+) -> None:
+    memory = psutil.virtual_memory()
+    room_bytes = 5 * GIB  # for the cluster itself, and for what else begins on this machine meanwhile
+    if memory.available < 2 * room_bytes:
+        pytest.skip(f"needs {2 * room_bytes / GIB:.0f} GiB of free RAM, to fill a part of it")
+    write_faults(short_tmp, most_bytes=room_bytes + 2 * GIB)
+    threshold = (memory.total - memory.available + room_bytes) / memory.total
+    slots = ("--set", "nodes.pc1.workers=2", "--set", "nodes.pc2.workers=1")
+    workload = ("--workload", "faults:Greedy", "--duration", "20s")
+    environment = {"RAY_memory_usage_threshold": f"{threshold:.4f}"}
+    head = start("--rehearse", "--json", *workload, *slots, cwd=short_tmp, environment=environment)
+    head.wait_until_running(3)
+    reason = "Ray ended its process because the PC's RAM was nearly full"
+    # Ray may also end those who only stand beside it, and it tells the reason a little later than the death.
+    wait_for(lambda: reason in [slot.reason for slot in read_run(head.folder()).slots], 60, "a death for want of RAM")
+    code, out, _ = head.finish()
+    rows = {row["slot"]: row for row in json.loads(out)["workers"]}
+    told = [event["text"] for event in head.events() if event["event"] == "death_explained"]
+    assert code == 0, told
+    assert any("memory" in text for text in told)
+    assert (short_tmp / "greedy").exists()
+    assert rows["pc1/0"]["restarts"] >= 1
+    assert all(row["state"] == "RUNNING" and row["steps_ok"] > 0 for row in rows.values()), rows

@@ -1,0 +1,418 @@
+"""Hostile names run no command and leave no folder; secrets stay in their file, which nobody else can read.
+
+Commands are really run, with recording stand-ins for `ray` and `scp`. The secrets of a whole rehearsal are looked for
+in `tests/cluster/test_secrets.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import os
+import shlex
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.cluster.auth import use_private_token
+from orchestrator.config import load_config
+from orchestrator.errors import ConfigError
+from orchestrator.nodes import command_for, execute
+
+ROOT = Path(__file__).parents[2]
+SECRET = "5ec3e7" * 11
+
+#: Writes down how it was called; as `ray` it makes and shows a token as Ray does, as `scp` it brings one.
+STAND_IN = f"""#!{sys.executable}
+import json, os, stat, sys
+name, token = os.path.basename(sys.argv[0]), os.path.expanduser("~/.ray/auth_token")
+if sys.argv[1:] == ["get-auth-token", "--generate"]:
+    os.makedirs(os.path.dirname(token), exist_ok=True)
+    open(token, "w").write("{SECRET}")
+    print("{SECRET}")
+if name == "scp":
+    open(sys.argv[-1], "w").write("{SECRET}")
+mode = stat.S_IMODE(os.stat(token).st_mode) if os.path.exists(token) else None
+with open(os.environ["CALLS"], "a") as calls:
+    print(json.dumps({{"argv": [name, *sys.argv[1:]], "token_mode": mode}}), file=calls)
+"""
+
+#: Pass validation, and are as odd as that allows.
+NODE_NAMES = ("0", "a..b", "a--b", "a-_.b", "1.2.3.4", "n" * 63)
+HOSTS = ("0", "A", "a-b.c", "192.168.1.10", "[fe80::2]", "x" * 63 + ".lan", "1..2")
+
+#: Do not pass validation anywhere, but may be typed as `--head-address`.
+COMMANDS = (
+    "$(touch owned)",
+    "`touch owned`",
+    "h;touch owned",
+    "h|touch owned",
+    "h&touch owned",
+    "h\ntouch owned",
+    "h'; touch owned; '",
+    'h"; touch owned; "',
+    "-oProxyCommand=touch owned",
+    "h>owned",
+    "~root",
+    "*",
+    "h #",
+    "\\",
+    "${IFS}touch${IFS}owned",
+)
+
+
+class Desk:
+    """A user's shell in an empty folder, with stand-ins for what would reach other PCs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.home, self.here = folder / "home", folder / "here"
+        tools = folder / "tools"
+        for path in (self.home, self.here, tools):
+            path.mkdir()
+        for name in ("ray", "scp"):
+            (tools / name).write_text(STAND_IN)
+            (tools / name).chmod(0o700)
+        self.token = self.home / ".ray" / "auth_token"
+        self._calls = folder / "calls"
+        self.environment = {
+            "HOME": str(self.home),
+            "PATH": f"{tools}:/usr/bin:/bin",
+            "CALLS": str(self._calls),
+            "PYTHONPATH": str(ROOT),
+            "RAY_TMPDIR": str(folder),
+            "TERM": "dumb",
+        }
+
+    def config(self, nodes: dict[str, dict[str, object]], **cluster: object) -> str:
+        """Write a configuration (JSON is YAML) beside the folders and return its path."""
+        usual = {"gpu": "card (x) + y", "workers": 1, "vram_per_worker_gib": 1.0, "vram_gib": 8.0}
+        data = {"cluster": cluster, "nodes": {name: {**usual, **keys} for name, keys in nodes.items()}}
+        path = self.here.parent / "cluster.yaml"
+        path.write_text(json.dumps(data))
+        return str(path)
+
+    def orchestrator(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.run([sys.executable, "-m", "orchestrator", *arguments])
+
+    def run(self, command: list[str], script: str | None = None) -> subprocess.CompletedProcess[str]:
+        """Run with everybody allowed to read what is made, unless the command itself says otherwise."""
+        return subprocess.run(
+            command,
+            input=script,
+            cwd=self.here,
+            env=self.environment,
+            umask=0,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    def calls(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self._calls.read_text().splitlines()] if self._calls.exists() else []
+
+    def assert_untouched(self) -> None:
+        assert list(self.here.iterdir()) == [], "a name ran a command"
+        assert {path.name for path in self.home.iterdir()} <= {".ray"}, "a name ran a command"
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path)
+
+
+def type_script(desk: Desk, script: str) -> subprocess.CompletedProcess[str]:
+    """Let a real shell read what `up` printed, and then run it."""
+    checked = desk.run(["bash", "-n"], script)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    done = desk.run(["bash", "-e", "-u"], script)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.parametrize(("name", "host"), [*zip(NODE_NAMES, HOSTS, strict=False), ("pc2", HOSTS[-1])])
+def test_odd_names_that_are_valid_arrive_as_they_are(desk: Desk, name: str, host: str) -> None:
+    config = desk.config({"head": {"host": host}, name: {"host": host}})
+    for node in ("head", name):
+        printed = desk.orchestrator("up", node, "--config", config)
+        assert printed.returncode == 0, printed.stderr
+        type_script(desk, printed.stdout)
+    started = [call["argv"] for call in desk.calls() if call["argv"][1] == "start"]
+    assert [[word for word in argv if word.startswith("--labels")] for argv in started] == [
+        ["--labels=node=head"],
+        [f"--labels=node={name}"],
+    ]
+    assert f"--address={host}:6379" in started[1]
+    desk.assert_untouched()
+
+
+@pytest.mark.parametrize("address", COMMANDS)
+def test_a_head_address_runs_no_command_whether_printed_or_executed(
+    desk: Desk, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = desk.config({"head": {}, "pc2": {}})
+    printed = desk.orchestrator("up", "pc2", "--config", config, f"--head-address={address}")
+    type_script(desk, printed.stdout)
+    expected = [
+        ["scp", "--", f"{address}:.ray/auth_token", str(desk.token)],
+        ["ray", "start", f"--address={address}:6379"],
+    ]
+    assert [call["argv"][: len(want)] for call, want in zip(desk.calls(), expected, strict=True)] == expected
+    desk.token.unlink()
+
+    # As `--exec` does it; in this process, because beside the real Python lies the real ray.
+    for key, value in desk.environment.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(sys, "executable", str(desk.here.parent / "tools" / "python"))
+    monkeypatch.chdir(desk.here)
+    assert execute(command_for(load_config(config), "pc2", address)) == 0
+    assert [call["argv"][: len(want)] for call, want in zip(desk.calls()[2:], expected, strict=True)] == expected
+    desk.assert_untouched()
+
+
+@pytest.mark.parametrize(
+    ("text", "verb"), [*zip(COMMANDS, itertools.cycle((["plan"], ["up", "pc1"], ["stop"])), strict=False)]
+)
+def test_commands_in_the_configuration_are_refused(desk: Desk, text: str, verb: list[str]) -> None:
+    places: list[tuple[dict[str, dict[str, object]], dict[str, object]]] = [
+        ({"pc1": {}, text: {}}, {}),
+        ({"pc1": {"host": text}}, {}),
+        ({"pc1": {"gpu": text}}, {}),
+        ({"pc1": {}}, {"address": f"{text}:6379"}),
+        ({"pc1": {}}, {"head": text}),
+    ]
+    for nodes, cluster in places:
+        with pytest.raises(ConfigError) as caught:
+            load_config(desk.config(nodes, **cluster))
+        assert all(character.isprintable() or character == "\n" for character in str(caught.value))
+    config = desk.config({"pc1": {}})
+    done = desk.orchestrator(*verb, "--config", config, "--set", f"nodes.{text}.workers=1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Traceback" not in done.stderr
+    assert "\x1b" not in done.stderr
+    desk.assert_untouched()
+
+
+@pytest.mark.parametrize(
+    "tagged",
+    [
+        "!!python/object/apply:os.system ['touch owned']",
+        "!!python/object/new:os.system ['touch owned']",
+        "!!python/object:os.PathLike {}",
+        "!!python/name:os.system ''",
+        "!!python/module:os ''",
+        "!!python/tuple [1]",
+        "!<tag:yaml.org,2002:python/object/apply:os.system> ['touch owned']",
+    ],
+)
+def test_python_in_yaml_is_refused_and_not_run(desk: Desk, tagged: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(desk.here)
+    file = desk.here.parent / "cluster.yaml"
+    for content in (f"nodes: {tagged}\n", f"{tagged}\n", f"nodes: {{pc1: {{gpu: {tagged}}}}}\n", f"? {tagged}\n: 1\n"):
+        file.write_text(content)
+        with pytest.raises(ConfigError):
+            load_config(str(file))
+    done = desk.orchestrator("plan", "--config", str(ROOT / "cluster.yaml"), "--set", f"workload.name={tagged}")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "has the tag" in done.stderr
+    desk.assert_untouched()
+
+
+@pytest.mark.parametrize("folder", ["plain", "a b", "-rf", "~", "$(touch owned)", "`touch owned`", "*", "a/../b", "'"])
+def test_a_run_folder_is_where_it_is_told_and_nowhere_else(desk: Desk, folder: str) -> None:
+    """No cluster is there, so the run ends as soon as its folder is made."""
+    setting = f"run.dir={json.dumps(folder)}"
+    done = desk.orchestrator("run", "--config", str(ROOT / "cluster.yaml"), "--set", setting)
+    assert done.returncode == 3, done.stderr
+    runs = desk.here / folder
+    (made,) = runs.iterdir()
+    files = {path for path in desk.here.rglob("*") if not path.is_dir()}
+    assert {path.name for path in files} >= {"head.json", "summary.json", "events.jsonl"}
+    assert {path.resolve().parent for path in files} == {made.resolve()}
+    assert not any(path.is_symlink() for path in files)
+    assert list(desk.home.iterdir()) == []
+
+
+@pytest.mark.parametrize("character", ["\n", "\x1b", "\x7f", "\x9b", "\x85", "\u202e", "\u2028", "\x00"])
+def test_a_run_folder_that_could_steer_a_terminal_is_refused(character: str) -> None:
+    with pytest.raises(ConfigError, match=r"run\.dir") as caught:
+        load_config(str(ROOT / "cluster.yaml"), [f"run.dir={json.dumps(f'runs{character}x')}"])
+    assert str(caught.value).isprintable()
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_the_head_s_token_is_never_readable_by_others_and_never_shown(desk: Desk) -> None:
+    config = desk.config({"pc1": {}})
+    script = desk.orchestrator("up", "pc1", "--config", config).stdout
+    done = type_script(desk, script)
+    made, started = desk.calls()
+    assert made == {"argv": ["ray", "get-auth-token", "--generate"], "token_mode": 0o600}, "0600 from its first moment"
+    assert desk.token.read_text() == SECRET
+    assert mode(desk.token) == 0o600
+    assert mode(desk.token.parent) & 0o022 == 0
+    assert SECRET not in done.stdout + done.stderr + script + str(started)
+
+
+def test_a_fetched_token_is_never_readable_by_others_and_never_shown(desk: Desk) -> None:
+    config = desk.config({"pc1": {"host": "pc1.lan"}, "pc2": {}})
+    script = desk.orchestrator("up", "pc2", "--config", config).stdout
+    done = type_script(desk, script)
+    fetched, _ = desk.calls()
+    assert fetched["token_mode"] == 0o600
+    assert mode(desk.token) == 0o600
+    assert SECRET not in done.stdout + done.stderr + script + str(desk.calls())
+
+
+@pytest.mark.parametrize("node", ["pc1", "pc2"])
+def test_a_token_that_is_there_is_kept_and_closed_to_others(desk: Desk, node: str) -> None:
+    desk.token.parent.mkdir()
+    desk.token.write_text("mine")
+    desk.token.chmod(0o644)
+    config = desk.config({"pc1": {"host": "pc1.lan"}, "pc2": {}})
+    type_script(desk, desk.orchestrator("up", node, "--config", config).stdout)
+    assert [call["argv"][1] for call in desk.calls()] == ["start"]
+    assert (desk.token.read_text(), mode(desk.token)) == ("mine", 0o600)
+
+
+def test_the_token_ray_really_makes_is_closed_to_others_and_not_shown(desk: Desk) -> None:
+    """The step of the head with the real `ray`, which starts nothing for it."""
+    desk.environment["PATH"] = f"{Path(sys.executable).parent}:/usr/bin:/bin"
+    script = desk.orchestrator("up", "pc1", "--config", desk.config({"pc1": {}})).stdout
+    (make,) = [line for line in script.splitlines() if "get-auth-token" in line]
+    done = desk.run(["bash", "-e", "-c", make])
+    assert done.returncode == 0, done.stderr
+    token = desk.token.read_text()
+    assert len(token) >= 32
+    assert mode(desk.token) == 0o600
+    assert mode(desk.token.parent) & 0o022 == 0
+    assert token not in done.stdout + done.stderr
+
+
+def test_no_verb_shows_the_token_or_writes_it_down(desk: Desk) -> None:
+    desk.token.parent.mkdir()
+    desk.token.write_text(SECRET)
+    desk.environment["RAY_AUTH_TOKEN"] = SECRET
+    shipped = ("--config", str(ROOT / "cluster.yaml"))
+    for arguments, code in (
+        (["plan"], 0),
+        (["plan", "--json"], 0),
+        (["up", "pc1"], 0),
+        (["up", "pc2"], 0),
+        (["stop"], 0),
+        (["run"], 3),
+        (["run", "--json"], 3),
+    ):
+        done = desk.orchestrator(*arguments, *shipped)
+        assert done.returncode == code, done.stderr
+        assert SECRET not in done.stdout + done.stderr
+    written = [path for path in desk.here.rglob("*") if path.is_file()]
+    assert len(written) >= 8, "two runs left their folders"
+    assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
+
+
+def test_a_private_token_is_closed_to_others_and_written_over_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.setenv(name, "before")  # so that it is put back
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second" / "auth_token").symlink_to(tmp_path / "elsewhere")
+    umask = os.umask(0)
+    try:
+        use_private_token(tmp_path)
+        with pytest.raises(FileExistsError):
+            use_private_token(tmp_path / "second")
+    finally:
+        os.umask(umask)
+    token = tmp_path / "auth_token"
+    assert mode(token) == 0o600
+    assert len(token.read_text()) == 64
+    assert token.read_text() not in os.environ.values()
+    assert not (tmp_path / "elsewhere").exists()
+
+
+#: Turn text into code, or bytes into objects.
+FORBIDDEN = {
+    "eval", "exec", "compile", "os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput",
+    "pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.load", "marshal.loads", "shelve.open", "torch.load",
+    "yaml.load", "yaml.load_all", "yaml.full_load", "yaml.full_load_all", "yaml.unsafe_load", "yaml.unsafe_load_all",
+}  # fmt: skip
+SHELLS = {"sh", "bash", "dash", "zsh"}
+
+
+def dangerous(source: str) -> Iterator[str]:
+    """Yield what in `source` runs text as code, and `shell in FUNCTION` for each function that names a shell."""
+    tree = ast.parse(source)
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname or alias.name: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute):
+            first, *rest = ast.unparse(node).split(".")
+            full = ".".join([names.get(first, first), *rest]).removeprefix("builtins.")
+            if full in FORBIDDEN:
+                yield full
+        elif isinstance(node, ast.keyword) and node.arg == "shell":
+            yield "shell="
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
+            for node in own_nodes(function):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str) and Path(node.value).name in SHELLS:
+                    yield f"shell in {getattr(function, 'name', 'module')}"
+
+
+def own_nodes(function: ast.AST) -> Iterator[ast.AST]:
+    """Yield what is below `function` but not below a function inside it."""
+    for child in ast.iter_child_nodes(function):
+        yield child
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from own_nodes(child)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("eval('1')", ["eval"]),
+        ("import builtins\nbuiltins.exec('1')", ["exec"]),
+        ("import os\nos.system('x')", ["os.system"]),
+        ("from os import system as s\ns('x')", ["os.system"]),
+        ("import pickle as p\np.loads(b'')", ["pickle.loads"]),
+        ("import yaml\nf = yaml.load", ["yaml.load"]),
+        ("import subprocess\nsubprocess.run('x', shell=True)", ["shell="]),
+        ("import subprocess\ndef f(x):\n    subprocess.run(['/bin/sh', '-c', x])", ["shell in f"]),
+        ("import re, yaml\nre.compile('x')\nmodel.eval()\nyaml.safe_load('x')\n'eval(x)'", []),
+    ],
+)
+def test_the_search_finds_what_it_looks_for_and_nothing_else(source: str, found: list[str]) -> None:
+    assert list(dangerous(source)) == found
+
+
+def test_nothing_turns_text_into_code_but_the_steps_that_up_prints() -> None:
+    """The one exception: `nodes.execute` gives a shell the very steps that `up` prints for the user to type.
+
+    They hold `||`, a subshell and a umask, so that a shell is what they are for; and nothing from outside but the
+    head's address, quoted, which `test_a_head_address_runs_no_command_whether_printed_or_executed` tries to break.
+    """
+    files = [path for room in ("orchestrator", "workers") for path in sorted((ROOT / room).rglob("*.py"))]
+    assert len(files) > 40
+    found = {str(path.relative_to(ROOT)): list(dangerous(path.read_text(encoding="utf-8"))) for path in files}
+    assert {path: what for path, what in found.items() if what} == {"orchestrator/nodes.py": ["shell in execute"]}
+
+
+def test_the_line_to_type_is_read_back_by_a_shell_word_for_word() -> None:
+    config = load_config(str(ROOT / "cluster.yaml"))
+    for address in COMMANDS:
+        command = command_for(config, "pc2", address)
+        assert tuple(shlex.split(command.line)[len(command.environment) :]) == command.argv

@@ -1,0 +1,198 @@
+"""What the live nodes mean for a run: who joined, who left, who cannot be used, and what a person is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.cluster.base import NodeFact
+from orchestrator.config import Config
+from orchestrator.node_watch import NodeBook, NodeEvent, looked, notices
+from orchestrator.slots import NodeJoined, NodeLeft, NodeRefused
+
+CONFIG = Config.model_validate(
+    {
+        "nodes": {
+            name: {"gpu": "card", "workers": 2, "cpus_per_worker": 4, "vram_per_worker_gib": 1.0}
+            for name in ("pc1", "pc2")
+        }
+    }
+)
+SILENT = NodeLeft(reason="its node does not answer")
+TOO_FEW = "pc1 offers 4 CPUs, the plan needs 2 workers x 4 = 8"
+
+
+def fact(name: str | None = "pc1", node_id: str = "a", *, cpus: float = 8.0, answers: bool = True) -> NodeFact:
+    return NodeFact(name=name, node_id=node_id, address=f"10.0.0.{node_id}", cpus=cpus, gpus=1.0, answers=answers)
+
+
+class Watcher:
+    """Looks at one list of nodes after the other."""
+
+    def __init__(self, *facts: NodeFact) -> None:
+        self.book = NodeBook()
+        self.look(*facts)
+
+    def look(self, *facts: NodeFact) -> list[tuple[str, NodeEvent]]:
+        self.book, events = looked(self.book, CONFIG, facts)
+        return list(events)
+
+    @property
+    def notices(self) -> list[str]:
+        return notices(self.book, CONFIG)
+
+
+def test_a_node_that_joins_is_told_once() -> None:
+    watcher = Watcher()
+    assert watcher.notices == ["pc1 has not joined", "pc2 has not joined"]
+    assert watcher.look(fact()) == [("pc1", NodeJoined())]
+    assert watcher.look(fact()) == []
+    assert watcher.notices == ["pc2 has not joined"]
+    assert watcher.look(fact(), fact("pc2", "b")) == [("pc2", NodeJoined())]
+    assert watcher.notices == []
+
+
+def test_a_node_that_leaves_is_told_once_and_is_missed() -> None:
+    watcher = Watcher(fact(), fact("pc2", "b"))
+    assert watcher.look(fact("pc2", "b")) == [("pc1", NodeLeft())]
+    assert watcher.look(fact("pc2", "b")) == []
+    assert watcher.notices == ["pc1 has left"]
+    assert watcher.look(fact(node_id="c"), fact("pc2", "b")) == [("pc1", NodeJoined())]
+    assert watcher.notices == []
+
+
+def test_a_node_that_left_and_joined_between_two_looks_did_both_in_this_order() -> None:
+    watcher = Watcher(fact(node_id="a"))
+    assert watcher.look(fact(node_id="b")) == [("pc1", NodeLeft()), ("pc1", NodeJoined())]
+    assert watcher.look(fact(node_id="b")) == []
+
+
+def test_a_node_that_does_not_answer_is_gone_although_ray_lists_it_and_says_why() -> None:
+    watcher = Watcher(fact())
+    assert watcher.look(fact(answers=False)) == [("pc1", SILENT)]
+    assert watcher.look(fact(answers=False)) == []
+    assert watcher.notices == ["pc1 has left", "pc2 has not joined"]
+    # Ray finds out later; nothing is left to tell.
+    assert watcher.look() == []
+
+
+def test_a_node_that_answers_again_has_joined_again() -> None:
+    watcher = Watcher(fact())
+    watcher.look(fact(answers=False))
+    assert watcher.look(fact()) == [("pc1", NodeJoined())]
+
+
+def test_a_node_that_is_silent_from_the_beginning_has_not_joined() -> None:
+    watcher = Watcher()
+    assert watcher.look(fact(answers=False)) == []
+    assert watcher.notices == ["pc1 has not joined", "pc2 has not joined"]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_silent_raylet_and_its_successor_are_one_node_that_left_and_joined_and_not_two(order: int) -> None:
+    watcher = Watcher(fact(node_id="a"))
+    both = [fact(node_id="a", answers=False), fact(node_id="b")][::order]
+    assert watcher.look(*both) == [("pc1", SILENT), ("pc1", NodeJoined())]
+    assert watcher.look(*both) == []
+    assert watcher.look(fact(node_id="b")) == []
+    assert watcher.book.present == {"pc1": "b"}
+
+
+def test_two_nodes_of_one_name_that_answer_are_refused_until_one_is_gone() -> None:
+    watcher = Watcher()
+    text = "2 live nodes have the label node=pc1: 10.0.0.a, 10.0.0.b"
+    assert watcher.look(fact(node_id="b"), fact(node_id="a")) == [("pc1", NodeRefused(reason=text))]
+    assert watcher.look(fact(node_id="a"), fact(node_id="b")) == []
+    assert watcher.notices == [f"pc1 cannot be used: {text}", "pc2 has not joined"]
+    assert watcher.look(fact(node_id="b")) == [("pc1", NodeJoined())]
+    assert watcher.notices == ["pc2 has not joined"]
+
+
+def test_a_second_node_of_the_name_does_not_disturb_the_one_in_use() -> None:
+    watcher = Watcher(fact(node_id="a"))
+    assert watcher.look(fact(node_id="a"), fact(node_id="b")) == []
+    assert watcher.notices == ["pc2 has not joined"]
+    assert watcher.book.refused == {}
+    assert watcher.look(fact(node_id="b")) == [("pc1", NodeLeft()), ("pc1", NodeJoined())]
+
+
+def test_a_node_that_comes_back_with_fewer_cpus_is_refused_and_joins_when_it_has_enough() -> None:
+    watcher = Watcher(fact(node_id="a"))
+    assert watcher.look(fact(node_id="b", cpus=4.0)) == [("pc1", NodeLeft()), ("pc1", NodeRefused(reason=TOO_FEW))]
+    assert watcher.look(fact(node_id="b", cpus=4.0)) == []
+    assert watcher.notices == [f"pc1 cannot be used: {TOO_FEW}", "pc2 has not joined"]
+    assert watcher.look() == [("pc1", NodeRefused(reason="its node has left the cluster"))]
+    assert watcher.look() == []
+    assert watcher.notices == ["pc1 has left", "pc2 has not joined"]
+    assert watcher.look(fact(node_id="c", cpus=16.0)) == [("pc1", NodeJoined())]
+    assert watcher.notices == ["pc2 has not joined"]
+
+
+def test_another_reason_is_told_and_the_same_one_again_after_the_node_was_away() -> None:
+    watcher = Watcher(fact(cpus=4.0))
+    other = "pc1 offers 6 CPUs, the plan needs 2 workers x 4 = 8"
+    assert watcher.look(fact(cpus=6.0)) == [("pc1", NodeRefused(reason=other))]
+    assert watcher.look() == [("pc1", NodeRefused(reason="its node has left the cluster"))]
+    assert watcher.look(fact(cpus=6.0)) == [("pc1", NodeRefused(reason=other))]
+
+
+@pytest.mark.parametrize("stranger", [None, "pc9", ""])
+def test_nodes_of_no_name_or_of_one_that_is_not_planned_are_nobodys(stranger: str | None) -> None:
+    watcher = Watcher()
+    assert watcher.look(fact(stranger), fact(stranger, "b")) == []
+    assert watcher.look() == []
+    assert watcher.book == NodeBook()
+
+
+facts = st.lists(
+    st.builds(
+        fact,
+        st.sampled_from(["pc1", "pc2", "pc9", None]),
+        st.sampled_from("abcd"),
+        cpus=st.sampled_from([4.0, 8.0]),
+        answers=st.booleans(),
+    ),
+    max_size=4,
+    # Ray gives each id once.
+    unique_by=lambda one: one.node_id,
+)
+
+
+def usable(live: Sequence[NodeFact], name: str) -> bool:
+    answering = [one for one in live if one.name == name and one.answers]
+    return len(answering) == 1 and answering[0].cpus >= 8
+
+
+@given(looks=st.lists(facts, max_size=30))
+def test_whatever_is_seen_each_node_joins_and_leaves_in_turn_and_who_is_missing_is_told(
+    looks: list[list[NodeFact]],
+) -> None:
+    watcher = Watcher()
+    here: dict[str, bool] = dict.fromkeys(CONFIG.nodes, False)
+    ever: set[str] = set()
+    for live in looks:
+        for name, event in watcher.look(*live):
+            match event:
+                case NodeJoined():
+                    assert not here[name]
+                    here[name] = True
+                    ever.add(name)
+                case NodeLeft():
+                    assert here[name]
+                    here[name] = False
+                case NodeRefused(reason=reason):
+                    assert not here[name], "a node in use is never refused"
+                    assert reason
+        assert watcher.look(*live) == [], "the same again is no news"
+        assert set(watcher.book.present) == {name for name, there in here.items() if there}
+        assert watcher.book.seen == ever
+        ids = {one.node_id for one in live if one.answers}
+        assert set(watcher.book.present.values()) <= ids, "who does not answer is not in use"
+        for name, there in here.items():
+            assert there or not usable(live, name), "who can be used is in use"
+        missing = [name for name, there in here.items() if not there]
+        assert [line.split()[0] for line in watcher.notices] == missing
+        assert set(watcher.book.refused) <= set(missing)

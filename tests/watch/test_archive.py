@@ -1,0 +1,380 @@
+"""Stores read back: beside a writer, after a kill, from a read-only folder, damaged; and names nobody should trust."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from orchestrator.cluster.janitor import start_time
+from orchestrator.errors import ArchiveError, NothingStoredError, UsageError
+from orchestrator.watch.archive import read_events, read_run
+from orchestrator.watch.folders import find_run, list_runs
+from orchestrator.watch.records import STORE_NAME, RunFacts, SlotRecord
+from orchestrator.watch.store import RunStore
+from workers.messages import WorkerState
+
+from .conftest import RowMaker, SnapshotMaker
+
+ROOT = Path(__file__).parents[2]
+
+FACTS = RunFacts(
+    run_id="20261120-051500-0b76",
+    started_at_unix_s=1_700_000_000.0,
+    duration_s=30.0,
+    elapsed_s=0.0,
+    min_success_rate=0.95,
+    mode="rehearse",
+    device="cpu",
+    one_machine=True,
+    config_yaml="run: {duration: 30s}\n# \U0001f600\n",
+    chaos="seed=1",
+    nodes_planned=("pc1", "pc2"),
+    head_pid=os.getpid(),
+    head_started=start_time(os.getpid()),
+    host=socket.gethostname(),
+)
+
+#: Begins a run as this process and waits to be killed.
+HEAD = """
+import os, sys, time
+from dataclasses import replace
+from pathlib import Path
+sys.path.insert(0, "tests")
+from orchestrator.cluster.janitor import start_time
+from orchestrator.watch.records import RunFacts
+from orchestrator.watch.store import RunStore
+import socket
+
+folder = Path(sys.argv[1])
+folder.mkdir(exist_ok=True)
+(folder / "head.json").write_text('{"pid": %d}' % os.getpid())
+store = RunStore(folder / "run.sqlite")
+store.begin(RunFacts(
+    run_id=folder.name, started_at_unix_s=1.7e9, duration_s=60.0, min_success_rate=0.95, mode="local", device=None,
+    one_machine=True, config_yaml="", chaos=None, nodes_planned=("pc1",), head_pid=os.getpid(),
+    head_started=start_time(os.getpid()), host=socket.gethostname(),
+))
+store.event({"at": "2023-11-14T22:13:20.123Z", "event": "run_started", "slot": None})
+store.commit()
+print("begun", flush=True)
+time.sleep(60)
+"""
+
+#: Reads a store through a mount that cannot be written.
+READ_ONLY = """
+import os, sys
+from pathlib import Path
+from orchestrator.watch.archive import read_events, read_run
+
+folder = Path(sys.argv[1])
+before = sorted(os.listdir(folder))
+try:
+    (folder / "trial").touch()
+except OSError:
+    print("read-only")
+print(read_run(folder).outcome, [event.event for event in read_events(folder, ["run_started"])])
+assert sorted(os.listdir(folder)) == before
+"""
+
+IDS = ("20261120-051500-0b76", "20261120-051501-0b76", "20261121-000000-ffff")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / FACTS.run_id
+    made.mkdir()
+    return made
+
+
+@pytest.fixture
+def store(folder: Path) -> RunStore:
+    """Begin a run with two slots, one of them without a known row."""
+    begun = RunStore(folder / STORE_NAME)
+    begun.begin(FACTS)
+    begun.slots([record(), record("pc2/0", state="LOST", row={})])
+    begun.commit()
+    assert begun.problem is None
+    return begun
+
+
+def record(slot: str = "pc1/0", **changed: object) -> SlotRecord:
+    usual: dict[str, Any] = {
+        "slot": slot, "node": slot.partition("/")[0], "state": "RUNNING", "reason": "steady", "incarnation": 2,
+        "next_sequence": 7, "steps_at_risk": 12, "counters": {"steps_ok": 400, "work_flop": 1e18},
+        "resume": {"policy": "classic", "size": 8192, "learned": None, "ok": True}, "row": {"steps_ok": 400},
+    }  # fmt: skip
+    return SlotRecord(**{**usual, **changed})
+
+
+def namespaced(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a shell script with mounts of its own; skip where the kernel does not let us."""
+    trial = ["unshare", "-rm", "mount", "-t", "tmpfs", "x", "/mnt"]
+    if subprocess.run(trial, capture_output=True, check=False).returncode != 0:
+        pytest.skip("the kernel refuses user namespaces with mounts")
+    command = ["unshare", "-rm", "sh", "-euc", script, "sh", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+def begun_head(folder: Path) -> subprocess.Popen[str]:
+    head = subprocess.Popen([sys.executable, "-c", HEAD, str(folder)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert head.stdout is not None
+    assert head.stdout.readline() == "begun\n"
+    return head
+
+
+def test_everything_comes_back_as_it_was(
+    folder: Path, store: RunStore, make_row: RowMaker, make_snapshot: SnapshotMaker
+) -> None:
+    row = make_row()
+    store.slots([record(row=row.to_dict())])
+    store.event({"at": "2023-11-14T22:13:20.123Z", "event": "state", "slot": "pc1/0", "cause": "\udc80 \u2028"})
+    store.event({"at": "2023-11-14T22:13:21.123Z", "event": "other", "slot": None})
+    store.close(make_snapshot(row, elapsed_s=12.5, notices=("pc2 has left",), nodes_seen=("pc1",), restart_count=3))
+    store.end("degraded", 1, "too few", [{"kind": "kill", "became": "restarted"}])
+
+    run = read_run(folder)
+    assert run.facts == replace(FACTS, elapsed_s=12.5)
+    assert run.slots == (record(row=row.to_dict()), record("pc2/0", state="LOST", row={}))
+    assert (run.outcome, run.exit_code, run.error, run.heads) == ("degraded", 1, "too few", 1)
+    assert (run.elapsed_s, run.remaining_s, run.updated_at_unix_s) == (12.5, 17.5, 1_700_000_012.5)
+    assert (run.nodes_seen, run.notices, run.restart_count) == (("pc1",), ("pc2 has left",), 3)
+    assert run.faults == ({"kind": "kill", "became": "restarted"},)
+    assert not run.was_killed
+
+    snapshot = run.snapshot()
+    assert snapshot.rows[0] == row
+    assert (snapshot.rows[1].slot, snapshot.rows[1].state, snapshot.rows[1].steps_ok) == ("pc2/0", WorkerState.LOST, 0)
+    assert (snapshot.duration_s, snapshot.elapsed_s, snapshot.restart_count) == (30.0, 12.5, 3)
+    assert snapshot.steps_lost_upper_bound is None
+
+    (told,) = read_events(folder, ["state"])
+    assert (told.at, told.slot, told.details) == ("2023-11-14T22:13:20.123Z", "pc1/0", {"cause": "\udc80 \u2028"})
+
+
+def test_a_row_keeps_what_makes_sense_of_it(folder: Path, store: RunStore) -> None:
+    store.slots([record(row={"steps_ok": 5, "size": "huge", "tflops": 1, "from_the_future": 1, "state": "NEW"})])
+    store.commit()
+    row = read_run(folder).snapshot().rows[0]
+    assert (row.steps_ok, row.size, row.tflops, row.state) == (5, None, 1, WorkerState.RUNNING)
+
+
+def test_a_run_under_way_is_running_and_its_writer_is_not_disturbed(folder: Path, store: RunStore) -> None:
+    for number in range(50):
+        store.event({"at": "now", "event": "turn", "slot": None, "number": number})
+        store.commit()
+        assert read_run(folder).outcome == "running"
+        assert len(read_events(folder, ["turn"])) == number + 1
+    assert (store.problem, store.incomplete) == (None, False)
+    store.end("good", 0, None, [])
+    assert [file.name for file in folder.iterdir()] == [STORE_NAME]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"head_started": "1"}, {"head_pid": 2**40}, {"head_pid": -1}, {"host": "elsewhere"}, {"head_started": None}],
+)
+def test_a_head_that_is_somebody_else_now_was_killed(folder: Path, changed: dict[str, Any]) -> None:
+    store = RunStore(folder / STORE_NAME)
+    store.begin(replace(FACTS, **changed))
+    store.slots([record(), record("pc1/1")])
+    store.commit()
+    run = read_run(folder)
+    assert (run.outcome, run.exit_code, run.was_killed) == ("interrupted", None, True)
+    assert run.snapshot().steps_lost_upper_bound == 24
+
+
+def test_a_killed_head_is_interrupted_even_before_its_parent_takes_note(tmp_path: Path) -> None:
+    folder = tmp_path / IDS[0]
+    with begun_head(folder) as head:
+        assert read_run(folder).outcome == "running"
+        head.kill()
+        os.waitid(os.P_PID, head.pid, os.WEXITED | os.WNOWAIT)  # dead, and still listed
+        assert read_run(folder).outcome == "interrupted"
+    assert read_run(folder).outcome == "interrupted"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_head_that_is_killed_while_it_makes_its_store_is_in_the_list(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)  # noqa: S311 - moments, not secrets
+    folder = tmp_path / IDS[0]
+    with subprocess.Popen([sys.executable, "-c", HEAD, str(folder)], cwd=ROOT, stdout=subprocess.DEVNULL) as head:
+        while not (folder / "head.json").exists():
+            assert head.poll() is None
+            time.sleep(0.0005)
+        time.sleep(chance.random() * 0.01)
+        head.send_signal(signal.SIGKILL)
+    (listed,) = list_runs(tmp_path)
+    assert (listed.run_id, listed.outcome, listed.exit_code) == (IDS[0], "interrupted", None)
+    assert listed.started_at_unix_s is not None
+
+
+@pytest.mark.parametrize("kept", ["all", "no shared memory", "closed in WAL mode", "ended"])
+def test_a_folder_that_cannot_be_written_can_be_read(tmp_path: Path, kept: str) -> None:
+    folder = tmp_path / IDS[0]
+    with begun_head(folder) as head:
+        head.kill()
+    if kept == "no shared memory":
+        (folder / f"{STORE_NAME}-shm").unlink()
+    elif kept == "closed in WAL mode":
+        with closing(sqlite3.connect(folder / STORE_NAME)) as other:
+            other.execute("SELECT count(*) FROM runs").fetchone()
+    elif kept == "ended":
+        again = RunStore(folder / STORE_NAME)
+        again.begin(replace(FACTS, head_started="1", run_id=IDS[0]))
+        again.end("good", 0, None, [])
+    expected = {
+        "all": 3, "no shared memory": 2, "closed in WAL mode": 1, "ended": 1,
+    }[kept]  # fmt: skip
+    assert len(list(folder.glob(f"{STORE_NAME}*"))) == expected
+
+    mount = 'mount --bind "$1" "$1"; mount -o remount,ro,bind "$1"; exec "$2" -c "$3" "$1"'
+    done = namespaced(mount, str(folder), sys.executable, READ_ONLY)
+    assert done.returncode == 0, done.stderr
+    outcome = "good" if kept == "ended" else "interrupted"
+    assert done.stdout.splitlines() == ["read-only", f"{outcome} ['run_started']"]
+
+
+def test_a_folder_without_a_store_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ArchiveError, match="no run folder"):
+        read_run(tmp_path / "nowhere")
+    with pytest.raises(NothingStoredError, match="holds no record of a run"):
+        read_run(tmp_path)
+    (tmp_path / STORE_NAME).touch()
+    with pytest.raises(NothingStoredError, match="holds no record of a run"):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link"])
+def test_what_only_has_the_name_of_a_store_is_not_opened(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / STORE_NAME
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)  # opening it would wait for ever
+    else:
+        path.symlink_to(tmp_path / "elsewhere.sqlite")
+    with pytest.raises(ArchiveError):
+        read_run(tmp_path)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_damaged_file_is_a_sentence_or_still_a_run(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    store = RunStore(folder / STORE_NAME)
+    store.begin(FACTS)
+    store.slots([record(f"pc1/{index}") for index in range(20)])
+    for number in range(50):
+        store.event({"at": "now", "event": "turn", "slot": None, "text": "x" * 300, "number": number})
+    store.end("good", 0, None, [])
+    content = bytearray((folder / STORE_NAME).read_bytes())
+    for _ in range(data.draw(st.integers(0, 8))):
+        at = data.draw(st.integers(0, len(content) - 1))
+        damage = data.draw(st.binary(min_size=1, max_size=200))
+        content[at : at + len(damage)] = damage
+    keep = data.draw(st.one_of(st.none(), st.integers(0, len(content))))
+    (folder / STORE_NAME).write_bytes(bytes(content[:keep]))
+    said = ""
+    try:
+        read_run(folder).snapshot()
+        read_events(folder, ["turn"])
+    except ArchiveError as error:
+        said = str(error)
+    assert said.isprintable()
+    assert not said or str(folder) in said
+
+
+@pytest.mark.parametrize("content", [b"this is a text" * 1000, random.Random(1).randbytes(100_000)])  # noqa: S311
+def test_a_file_that_is_no_database_says_so(folder: Path, content: bytes) -> None:
+    (folder / STORE_NAME).write_bytes(content)
+    with pytest.raises(ArchiveError, match="not a database") as caught:
+        read_run(folder)
+    assert caught.value.exit_code == 2
+    (listed,) = list_runs(folder.parent)
+    assert (listed.outcome, listed.run) == ("unreadable", None)
+
+
+@pytest.mark.parametrize(
+    ("statement", "word"),
+    [
+        ("UPDATE meta SET value = '2'", "newer version"),
+        ("UPDATE meta SET value = 'two'", "damaged"),
+        ("DELETE FROM meta", "which schema"),
+        ("DROP TABLE slots", "no such table"),
+        ("ALTER TABLE runs DROP COLUMN mode", "damaged"),
+        ("UPDATE runs SET elapsed_s = 'long'", "elapsed_s cannot be"),
+        ("UPDATE runs SET elapsed_s = 9e999", "elapsed_s cannot be"),
+        ("UPDATE runs SET faults = '[1]'", "faults"),
+        ("UPDATE runs SET notices = '{}'", "notices"),
+        ("UPDATE runs SET nodes_planned = '[[]]'", "nodes_planned"),
+        ("UPDATE slots SET state = 'HAPPY'", "HAPPY"),
+        ("UPDATE slots SET row = x'ff'", "row cannot be"),
+        ("UPDATE slots SET counters = '" + "[" * 100_000 + "'", "damaged"),
+    ],
+)
+def test_a_store_that_says_nonsense_is_a_sentence(folder: Path, store: RunStore, statement: str, word: str) -> None:
+    with closing(sqlite3.connect(folder / STORE_NAME, isolation_level=None)) as other:
+        other.execute(statement)
+    with pytest.raises(ArchiveError, match=word):
+        read_run(folder)
+
+
+def test_a_run_is_found_by_its_name_its_end_or_as_the_latest(tmp_path: Path) -> None:
+    for run_id in IDS:
+        (tmp_path / run_id).mkdir()
+    for run_id in IDS:
+        assert find_run(tmp_path, run_id) == tmp_path / run_id
+    assert find_run(tmp_path, "latest") == tmp_path / IDS[2]
+    assert find_run(tmp_path, "ffff") == tmp_path / IDS[2]
+    assert find_run(tmp_path, "01-0b76") == tmp_path / IDS[1]
+    with pytest.raises(UsageError, match="2 runs end in 0b76"):
+        find_run(tmp_path, "0b76")
+
+
+@pytest.mark.parametrize(
+    "run_id",
+    [
+        "", ".", "..", "../secret", "/etc", "20261120-051500-0b76/..", "20261120-051500-0b76\n", "20261120-051500-0B76",
+        "\u0662026112-051500-0b76", "%", "*", "20261120-051500-zzzz", "\0", "\ud800", "x" * 100_000, "-", "----",
+        "20261122-000000-aaaa", "20261123-000000-aaaa", "20261124-000000-aaaa", "secret", "\x1b[2J",
+    ],
+)  # fmt: skip
+def test_a_hostile_name_leads_nowhere(tmp_path: Path, run_id: str) -> None:
+    runs = tmp_path / "runs"
+    for name in (*IDS, "secret"):
+        (runs / name).mkdir(parents=True)
+    (tmp_path / "secret").mkdir()
+    (runs / "20261122-000000-aaaa").symlink_to(tmp_path / "secret")
+    (runs / "20261123-000000-aaaa").symlink_to(runs / IDS[0])
+    (runs / "20261124-000000-aaaa").touch()
+    with pytest.raises(UsageError) as caught:
+        find_run(runs, run_id)
+    assert str(caught.value).isprintable()
+    assert IDS[2] in str(caught.value)
+    assert len(str(caught.value)) < 400
+    assert [listed.run_id for listed in list_runs(runs)] == sorted(IDS, reverse=True)
+
+
+def test_where_there_is_no_run_none_is_found(tmp_path: Path) -> None:
+    assert list_runs(tmp_path / "nowhere") == ()
+    with pytest.raises(UsageError, match="there is no run in"):
+        find_run(tmp_path / "nowhere", "latest")
+    (tmp_path / "file").touch()
+    with pytest.raises(ArchiveError, match="Not a directory"):
+        list_runs(tmp_path / "file")
