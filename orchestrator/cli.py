@@ -17,7 +17,7 @@ import typer
 
 from orchestrator.config import load_config
 from orchestrator.duration import parse_duration
-from orchestrator.errors import NoClusterError, OrchestratorError, UsageError
+from orchestrator.errors import NoClusterError, OrchestratorError, UsageError, one_line
 from orchestrator.watch.summary import failure_dict, summary_text
 
 app = typer.Typer(
@@ -261,7 +261,8 @@ def _fail(message: str, code: int, *, wants_json: bool) -> NoReturn:
             (summary_text(failure_dict(message, code, outcome)) + "\n").encode("utf-8", "backslashreplace")
         )
     else:
-        print(message, file=sys.stderr)  # noqa: T201 - the user's terminal
+        # What was typed, or said by a foreign head, may be in it: nothing may steer the terminal.
+        print("\n".join(one_line(line) for line in message.split("\n")), file=sys.stderr)  # noqa: T201 - the terminal
     _exit(code)
 
 
