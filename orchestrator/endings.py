@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from orchestrator import ledger
+from orchestrator.budget import MIB
 from orchestrator.cluster.base import DeathCause
 from orchestrator.slots import Abandon, Command, EndRun, Forget, Phase, Restart, Rules, Slot
 from workers.messages import WorkerState
@@ -25,6 +26,7 @@ def died(slot: Slot, why: str, now_s: float, rules: Rules, *, before: tuple[Comm
         slot,
         deaths_at_s=deaths,
         silent_since_s=None,
+        ending=bool(before),
         counters=replace(slot.counters, restarts=slot.counters.restarts + 1),
     )
     if len(deaths) >= rules.max_deaths:
@@ -76,10 +78,31 @@ def no_room(slot: Slot, why: str, now_s: float, rules: Rules) -> Result:
         phase=Phase.PAUSING,
         state=WorkerState.EMERGENCY,
         reason=why,
+        ending=True,
         wake_at_s=now_s + _jittered(rules.restart_backoff_max_s, slot, rules),
         counters=replace(slot.counters, restarts=slot.counters.restarts + 1),
     )
     return stopped_if_draining(slot), (Forget(), Restart())
+
+
+def leaked(slot: Slot, growth_bytes: int, now_s: float) -> Result:
+    """Replace a process that takes more and more memory. No death: it did its work, and may do so again."""
+    slot = ledger.all_lost(slot)
+    slot = replace(
+        slot,
+        phase=Phase.PAUSING,
+        state=WorkerState.RESTARTING,
+        reason=f"{leak_words(growth_bytes)}; its process was replaced",
+        ending=True,
+        wake_at_s=now_s,
+        counters=replace(slot.counters, restarts=slot.counters.restarts + 1),
+    )
+    return slot, (Forget(), Restart())
+
+
+def leak_words(growth_bytes: int) -> str:
+    """Say what a leak looks like from here."""
+    return f"its memory grew by {growth_bytes / MIB:.0f} MiB while its work stayed the same"
 
 
 def quarantine(slot: Slot, why: str) -> Result:

@@ -43,10 +43,10 @@ class Havoc:
         self._events = events
         self._began_unix_s = time.time()
 
-    def begin(self, now_s: float) -> None:
+    def begin(self, now_s: float, ends_at_s: float) -> None:
         """The run begins to count, and so do the times of the plan."""
         self._began_unix_s = time.time()
-        self._book = agenda.begin(self._book, now_s)
+        self._book = agenda.begin(self._book, now_s, ends_at_s)
 
     def watch(self, before: Slot, after: Slot, now_s: float) -> None:
         """Take in what an event made of a slot."""

@@ -71,9 +71,8 @@ _NODE_BLAME_S = 60.0
 _ENDED = {
     SliceFailure.DIED: "its process ended: killed, or crashed",
     SliceFailure.UNAVAILABLE: "its process ended: Ray lost the connection to it",
+    SliceFailure.UNSENT: "its process ended: it can no longer be reached",
 }
-
-_MIB = 2**20
 
 
 def advance(slot: Slot, event: Event, now_s: float, rules: Rules, ends_at_s: float | None) -> Result:
@@ -159,6 +158,7 @@ def _reported(slot: Slot, report: Report, now_s: float, rules: Rules, ends_at_s:
     slot = replace(
         ledger.without(slot, flight),
         proven=True,
+        ending=False,
         heard_at_s=now_s,
         silent_since_s=None,
         deaths_at_s=endings.recent(slot.deaths_at_s, now_s, rules),
@@ -179,39 +179,37 @@ def _reported(slot: Slot, report: Report, now_s: float, rules: Rules, ends_at_s:
         no_room = report.device is None and report.oom_count > 0
         settle = endings.no_room if no_room else endings.poisoned
         return settle(slot, report.reason, now_s, rules)
+    return _go_on(slot, now_s, rules, ends_at_s)
+
+
+def _go_on(slot: Slot, now_s: float, rules: Rules, ends_at_s: float | None) -> Result:
+    """After a good report: more work, unless the run is ending or the process has taken too much memory."""
+    slot, notes = _leak_told(slot, rules)
     if slot.draining:
-        return (slot if slot.in_flight else replace(slot, phase=Phase.STOPPED, wake_at_s=None)), ()
-    return _with_leak(slot, now_s, rules, ends_at_s)
-
-
-def _with_leak(slot: Slot, now_s: float, rules: Rules, ends_at_s: float | None) -> Result:
-    """Go on, but say that memory grows; from the limit on, with a fresh process."""
+        return (slot if slot.in_flight else replace(slot, phase=Phase.STOPPED, wake_at_s=None)), notes
     growth_bytes = slot.leak.growth_bytes or 0
-    text = f"its memory grew by {growth_bytes / _MIB:.0f} MiB while its work stayed the same"
     if rules.leak_limit_bytes is not None and growth_bytes >= rules.leak_limit_bytes:
-        # No death: it did its work, and may leak as fast again. What a leak breaks is the PC, sooner or later.
-        slot = ledger.all_lost(slot)
-        slot = replace(
-            slot,
-            phase=Phase.PAUSING,
-            state=WorkerState.RESTARTING,
-            reason=f"{text}; its process was replaced",
-            wake_at_s=now_s,
-            counters=replace(slot.counters, restarts=slot.counters.restarts + 1),
-        )
-        return slot, (Forget(), Restart())
-    notes: tuple[Command, ...] = ()
-    if rules.leak_flag_bytes is not None and growth_bytes >= rules.leak_flag_bytes:
-        notes = () if slot.leak_told else (Note(name="leak", fields=(("growth_bytes", growth_bytes),)),)
-        reason = f"LEAK: {text}" if slot.state is WorkerState.RUNNING else slot.reason
-        slot = replace(slot, leak_told=True, reason=reason)
+        return endings.leaked(slot, growth_bytes, now_s)
     slot, commands = _fill(slot, now_s, rules, ends_at_s)
     return slot, (*notes, *commands)
 
 
+def _leak_told(slot: Slot, rules: Rules) -> Result:
+    """Say that memory grows: in every reason, and once for each process in the event log."""
+    growth_bytes = slot.leak.growth_bytes or 0
+    if rules.leak_flag_bytes is None or growth_bytes < rules.leak_flag_bytes:
+        return slot, ()
+    notes = () if slot.leak_told else (Note(name="leak", fields=(("growth_bytes", growth_bytes),)),)
+    reason = f"LEAK: {endings.leak_words(growth_bytes)}" if slot.state is WorkerState.RUNNING else slot.reason
+    return replace(slot, leak_told=True, reason=reason), notes
+
+
 def _failed(slot: Slot, event: SliceFailed, now_s: float, rules: Rules, ends_at_s: float | None) -> Result:
-    if ledger.flight_of(slot, event.incarnation, event.sequence) is None:
+    flight = ledger.flight_of(slot, event.incarnation, event.sequence)
+    if flight is None:
         return slot, ()  # the second of two slices that failed together: the first has said it all
+    if event.failure is SliceFailure.UNSENT:
+        slot = ledger.without(slot, flight)
     if event.failure is SliceFailure.UNBUILDABLE:
         if slot.report is None:
             return endings.impossible(
@@ -219,7 +217,7 @@ def _failed(slot: Slot, event: SliceFailed, now_s: float, rules: Rules, ends_at_
             )
         # It did work before: its process is in a bad way, not its code.
         return endings.died(slot, f"its process failed outside a step: {event.text}", now_s, rules, before=(Restart(),))
-    if slot.proven or event.failure is SliceFailure.DIED:
+    if slot.proven or (event.failure is SliceFailure.DIED and not slot.ending):
         return endings.died(slot, _ENDED[event.failure], now_s, rules, before=())
     silent_since_s = slot.silent_since_s if slot.silent_since_s is not None else slot.working_since_s
     if silent_since_s is not None and now_s - silent_since_s > rules.start_timeout_s:
@@ -228,6 +226,7 @@ def _failed(slot: Slot, event: SliceFailed, now_s: float, rules: Rules, ends_at_
         ledger.all_lost(slot),
         phase=Phase.PAUSING,
         silent_since_s=silent_since_s,
+        ending=False,
         wake_at_s=now_s + _RETRY_UNREACHABLE_S,
     )
     return endings.stopped_if_draining(waiting), (Forget(),)
@@ -237,7 +236,8 @@ def _ticked(slot: Slot, now_s: float, rules: Rules) -> Result:
     if slot.phase is Phase.PAUSING and slot.wake_at_s is not None and now_s >= slot.wake_at_s:
         if slot.draining:
             return replace(slot, phase=Phase.STOPPED, wake_at_s=None), ()
-        slot, command = _begin(slot, now_s, new_process=True)
+        # Silent: the same process is still awaited.
+        slot, command = _begin(slot, now_s, new_process=slot.silent_since_s is None)
         return slot, (command,)
     if slot.phase is not Phase.WORKING:
         return slot, ()

@@ -108,20 +108,21 @@ def _in_folder(folder: Path, stage: Stage, options: Options, started_at_unix_s: 
 
 
 def _staged(stage: Stage, record: _Record, past: Past, interrupts: Interrupts) -> int:
-    record.tell(*stage.lines)
+    record.tell(f"Run folder: {record.folder}", *stage.lines)
+    info = RunInfo(
+        run_id=record.folder.name,
+        started_at_unix_s=record.started_at_unix_s,
+        duration_s=stage.config.run.duration_s,
+        past=past,
+    )
+    record.begun(stage, info)
     with stage.fleet as fleet:
         interrupts.install()  # Ray has taken SIGTERM for itself
         preflight.check(stage.config, fleet, wait_for_nodes=record.options.wait_for_nodes)
         settled = stage.settle(stage, fleet)
         if settled is not stage:
             record.tell(*settled.lines)
-        info = RunInfo(
-            run_id=record.folder.name,
-            started_at_unix_s=record.started_at_unix_s,
-            duration_s=settled.config.run.duration_s,
-            past=past,
-        )
-        record.begun(settled, info)
+            record.begun(settled, info)
         plans = havoc.with_faults(settled.plans, record.options.chaos)
         faults = _havoc(settled, record)
         supervisor = Supervisor(
@@ -165,8 +166,7 @@ class _Record:
         self._ended = False
 
     def begun(self, stage: Stage, info: RunInfo) -> None:
-        """Write down what the run is, so that another head can go on with it."""
-        self.tell(f"Run folder: {self.folder}")
+        """Write down what the run is, so that another head can go on with it; again if it turns out to be another."""
         if info.past.elapsed_s > 0:
             self.tell(f"Going on after {info.past.elapsed_s:.0f} s; {info.remaining_s:.0f} s remain")
         config_yaml = dump_config(stage.config)
@@ -193,6 +193,7 @@ class _Record:
         self.outlets.events.write(
             "run_started", run_id=info.run_id, workers=len(stage.plans), elapsed_s=info.past.elapsed_s
         )
+        self.outlets.store.commit()
 
     def watch(self, look: Callable[[], Snapshot], havoc: Havoc | None) -> None:
         """Remember how to look at the run: what it did until then is told even if it ends in an error."""

@@ -89,6 +89,8 @@ class Slot:
     draining: bool = False
     proven: bool = False
     """Whether the present incarnation has reported."""
+    ending: bool = False
+    """The process before it was told to end, and may not have ended yet: it may take the first slice down with it."""
     wake_at_s: float | None = None
     working_since_s: float | None = None
     """When the present incarnation was first asked to work."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from orchestrator import breaker, lifecycle, node_watch, slots
 from orchestrator.briefing import RunInfo, rules_of
-from orchestrator.cluster.base import Fleet, NodeFact, SliceOutcome
+from orchestrator.cluster.base import Fleet, NodeFact, SliceFailure, SliceOutcome
 from orchestrator.config import Config
 from orchestrator.errors import PreflightError
 from orchestrator.havoc import Havoc
@@ -177,10 +177,10 @@ class Supervisor:
         self._first_proven_s = self._first_proven_s if self._first_proven_s is not None else now_s
         if len(answered) == len(here) or now_s - self._first_proven_s > self._rules.start_timeout_s:
             self._counting_since_s = now_s
-            if self._havoc is not None:
-                self._havoc.begin(now_s)
             remaining_s = self._info.remaining_s
             self._ends_at_s = now_s + remaining_s
+            if self._havoc is not None:
+                self._havoc.begin(now_s, self._ends_at_s)
             self._outlets.events.write("counting", duration_s=remaining_s, startup_s=now_s - self._began_s)
 
     def _watch_nodes(self, facts: Sequence[NodeFact]) -> None:
@@ -225,9 +225,14 @@ class Supervisor:
         if outcome.report is None:
             failure = outcome.failure
             assert failure is not None, "an outcome has a report or a failure"  # noqa: S101 - internal invariant
-            self._outlets.events.write(
-                "slice_failed", slot=outcome.slot, failure=failure.value, text=outcome.text, sequence=outcome.sequence
-            )
+            if failure is not SliceFailure.UNSENT:
+                self._outlets.events.write(
+                    "slice_failed",
+                    slot=outcome.slot,
+                    failure=failure.value,
+                    text=outcome.text,
+                    sequence=outcome.sequence,
+                )
             event = slots.SliceFailed(
                 incarnation=outcome.incarnation, sequence=outcome.sequence, failure=failure, text=outcome.text
             )

@@ -27,6 +27,11 @@ from orchestrator.chaos.plan import ChaosPlan
 from orchestrator.slots import Slot, Submit
 from workers.messages import FaultKind, Report, Strike
 
+#: The last seconds of a run that are left alone, and how much of a short run at most. A process that was killed is back
+#: after some seconds, a node after half a minute.
+_CALM_S = 60.0
+_CALM_SHARE = 0.2
+
 
 def chance(seed: int, *words: object) -> float:
     """Return a number in [0, 1) that looks random and is always the same for the same seed and words."""
@@ -46,20 +51,27 @@ def open_book(plan: ChaosPlan, homes: Mapping[str, str], head_node: str) -> Chao
     return ChaosBook(plan=plan, homes=dict(homes), head_node=head_node, planned=plan.node_faults)
 
 
-def begin(book: ChaosBook, now_s: float) -> ChaosBook:
-    """The run begins to count: all times of the plan are from here."""
+def begin(book: ChaosBook, now_s: float, ends_at_s: float | None = None) -> ChaosBook:
+    """The run begins to count: all times of the plan are from here.
+
+    Shortly before `ends_at_s` nothing is struck by the clock or by chance any more, so that what was struck can come
+    back and the outcome of the run says something. A node that the plan names is ended when the plan says so.
+    """
     rules = [(rule.kind, rule.every_s) for rule in book.plan.strikes if rule.every_s is not None]
     if book.plan.random_nodes is not None:
         rules.append((FaultKind.NODE, book.plan.random_nodes.every_s))
     clocks = tuple(Clock(kind=kind, every_s=every_s, at_s=now_s + every_s) for kind, every_s in rules)
-    return replace(book, began_s=now_s, clocks=clocks)
+    calm_from_s = None
+    if ends_at_s is not None:
+        calm_from_s = ends_at_s - min(_CALM_S, _CALM_SHARE * (ends_at_s - now_s))
+    return replace(book, began_s=now_s, clocks=clocks, calm_from_s=calm_from_s)
 
 
 def strike_for(book: ChaosBook, slot: Slot, submit: Submit, now_s: float) -> tuple[ChaosBook, Strike | None]:
     """Decide whether the slice that is about to be submitted carries a strike; one that proves a process never does."""
     seed, name = book.plan.seed, slot.slot
     targets = _targets(book)
-    if submit.duration_s <= 0 or name not in targets:
+    if submit.duration_s <= 0 or name not in targets or _is_calm(book, now_s):
         return book, None
     clock = _due(book, targets, name, now_s)
     kind = clock.kind if clock is not None else _drawn(book, slot, submit)
@@ -82,7 +94,7 @@ def node_commands(book: ChaosBook, now_s: float) -> tuple[ChaosBook, tuple[NodeC
             book = replace(book, planned=tuple(other for other in book.planned if other is not planned))
             book = _ended_node(book, planned.node, planned.pause_s, now_s)
             commands.append(EndNode(node=planned.node))
-    for clock in book.clocks:
+    for clock in () if _is_calm(book, now_s) else book.clocks:
         nodes = _endable(book) if clock.kind is FaultKind.NODE and now_s >= clock.at_s else ()
         if nodes and book.plan.random_nodes is not None:
             node = nodes[int(chance(book.plan.seed, clock.kind, clock.count) * len(nodes))]
@@ -93,6 +105,10 @@ def node_commands(book: ChaosBook, now_s: float) -> tuple[ChaosBook, tuple[NodeC
             book = with_down(book, replace(down, start_at_s=None), now_s)
             commands.append(StartNode(node=down.fault.target))
     return book, tuple(commands)
+
+
+def _is_calm(book: ChaosBook, now_s: float) -> bool:
+    return book.calm_from_s is not None and now_s >= book.calm_from_s
 
 
 def _targets(book: ChaosBook) -> tuple[str, ...]:

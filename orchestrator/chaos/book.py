@@ -135,6 +135,8 @@ class ChaosBook:
     """The node of each slot."""
     head_node: str
     began_s: float | None = None
+    calm_from_s: float | None = None
+    """From then on nothing is struck by the clock or by chance."""
     over: bool = False
     number: int = 0
     working: frozenset[str] = frozenset()

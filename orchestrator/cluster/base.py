@@ -32,10 +32,12 @@ class NodeFact:
 class SliceFailure(StrEnum):
     """Why a slice gave no report."""
 
-    #: The process died, or its node; the actor comes back if it can.
+    #: The process died with the slice, or its node did; the actor comes back if it can.
     DIED = "died"
     #: The actor cannot be reached right now; the slice may have run.
     UNAVAILABLE = "unavailable"
+    #: The slice never left: the actor's process is not there, or not there yet.
+    UNSENT = "unsent"
     #: The actor cannot even be made: its code is missing on the node, or of another version.
     UNBUILDABLE = "unbuildable"
 

@@ -31,6 +31,16 @@ from workers.messages import Directive, Report
 #: The label that names a node. Set by `ray start --labels=node=pc1`.
 NODE_LABEL = "node"
 
+#: What Ray's one type for "the actor is temporarily unavailable" means, by its words (Ray 2.60): the connection broke
+#: under the call, or there was none to send it over.
+_UNAVAILABLE = {
+    "Socket closed": SliceFailure.DIED,
+    "Connection reset by peer": SliceFailure.DIED,
+    "actor was restarted": SliceFailure.DIED,
+    "actor is restarting": SliceFailure.UNSENT,
+    "Failed to connect to remote host": SliceFailure.UNSENT,
+}
+
 #: A process that only asks the driver starts in a second or two, on a busy PC in ten.
 _PROBE_TIMEOUT_S = 60.0
 
@@ -202,7 +212,8 @@ def _count_cards() -> int:
 
 def _failure(error: RayError) -> SliceFailure:
     if isinstance(error, ActorUnavailableError):
-        return SliceFailure.UNAVAILABLE
+        text = str(error)
+        return next((failure for words, failure in _UNAVAILABLE.items() if words in text), SliceFailure.UNAVAILABLE)
     if isinstance(error, ActorDiedError) and getattr(error, "actor_init_failed", False):
         return SliceFailure.UNBUILDABLE
     # RayTaskError is an exception out of `run_slice` itself: the engine lets none out, so it could not be loaded.

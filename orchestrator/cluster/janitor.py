@@ -1,10 +1,11 @@
 """Cleans up after a rehearsal whose head was killed. Runs as a process of its own; standard library only.
 
 The kernel ends raylets and GCS with the head, and workers end with their raylet. Ray's agents do not: they spend a
-minute on telling a GCS that is gone. So the head tells this process who they are, over a pipe, and when the pipe
-closes without a farewell, they are ended by process id and the rehearsal's folder is removed.
+minute on telling a GCS that is gone, and may have been started while the head was dying. So when the head's pipe closes
+without a farewell, this process looks for what works in the rehearsal's private folder, ends it by process id until
+nothing is left, and removes the folder.
 
-    python janitor.py FOLDER        standard input: lines `PID STARTTIME`, and `bye` from a head that ends well
+    python janitor.py FOLDER        standard input: `bye` from a head that ends well
 """
 
 from __future__ import annotations
@@ -13,11 +14,21 @@ import os
 import shutil
 import signal
 import sys
+import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 #: The 22nd field of /proc/PID/stat (man 5 proc), the 20th behind the name in parentheses.
 _STARTTIME_FIELD = 19
+
+#: What Ray's processes are, by the file they execute. Somebody who only looks into the folder is left alone.
+_PROGRAMS = ("python", "raylet", "gcs_server")
+
+#: Raylets die with the head at once; an agent that one of them was just starting shows within a second or so.
+_QUIET_S = 2.0
+_PATIENCE_S = 60.0
+_LOOK_EVERY_S = 0.1
 
 
 def start_time(pid: int) -> str | None:
@@ -31,17 +42,43 @@ def start_time(pid: int) -> str | None:
 
 def main(folder: str) -> None:
     """Wait for the head to end, and clean up if it did not do so itself."""
-    known: dict[int, str] = {}
     for line in sys.stdin:
         if line.strip() == "bye":
             return
-        pid, _, began = line.strip().partition(" ")
-        known[int(pid)] = began
-    for pid, began in known.items():
-        if start_time(pid) == began:
-            with suppress(ProcessLookupError):
+    began_s = quiet_since_s = time.monotonic()
+    while time.monotonic() - quiet_since_s < _QUIET_S and time.monotonic() - began_s < _PATIENCE_S:
+        for pid in _at_work_in(folder):
+            quiet_since_s = time.monotonic()
+            with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-    shutil.rmtree(folder, ignore_errors=True)
+        # Again and again: an agent that is being ended may still write.
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _at_work_in(folder: str) -> Iterator[int]:
+    """Yield the processes of Ray that have the folder in their command line, or a file of it open.
+
+    Both, because Ray's agents overwrite their command line with a title of their own.
+    """
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with suppress(OSError):
+                program = (entry / "exe").readlink().name
+                if program.startswith(_PROGRAMS) and any(_is_in(folder, text) for text in _texts(entry)):
+                    yield int(entry.name)
+
+
+def _texts(process: Path) -> Iterator[str]:
+    yield from (process / "cmdline").read_bytes().decode("utf-8", "replace").split("\0")
+    for descriptor in (process / "fd").iterdir():
+        with suppress(OSError):
+            yield str(descriptor.readlink())
+
+
+def _is_in(folder: str, text: str) -> bool:
+    """Say whether the text names something in the folder; another folder may begin with the same letters."""
+    return f"{folder}/" in text
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,19 +34,21 @@ class RayletPlan:
 class Raylets:
     """One raylet for each node of the configuration, all on this machine; the first carries the head."""
 
-    def __init__(self, plans: Sequence[RayletPlan], folder: Path, started: Callable[[], None]) -> None:
+    def __init__(self, plans: Sequence[RayletPlan], folder: Path) -> None:
         """Prepare; nothing is started before `start`.
 
         Args:
             plans: The first becomes the head.
             folder: Where Ray may put all that it puts anywhere.
-            started: Called whenever the processes of a node run.
         """
         self._plans = {plan.name: plan for plan in plans}
         self._folder = folder
-        self._started = started
         self._nodes: dict[str, Any] = {}
-        self._starting: dict[str, threading.Thread] = {}
+        self._orphans: list[int] = []
+        self._starting: dict[str, Future[None]] = {}
+        # One thread for the whole run: the kernel ends what a thread has started when that thread ends
+        # (PR_SET_PDEATHSIG, prctl(2), which Ray's `spawn_reaper` sets).
+        self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="start-node")
 
     @property
     def gcs_address(self) -> str:
@@ -84,7 +86,6 @@ class Raylets:
             self._nodes[name] = Node(params, head=is_head, shutdown_at_exit=False, spawn_reaper=True)
         except Exception as error:  # Ray raises many types here
             raise NoClusterError(f"Ray could not start a node for {name} on this machine: {error}") from error
-        self._started()
 
     def end(self, name: str) -> None:
         """End a node as a power cut would: everything on it, at once, without a word to anybody."""
@@ -94,11 +95,13 @@ class Raylets:
             return
         pids = [info.process.pid for infos in node.all_processes.values() for info in infos]
         family = [child for pid in pids for child in _family(pid)]
+        self._orphans += [process.pid for process in family if process.pid not in pids]
         for process in family:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         with contextlib.suppress(Exception):  # it finds them dead, and reaps them
             node.kill_all_processes(check_alive=False, allow_graceful=False)
+        self._reap()
 
     def start_again(self, name: str) -> None:
         """Begin to start a node that was ended; it takes a second or two, in which a run must not stand still."""
@@ -108,8 +111,8 @@ class Raylets:
                 self.start(name)
 
         self._await_start(name)
-        self._starting[name] = threading.Thread(target=begin, name=f"start-{name}", daemon=True)
-        self._starting[name].start()
+        self._reap()
+        self._starting[name] = self._starter.submit(begin)
 
     def end_all(self) -> None:
         """End what was started, the head last."""
@@ -118,11 +121,21 @@ class Raylets:
         for node in reversed(list(self._nodes.values())):
             with contextlib.suppress(Exception):  # what it leaves is ended by the caller
                 node.kill_all_processes(check_alive=False, allow_graceful=False)
+        self._starter.shutdown()
+
+    def _reap(self) -> None:
+        """Take note of the end of processes whose raylet died before them: they became children of this one."""
+        left = []
+        for pid in self._orphans:
+            with contextlib.suppress(ChildProcessError):  # it was never ours, or is noted already
+                if os.waitpid(pid, os.WNOHANG) == (0, 0):
+                    left.append(pid)
+        self._orphans = left
 
     def _await_start(self, name: str) -> None:
-        thread = self._starting.pop(name, None)
-        if thread is not None:
-            thread.join()
+        start = self._starting.pop(name, None)
+        if start is not None:
+            start.result()
 
 
 def _family(pid: int) -> list[psutil.Process]:

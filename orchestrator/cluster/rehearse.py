@@ -54,7 +54,7 @@ def rehearsed(plans: Sequence[RayletPlan]) -> Iterator[Fleet]:
     folder = Path(tempfile.mkdtemp(prefix="orch-", dir=_short_folder()))
     saved = {name: os.environ.get(name) for name in _ENVIRONMENT}
     keeper = _hire_janitor(folder)
-    raylets = Raylets(plans, folder, started=lambda: _tell(keeper, _descendants({*before, keeper.pid})))
+    raylets = Raylets(plans, folder)
     try:
         auth.use_private_token(folder)
         # For workers on the CPU: with one heap for all threads, what a worker releases is really given back, and what
@@ -83,13 +83,6 @@ def _hire_janitor(folder: Path) -> subprocess.Popen[str]:
         start_new_session=True,
         text=True,
     )
-
-
-def _tell(keeper: subprocess.Popen[str], processes: Sequence[psutil.Process]) -> None:
-    if keeper.stdin is not None:
-        # In one piece: nodes may start side by side.
-        keeper.stdin.write("".join(f"{process.pid} {janitor.start_time(process.pid)}\n" for process in processes))
-        keeper.stdin.flush()
 
 
 def _descendants(except_pids: set[int]) -> list[psutil.Process]:

@@ -22,7 +22,8 @@ from orchestrator.watch.model import Snapshot
 from orchestrator.watch.records import SCHEMA_VERSION, RunFacts, SlotRecord
 from orchestrator.watch.tables import Line
 
-SAMPLE_EVERY_S = 1.0
+SAMPLE_EVERY_S = 0.7
+"""Looked at every 0.25 s, so that two samples are never more than a second apart."""
 RETRY_AFTER_S = 1.0
 """After a failure nothing is tried for so long: a locked file may hold up the head only now and then."""
 EVENTS_KEPT = 10_000

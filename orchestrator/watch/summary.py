@@ -17,6 +17,9 @@ from workers.messages import WorkerState
 
 SCHEMA = 1
 
+#: A slot that ends in one of these was not at work.
+_AWAY = {WorkerState.QUARANTINED, WorkerState.LOST, WorkerState.RESTARTING, WorkerState.STARTING}
+
 _EXIT_GOOD = 0
 _EXIT_DEGRADED = 1
 _EXIT_INTERRUPTED = 130
@@ -101,7 +104,7 @@ def exit_code_for(
     """
     if interrupted:
         return "interrupted", _EXIT_INTERRUPTED
-    fallen = {WorkerState.QUARANTINED, WorkerState.LOST} & snapshot.state_counts.keys()
+    fallen = _AWAY & snapshot.state_counts.keys()
     rate = snapshot.success_rate
     idle = any(row.steps_ok == 0 for row in snapshot.rows)
     if fallen or idle or incomplete or snapshot.verify_errors or rate is None or rate < min_success_rate:

@@ -61,8 +61,10 @@ ON CONFLICT (run_id) DO UPDATE SET
     duration_s = excluded.duration_s, elapsed_s = max(elapsed_s, excluded.elapsed_s),
     min_success_rate = excluded.min_success_rate, mode = excluded.mode, device = excluded.device,
     one_machine = excluded.one_machine, config_yaml = excluded.config_yaml, chaos = excluded.chaos,
-    nodes_planned = excluded.nodes_planned, head_pid = excluded.head_pid, head_started = excluded.head_started,
-    host = excluded.host, heads = heads + 1, outcome = NULL, exit_code = NULL, error = NULL, faults = '[]'
+    nodes_planned = excluded.nodes_planned,
+    heads = heads + (head_pid IS NOT excluded.head_pid OR head_started IS NOT excluded.head_started),
+    head_pid = excluded.head_pid, head_started = excluded.head_started, host = excluded.host,
+    outcome = NULL, exit_code = NULL, error = NULL, faults = '[]'
 """  # noqa: S608 - our own column names
 
 FIND_RUN = "SELECT started_at_unix_s, heads FROM runs WHERE run_id = ?"

@@ -65,12 +65,12 @@ class Kill:
     """What was seen while the head lived."""
 
     after_s: float
-    """Since its process began."""
+    """Since it made the run's folder."""
     at_unix_s: float
     late_s: float
     """The longest that this process was kept from running."""
     startup_s: float | None
-    """From the start of the process until the planned time began; `None` if it had not."""
+    """From the folder until the planned time began; `None` if it had not."""
 
 
 def run(rounds: int, seed: int) -> Result:
@@ -141,6 +141,8 @@ def _round(scene: Scene, drawn: float, startup_s: float, broken: list[str]) -> t
 
 def _kill(head: subprocess.Popen[bytes], scene: Scene, moment_s: float) -> Kill:
     """Kill the head at its moment, or shortly before its planned end if that comes first."""
+    while scene.folder_of_newest() is None and head.poll() is None:
+        time.sleep(_POLL_S)  # before that there is no run that could be shown
     began_s = last_s = looked_s = time.monotonic()
     late_s = 0.0
     counting_s: float | None = None

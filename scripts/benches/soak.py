@@ -5,8 +5,9 @@ crash, leave, hang or lose their device, steps that fail or run out of memory, a
 Every few seconds it reads the store, the witness of each slot and /proc. In 30 minutes about 260 strikes and nodes,
 and faults of single steps besides; the breakers stay on, with room for what the plan itself brings. Judges no speed.
 
-A slot must end RUNNING, or BACKOFF where its very last slice met a failed step, or QUARANTINED with a reason. Chaos
-does not stop before the run does, so one more is allowed: what a fault has struck that the run's end overtook.
+A slot must end RUNNING, or BACKOFF where its very last slice met a failed step, or QUARANTINED with a reason. The
+product leaves the last minute of a run alone, so that what was struck can come back; in a very short run that minute is
+a few seconds, and what a fault has struck that the run's end overtook is allowed there.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ _PATIENCE_S = 180.0
 
 #: A fault that is older than this when the run ends is not late, its slot or node is lost. Seen: at most 24 s.
 _BACK_WITHIN_S = 90.0
+
+#: From this length on the calm at the end is a whole minute: nothing is excused by it.
+_CALM_ENOUGH_S = 300.0
 
 #: From here on the quarters of a run are long enough to be compared; before, they are figures.
 _JUDGED_FROM_S = 100.0
@@ -207,7 +211,9 @@ def _summary(folder: Path) -> dict[str, Any]:
 def _slots_broken(summary: Mapping[str, Any], duration_s: float) -> list[str]:
     if not summary["workers"]:
         return ["there is no summary"]
-    late = {fault["target"] for fault in summary["faults"] if fault["fate"] == "not_back"}
+    late: set[str] = set()
+    if duration_s < _CALM_ENOUGH_S:
+        late = {fault["target"] for fault in summary["faults"] if fault["fate"] == "not_back"}
     found = []
     for row in summary["workers"]:
         state, reason = row["state"], row["reason"]

@@ -58,7 +58,7 @@ def test_ten_workers_survive_sizes_far_too_big_for_every_cap(start: Starter, sho
     assert load_config(str(folder / "config.yaml")).nodes["pc1"].workers == 7
     names = {event["event"] for event in read_events(folder)}
     assert {"run_started", "node_joined", "device_opened", "claimed", "oom", "backoff", "state", "run_ended"} <= names
-    with sqlite3.connect(folder / "samples.sqlite") as store:
+    with sqlite3.connect(folder / "run.sqlite") as store:
         (slots,) = store.execute("SELECT COUNT(DISTINCT slot) FROM samples").fetchone()
     store.close()
     assert slots == 10

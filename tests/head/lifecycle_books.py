@@ -57,6 +57,7 @@ class Fate(Enum):
     UNDER_WAY = "under way"
     COUNTED = "counted"
     LOST = "lost"
+    UNSENT = "unsent"
 
 
 class Books(RuleBasedStateMachine):
@@ -88,6 +89,8 @@ class Books(RuleBasedStateMachine):
 
     def do_steps(self, name: Name, share: float) -> None:
         """Let a process do this share of the good steps that the slice may still do."""
+        if self.fates[name] is Fate.UNSENT:
+            return
         left = self.submitted[name].step_limit - self.really_done[name]
         self.really_done[name] += round(share * left)
 
@@ -161,10 +164,10 @@ class Books(RuleBasedStateMachine):
         assert submit.resume == self.last_resume
         assert submit.step_limit >= 1
         mine = [name for name in self.submitted if name[0] == submit.incarnation]
-        if not mine:
+        if not any(self.fates[name] is Fate.COUNTED for name in mine):
             assert (submit.duration_s, submit.step_limit) == (0.0, 1), "a process is proven by one step"
+            assert not self.under_way, "nothing more is sent before the proof was reported"
             return
-        assert self.fates[mine[0]] is Fate.COUNTED, "nothing more is sent before the proof was reported"
         assert self.run_rules.slice_s / 10 <= submit.duration_s <= self.run_rules.slice_s
         if self.ends_at_s is not None:
             busy_s = sum(self.submitted[name].duration_s for name in self.under_way)

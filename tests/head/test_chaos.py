@@ -96,7 +96,7 @@ class Process:
 class Fleet:
     """A cluster of simulated workers under the real lifecycle, with the book beside it as the supervisor keeps it."""
 
-    def __init__(self, plan: ChaosPlan, rules: Rules = RULES) -> None:
+    def __init__(self, plan: ChaosPlan, rules: Rules = RULES, duration_s: float | None = None) -> None:
         self.now_s = 1000.0
         self.rules = rules
         self.book = open_book(plan, HOMES, "pc1")
@@ -112,7 +112,7 @@ class Fleet:
         while not all(slot.proven for slot in self.slots.values()):
             self.turn()
         self.began_s = self.now_s
-        self.book = begin(self.book, self.now_s)
+        self.book = begin(self.book, self.now_s, None if duration_s is None else self.now_s + duration_s)
 
     def run(self, seconds: float) -> Fleet:
         end_s = self.now_s + seconds
@@ -259,6 +259,15 @@ def test_every_so_often_is_as_often_as_asked(kind: FaultKind) -> None:
     for number, fault in enumerate(sent, start=1):
         assert 10.0 * number <= fault.at_s <= 10.0 * number + 2 * RULES.slice_s, "within two slices of its time"
     assert len({fault.target for fault in sent}) > 5, "all over the fleet"
+
+
+@pytest.mark.parametrize(("duration_s", "calm_s"), [(600.0, 60.0), (100.0, 20.0)])
+def test_the_end_of_a_run_is_left_alone(duration_s: float, calm_s: float) -> None:
+    text = "kill:every=1s;hang:rate=1;node:every=2s,for=1s"
+    fleet = Fleet(parse_chaos(text), duration_s=duration_s).run(duration_s)
+    at_s = [fault.at_s for fault in faults(fleet.finish())]
+    assert max(at_s) < duration_s - calm_s
+    assert max(at_s) > duration_s - calm_s - 15.0
 
 
 def test_what_could_not_be_sent_for_long_is_made_up_for_once() -> None:

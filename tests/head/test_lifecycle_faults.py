@@ -169,16 +169,52 @@ def test_an_actor_that_cannot_be_reached_right_after_a_restart_has_not_died_agai
     scene.work()
     scene.feed(scene.failure())
     scene.feed(Tick())
-    for retry in range(10):
+    for _ in range(10):
         assert scene.deeds(scene.failure(SliceFailure.UNAVAILABLE)) == [Forget()]
         assert (scene.slot.phase, scene.slot.state) == (Phase.PAUSING, WorkerState.RESTARTING)
         assert scene.feed(Tick(), later_s=0.15) == []
         assert len(sequences(scene.feed(Tick(), later_s=0.1))) == 1
-        assert scene.slot.incarnation == retry + 2
+        # The same process is still awaited.
+        assert scene.slot.incarnation == 1
     # Each try may have done the one step of its proof.
     assert scene.slot.counters == Counters(restarts=1, steps_lost_upper_bound=2 * LEAST + 10)
     scene.feed(scene.report())
     assert scene.slot.state is WorkerState.RUNNING
+
+
+def test_a_slice_that_was_never_sent_is_not_lost() -> None:
+    scene = Scene()
+    scene.work()
+    scene.feed(scene.failure())
+    lost = scene.slot.counters.steps_lost_upper_bound
+    for _ in range(10):
+        scene.feed(Tick(), later_s=0.3)
+        assert scene.deeds(scene.failure(SliceFailure.UNSENT)) == [Forget()]
+    assert scene.slot.counters == Counters(restarts=1, steps_lost_upper_bound=lost)
+
+
+def test_a_process_that_dies_in_its_first_step_has_died() -> None:
+    scene = Scene()
+    scene.feed(NodeJoined())
+    for deaths in range(1, RULES.max_deaths):
+        scene.feed(scene.failure(SliceFailure.DIED))
+        assert scene.slot.counters.restarts == deaths
+        assert scene.slot.state is WorkerState.RESTARTING
+        scene.feed(Tick(), later_s=RULES.restart_backoff_max_s)
+    assert scene.deeds(scene.failure(SliceFailure.DIED)) == [Abandon()]
+
+
+def test_a_process_that_was_told_to_end_may_take_one_slice_down_with_it() -> None:
+    scene = Scene()
+    scene.work()
+    scene.feed(Tick(), later_s=RULES.hang_timeout_s + 2)  # hung: its process is ended
+    assert scene.slot.counters.restarts == 1
+    scene.feed(Tick())
+    scene.feed(scene.failure(SliceFailure.DIED))
+    assert scene.slot.counters.restarts == 1
+    scene.feed(Tick(), later_s=0.3)
+    scene.feed(scene.failure(SliceFailure.DIED))
+    assert scene.slot.counters.restarts == 2
 
 
 def test_an_actor_that_cannot_be_reached_for_the_start_timeout_is_quarantined() -> None:

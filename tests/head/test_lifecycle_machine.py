@@ -208,7 +208,12 @@ class LifecycleMachine(Books):
     def slice_fails(self, data: st.DataObject, failure: SliceFailure) -> None:
         if failure is SliceFailure.UNBUILDABLE and self.ends_at_s is None and self.slot.report is None:
             return  # see run_can_never_work
-        self.feed(failed(data.draw(st.sampled_from(self.under_way)), failure))
+        name = data.draw(st.sampled_from(self.under_way))
+        if failure is SliceFailure.UNSENT:
+            if self.really_done[name]:
+                return  # it did steps, so it was sent
+            self.fates[name] = Fate.UNSENT
+        self.feed(failed(name, failure))
         assert not self.under_way, "a slot that lost its process gave up what was under way"
 
     @precondition(lambda self: self.submitted)

@@ -87,6 +87,8 @@ GOOD = {"steps_ok": 100}
         ({**GOOD, "state": WorkerState.LOST}, False, ("degraded", 1)),
         ({**GOOD, "state": WorkerState.QUARANTINED}, False, ("degraded", 1)),
         ({**GOOD, "state": WorkerState.QUARANTINED}, True, ("interrupted", 130)),
+        ({**GOOD, "state": WorkerState.RESTARTING}, False, ("degraded", 1)),
+        ({**GOOD, "state": WorkerState.STARTING}, False, ("degraded", 1)),
         ({**GOOD, "state": WorkerState.EMERGENCY}, False, ("good", 0)),
         ({**GOOD, "state": WorkerState.STOPPED}, False, ("good", 0)),
     ],
