@@ -16,7 +16,7 @@ from workers.messages import Report
 
 #: A slice may do this many times the steps that the last report makes likely: enough to notice that steps got faster,
 #: and small enough for a bound on what was lost that says something.
-_HEADROOM = 1.5
+_HEADROOM = 2.0
 
 #: And this many more, so that a slot that has done next to nothing yet is not slowed down by it.
 _LEAST_LIMIT = 4

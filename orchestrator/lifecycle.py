@@ -62,6 +62,9 @@ _PIPELINE = 2
 #: After a restart the actor cannot be reached for a second or two; asking again this often costs next to nothing.
 _RETRY_UNREACHABLE_S = 0.2
 
+#: No new process fails sooner than this after its first slice was sent: it has to load torch before anything else.
+_REBIRTH_S = 0.5
+
 #: Deaths this shortly before a node is seen to have left are the node's, not the slot's. Ray tells of a dead raylet
 #: seconds after its actors have failed (seen: 3 to 10 s; its health check allows 5 x 3 s and more).
 _NODE_BLAME_S = 60.0
@@ -217,7 +220,9 @@ def _failed(slot: Slot, event: SliceFailed, now_s: float, rules: Rules, ends_at_
             )
         # It did work before: its process is in a bad way, not its code.
         return endings.died(slot, f"its process failed outside a step: {event.text}", now_s, rules, before=(Restart(),))
-    if slot.proven or (event.failure is SliceFailure.DIED and not slot.ending):
+    # What fails at once was sent to the process that has just ended: Ray had not noticed yet.
+    too_soon = slot.ending or (slot.working_since_s is not None and now_s - slot.working_since_s < _REBIRTH_S)
+    if slot.proven or (event.failure is SliceFailure.DIED and not too_soon):
         return endings.died(slot, _ENDED[event.failure], now_s, rules, before=())
     silent_since_s = slot.silent_since_s if slot.silent_since_s is not None else slot.working_since_s
     if silent_since_s is not None and now_s - silent_since_s > rules.start_timeout_s:

@@ -32,11 +32,11 @@ from workers.messages import Directive, Report
 NODE_LABEL = "node"
 
 #: What Ray's one type for "the actor is temporarily unavailable" means, by its words (Ray 2.60): the connection broke
-#: under the call, or there was none to send it over.
+#: under the call, or there was none to send it over. "The actor was restarted" is neither: the call may have come just
+#: after a death that is known already.
 _UNAVAILABLE = {
     "Socket closed": SliceFailure.DIED,
     "Connection reset by peer": SliceFailure.DIED,
-    "actor was restarted": SliceFailure.DIED,
     "actor is restarting": SliceFailure.UNSENT,
     "Failed to connect to remote host": SliceFailure.UNSENT,
 }

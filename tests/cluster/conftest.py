@@ -108,10 +108,17 @@ def _adopt_orphans() -> None:
 def descendants() -> list[psutil.Process]:
     """Live processes below this one; the dead are reaped on the way."""
     for child in psutil.Process().children():
-        if child.status() == psutil.STATUS_ZOMBIE:
+        if _is_dead(child):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(child.pid, os.WNOHANG)
-    return [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in psutil.Process().children(recursive=True) if not _is_dead(child)]
+
+
+def _is_dead(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # since it was listed
+        return True
 
 
 def shared_memory() -> set[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -76,8 +77,13 @@ def test_the_slots_of_an_ended_node_are_lost_at_once_and_go_on_where_they_were_w
 
 def raylet_of(node: str) -> psutil.Process:
     """The raylet that `up` started for a node."""
-    (found,) = [p for p in descendants() if p.name() == "raylet" and p.environ().get(NODE_MARK) == node]
-    return found
+    found = []
+    for process in descendants():
+        with contextlib.suppress(psutil.NoSuchProcess):  # since it was listed
+            if process.name() == "raylet" and process.environ().get(NODE_MARK) == node:
+                found.append(process)
+    (raylet,) = found
+    return raylet
 
 
 def test_a_raylet_that_is_killed_comes_back_once_it_offers_enough_and_a_killed_head_leaves_the_raylets_alone(

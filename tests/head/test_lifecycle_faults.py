@@ -89,7 +89,7 @@ def test_a_slice_that_fails_in_a_process_that_worked_is_a_death_in_its_own_words
 def test_a_process_that_ends_before_its_first_report_has_died() -> None:
     scene = Scene()
     scene.feed(NodeJoined())
-    scene.feed(scene.failure(SliceFailure.DIED))
+    scene.feed(scene.failure(SliceFailure.DIED), later_s=1.0)
     assert (scene.slot.state, scene.slot.counters.restarts) == (WorkerState.RESTARTING, 1)
     assert scene.slot.counters.steps_lost_upper_bound == 1
 
@@ -197,11 +197,15 @@ def test_a_process_that_dies_in_its_first_step_has_died() -> None:
     scene = Scene()
     scene.feed(NodeJoined())
     for deaths in range(1, RULES.max_deaths):
-        scene.feed(scene.failure(SliceFailure.DIED))
+        # What fails at once was sent to the process before.
+        scene.feed(scene.failure(SliceFailure.DIED), later_s=0.1)
+        assert scene.slot.counters.restarts == deaths - 1
+        scene.feed(Tick(), later_s=0.3)
+        scene.feed(scene.failure(SliceFailure.DIED), later_s=1.0)
         assert scene.slot.counters.restarts == deaths
         assert scene.slot.state is WorkerState.RESTARTING
         scene.feed(Tick(), later_s=RULES.restart_backoff_max_s)
-    assert scene.deeds(scene.failure(SliceFailure.DIED)) == [Abandon()]
+    assert scene.deeds(scene.failure(SliceFailure.DIED), later_s=1.0) == [Abandon()]
 
 
 def test_a_process_that_was_told_to_end_may_take_one_slice_down_with_it() -> None:
@@ -210,10 +214,10 @@ def test_a_process_that_was_told_to_end_may_take_one_slice_down_with_it() -> Non
     scene.feed(Tick(), later_s=RULES.hang_timeout_s + 2)  # hung: its process is ended
     assert scene.slot.counters.restarts == 1
     scene.feed(Tick())
-    scene.feed(scene.failure(SliceFailure.DIED))
+    scene.feed(scene.failure(SliceFailure.DIED), later_s=1.0)
     assert scene.slot.counters.restarts == 1
     scene.feed(Tick(), later_s=0.3)
-    scene.feed(scene.failure(SliceFailure.DIED))
+    scene.feed(scene.failure(SliceFailure.DIED), later_s=1.0)
     assert scene.slot.counters.restarts == 2
 
 
