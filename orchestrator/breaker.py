@@ -27,13 +27,22 @@ def condemned(cards: Mapping[str, Sequence[Slot]], now_s: float, rules: Rules) -
         rules: Of this run.
     """
     return {
-        card: f"{card}: all {len(slots)} workers keep dying, at least {_DEATHS} times each in "
-        f"{rules.death_window_s:.0f} s; look for Xid errors in dmesg, and at power and cables"
+        card: _reason(card, slots, rules)
         for card, slots in cards.items()
         if len(slots) >= _LEAST_WORKERS
         and any(slot.phase is not Phase.QUARANTINED for slot in slots)
         and all(_is_down(slot, now_s, rules) for slot in slots)
     }
+
+
+def _reason(card: str, slots: Sequence[Slot], rules: Rules) -> str:
+    last = max(slots, key=lambda slot: slot.deaths_at_s[-1:] or (0.0,))
+    text = (
+        f"{card}: all {len(slots)} workers keep dying, at least {_DEATHS} times each in {rules.death_window_s:.0f} s; "
+        f"the last: {last.reason}"
+    )
+    on_card = any(slot.device is not None and slot.device.kind != "cpu" for slot in slots)
+    return f"{text}; look for Xid errors in dmesg, and at power and cables" if on_card else text
 
 
 def _is_down(slot: Slot, now_s: float, rules: Rules) -> bool:

@@ -20,6 +20,8 @@ class Past:
     elapsed_s: float = 0.0
     slots: Mapping[str, Slot] = field(default_factory=dict)
     """As their last reports left them, without a process."""
+    incomplete: bool = False
+    """Whether its records lack something already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,7 @@ class RunInfo:
         return max(0.0, self.duration_s - self.past.elapsed_s)
 
 
-def rules_of(config: Config) -> Rules:
+def rules_of(config: Config, past: Past) -> Rules:
     """Return the numbers of `run:` that concern a slot."""
     run = config.run
     return Rules(
@@ -55,4 +57,5 @@ def rules_of(config: Config) -> Rules:
         leak_flag_bytes=None if run.leak_flag_mib is None else int(run.leak_flag_mib * MIB),
         leak_limit_bytes=None if run.leak_limit_mib is None else int(run.leak_limit_mib * MIB),
         seed=config.workload.seed,
+        has_counted=past.elapsed_s > 0,
     )

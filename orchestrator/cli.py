@@ -17,7 +17,7 @@ import typer
 
 from orchestrator.config import load_config
 from orchestrator.duration import parse_duration
-from orchestrator.errors import NoClusterError, OrchestratorError, UsageError, one_line
+from orchestrator.errors import OrchestratorError, UsageError, one_line
 from orchestrator.watch.summary import failure_dict, summary_text
 
 app = typer.Typer(
@@ -74,7 +74,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     ] = False,
 ) -> None:
     """Run the workers and show their health. Ctrl-C ends the run and writes the summary."""
-    from orchestrator import modes, preflight  # noqa: PLC0415 - `--help` and typing errors should not wait for these
+    from orchestrator import modes  # noqa: PLC0415 - `--help` and typing errors should not wait for these
     from orchestrator import run as runs  # noqa: PLC0415
     from orchestrator.chaos.plan import parse_chaos  # noqa: PLC0415
     from orchestrator.watch.archive import read_run  # noqa: PLC0415
@@ -108,11 +108,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         stage = modes.on_this_machine(loaded)
     else:
         stage = modes.on_cluster(loaded)
-    try:
-        code = runs.run(stage, options)
-    except NoClusterError as error:
-        raise (error if local or rehearse else preflight.without_cluster(loaded, error)) from error
-    raise typer.Exit(code)
+    raise typer.Exit(runs.run(stage, options))
 
 
 @app.command()

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from orchestrator.config_problems import validated
 from orchestrator.duration import VALID_DURATION, parse_duration
 from orchestrator.overrides import apply_overrides
-from orchestrator.yaml_source import YamlSource, plain_source, read_yaml_file
+from orchestrator.yaml_source import YamlSource, plain_source, read_yaml_file, read_yaml_text
 
 #: A year of seconds would be a typing error for any pause or timeout; a day is the longest that helps.
 _DAY_S = 86_400
@@ -217,6 +217,15 @@ def config_from_data(data: Mapping[str, object], name: str = "config") -> Config
         ConfigError: with every problem at once.
     """
     return _checked(plain_source(name, dict(data)))
+
+
+def config_from_text(text: str, name: str) -> Config:
+    """Return the configuration in YAML `text`, as `dump_config` writes it; problems are named after `name`.
+
+    Raises:
+        ConfigError: with every problem at once.
+    """
+    return _checked(read_yaml_text(text, name))
 
 
 def dump_config(config: Config) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from orchestrator.chaos import agenda, book, fates
@@ -77,6 +77,10 @@ class Havoc:
     def faults(self) -> list[dict[str, Any]]:
         """Every fault with what became of it, as JSON knows it."""
         return [self._told(fault) for fault in book.faults(self._book)]
+
+    def counts(self) -> list[dict[str, Any]]:
+        """How many faults of each kind there were, also of those the list has no room for, and what became of them."""
+        return [{"kind": kind.value, **asdict(counts)} for kind, counts in book.tally(self._book).items()]
 
     def _told(self, fault: Fault) -> dict[str, Any]:
         return {

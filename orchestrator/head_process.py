@@ -13,9 +13,11 @@ from pathlib import Path
 import psutil
 
 from orchestrator.cluster.janitor import start_time
+from orchestrator.small_files import read_small
 
 NOTE_NAME = "head.json"
 """The note in a run folder that says which process works on it."""
+_NOTE_MOST_BYTES = 64 * 2**10
 
 
 def head_of(folder: Path) -> psutil.Process | None:
@@ -25,7 +27,7 @@ def head_of(folder: Path) -> psutil.Process | None:
     """
     note = folder / NOTE_NAME
     try:
-        told = json.loads(note.read_text(encoding="utf-8"))
+        told = json.loads(read_small(note, _NOTE_MOST_BYTES))
         pid = told["pid"]
         if type(pid) is not int or pid <= 1:  # true is an int, and 1 is init
             return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections import Counter
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,16 +16,17 @@ from typing import Any
 
 from rich.console import Console
 
+from orchestrator.config import RunConfig
 from orchestrator.duration import format_duration
 from orchestrator.errors import NothingStoredError
 from orchestrator.watch.archive import StoredEvent, StoredRun, read_events, read_run
-from orchestrator.watch.cells import UNICODE, Glyphs, clock, share_pct, whole
+from orchestrator.watch.cells import UNICODE, Glyphs, aligned, clock, share_pct, whole
 from orchestrator.watch.folders import Listed, list_runs, summary_of
 from orchestrator.watch.model import Snapshot
 from orchestrator.watch.records import STORE_NAME
 from orchestrator.watch.summary import SCHEMA, snapshot_from_summary, summary_dict, summary_text
 from orchestrator.watch.table import health_table
-from orchestrator.watch.wording import closing_lines, counted
+from orchestrator.watch.wording import closing_lines, counted, fault_lines
 from workers.messages import WorkerState
 
 _LINES_MOST = 30
@@ -35,12 +36,12 @@ _FALLEN = frozenset({WorkerState.RESTARTING, WorkerState.QUARANTINED, WorkerStat
 _TOLD = ("state", "node_left", "node_joined", "workload_error")
 
 _TITLES = ("run", "started", "mode", "outcome", "exit", "worked", "workers", "steps ok", "good %", "OOM", "restarts")
+_DEFAULT_RUNS_DIR = Path(RunConfig.model_fields["dir"].default)
 _LEFT = frozenset({"run", "started", "mode", "outcome"})
-_COLUMNS_GAP = "  "
 
 
 def runs_text(runs_dir: Path, glyphs: Glyphs = UNICODE) -> str:
-    """Return a line for each run, the newest first, and how to go on with the newest if it did not come to its end.
+    """Return a line for each run, the newest first, and how to go on with the newest if it has time left.
 
     Raises:
         ArchiveError: The folder cannot be read.
@@ -48,10 +49,10 @@ def runs_text(runs_dir: Path, glyphs: Glyphs = UNICODE) -> str:
     listed = list_runs(runs_dir)
     if not listed:
         return glyphs.clean(f"there is no run in {runs_dir}; `python -m orchestrator run` makes one")
-    lines = list(_aligned([_TITLES, *(_run_cells(one, glyphs) for one in listed)]))
+    lines = list(aligned([_TITLES, *(_run_cells(one, glyphs) for one in listed)], _LEFT))
     newest = listed[0]
-    if (run := newest.run) is not None and run.outcome == "interrupted" and run.remaining_s > 0:
-        lines += ["", f"resume: python -m orchestrator run --resume {newest.run_id}"]
+    if (run := newest.run) is not None and run.is_resumable:
+        lines += ["", _resume_line(newest.folder, glyphs)]
     return "\n".join(lines)
 
 
@@ -86,7 +87,7 @@ def report_text(folder: Path, width: int, glyphs: Glyphs = UNICODE) -> str:
         lines.append(f"{counted(snapshot.steps_ok, 'good step')} counted, at most {whole(lost)} lost")
     lines += _section("what happened", _happenings(events), glyphs)
     lines += _section("errors of the workload", _errors(events), glyphs)
-    lines += _section(f"injected faults: {len(run.faults)}", _faults(run.faults), glyphs)
+    lines += _section("injected faults", iter(fault_lines(run.faults)), glyphs)
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -175,12 +176,21 @@ def _header(run: StoredRun, glyphs: Glyphs) -> Iterator[str]:
     worked = f"worked {format_duration(run.elapsed_s)} of {format_duration(facts.duration_s)}"
     yield glyphs.clean(worked + (f", by {run.heads} heads one after the other" if run.heads > 1 else ""))
     yield glyphs.clean(_outcome_words(run))
-    if run.outcome == "interrupted" and run.remaining_s > 0:
-        yield glyphs.clean(f"resume: python -m orchestrator run --resume {facts.run_id}")
+    if run.is_resumable:
+        yield _resume_line(run.folder, glyphs)
     if facts.chaos is not None:
         yield glyphs.clean(f"faults asked for: {facts.chaos}")
     if run.incomplete:
         yield "the record has gaps: at times it could not be written"
+
+
+def _resume_line(folder: Path, glyphs: Glyphs) -> str:
+    """Return what to type to go on with a run; its name is that of its folder."""
+    command = ["python", "-m", "orchestrator", "run", "--resume", folder.name]
+    if folder.parent != _DEFAULT_RUNS_DIR:
+        command += ["--run-dir", str(folder.parent)]
+    # Between single spaces: those of a folder's name must stay as many as they are.
+    return " ".join(glyphs.clean(word) for word in f"resume: {shlex.join(command)}".split(" "))
 
 
 def _outcome_words(run: StoredRun) -> str:
@@ -235,14 +245,6 @@ def _last_words(traceback: str) -> str:
     return behind[0] if behind else "an error without words"
 
 
-def _faults(faults: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    kinds = Counter(str(fault.get("kind")) for fault in faults)
-    became = Counter((str(fault.get("kind")), str(fault.get("became"))) for fault in faults)
-    for kind, count in sorted(kinds.items()):
-        parts = [f"{number} {what}" for (of_kind, what), number in became.most_common() if of_kind == kind]
-        yield f"{count} {kind}: {', '.join(parts)}"
-
-
 def _section(title: str, said: Iterator[str], glyphs: Glyphs) -> list[str]:
     lines = [f"  {glyphs.clean(line)}" for line in said]
     if not lines:
@@ -250,16 +252,6 @@ def _section(title: str, said: Iterator[str], glyphs: Glyphs) -> list[str]:
     hidden = len(lines) - _LINES_MOST
     more = [f"  {glyphs.ellipsis} {hidden} before these, in events.jsonl"] if hidden > 0 else []
     return ["", title, *more, *lines[-_LINES_MOST:]]
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[index]) for row in rows) for index in range(len(_TITLES))]
-    for row in rows:
-        cells = (
-            cell.ljust(width) if title in _LEFT else cell.rjust(width)
-            for title, cell, width in zip(_TITLES, row, widths, strict=True)
-        )
-        yield _COLUMNS_GAP.join(cells).rstrip()
 
 
 def _local(unix_s: float) -> str:

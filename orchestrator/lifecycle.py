@@ -175,7 +175,9 @@ def _reported(slot: Slot, report: Report, now_s: float, rules: Rules, ends_at_s:
         leak=watched(slot.leak, report),
     )
     if report.verdict is Verdict.MISFIT:
-        return endings.impossible(slot, report.reason, counting=worked_before or ends_at_s is not None)
+        return endings.impossible(
+            slot, report.reason, counting=worked_before or rules.has_counted or ends_at_s is not None
+        )
     if slot.errors_in_a_row >= rules.max_workload_errors:
         return endings.quarantine(slot, f"the workload failed {slot.errors_in_a_row} times in a row: {report.reason}")
     if report.verdict is Verdict.POISONED:
@@ -216,7 +218,9 @@ def _failed(slot: Slot, event: SliceFailed, now_s: float, rules: Rules, ends_at_
     if event.failure is SliceFailure.UNBUILDABLE:
         if slot.report is None:
             return endings.impossible(
-                slot, f"{slot.slot}: cannot be started: {event.text}", counting=ends_at_s is not None
+                slot,
+                f"{slot.slot}: cannot be started: {event.text}",
+                counting=rules.has_counted or ends_at_s is not None,
             )
         # It did work before: its process is in a bad way, not its code.
         return endings.died(slot, f"its process failed outside a step: {event.text}", now_s, rules, before=(Restart(),))

@@ -103,7 +103,9 @@ def again(mode: str, config: Config, ground: Ground) -> Stage:
         raise UsageError(f"this version knows no run mode {mode!r}; valid: {', '.join(Mode)}")
     if Mode(mode) is Mode.CLUSTER:
         fleet = connected(config.cluster.address, config.cluster.auth)
-        return Stage(mode=Mode.CLUSTER, config=config, ground=ground, fleet=fleet, lines=())
+        address = config.cluster.address
+        lines = () if address == "auto" else (f"Connecting to {address}, as the run did",)
+        return Stage(mode=Mode.CLUSTER, config=config, ground=ground, fleet=fleet, lines=lines)
     raylets = [_raylet(config, name) for name in _head_first(config)]
     return Stage(mode=Mode(mode), config=config, ground=ground, fleet=rehearsed(raylets), lines=(_STARTING,))
 

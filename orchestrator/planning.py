@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from orchestrator.budget import GIB, NodeBudget, node_budget
 from orchestrator.config import Config
+from orchestrator.watch.cells import aligned
 
 #: Beside an RTX 3090 or 3070 a CUDA context takes about this much (pytorch #20532, #107667); the worker measures it.
 _USUAL_CONTEXT_BYTES = 300 * 2**20
@@ -30,7 +31,7 @@ def plan_text(config: Config) -> str:
         rows += _rows(budget, config.nodes[budget.node].gpu)
         sums.append(_sum_line(budget))
     note = "The cap is the budget less the CUDA context, about 0.3 GiB; each worker measures its own."
-    return "\n".join([*_aligned(rows), "", *sums, note])
+    return "\n".join([*aligned(rows, _WORDS), "", *sums, note])
 
 
 def _rows(budget: NodeBudget, gpu: str) -> Iterator[tuple[str, ...]]:
@@ -47,20 +48,6 @@ def _rows(budget: NodeBudget, gpu: str) -> Iterator[tuple[str, ...]]:
             str(budget.size),
             str(budget.batch),
         )
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """Yield each row with its cells under their heading: words to the left, numbers to the right.
-
-    Nothing is cut: a terminal wraps what it cannot hold. No table of rich: ten thousand rows took it five seconds.
-    """
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
-    for row in rows:
-        cells = [
-            cell.ljust(width) if heading in _WORDS else cell.rjust(width)
-            for heading, cell, width in zip(_HEADINGS, row, widths, strict=True)
-        ]
-        yield "  ".join(cells)
 
 
 def _budgets(config: Config) -> list[NodeBudget]:

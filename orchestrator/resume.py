@@ -10,12 +10,10 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-import yaml
-
 from orchestrator import modes
 from orchestrator.briefing import Past
-from orchestrator.config import Config, config_from_data
-from orchestrator.errors import ArchiveError, UsageError
+from orchestrator.config import Config, config_from_text
+from orchestrator.errors import UsageError
 from orchestrator.modes import Stage
 from orchestrator.placement import Ground
 from orchestrator.slots import Counters, Slot
@@ -34,7 +32,7 @@ def stage_of(stored: StoredRun) -> Stage:
     facts = stored.facts
     if stored.outcome == "running":
         raise UsageError(f"run {facts.run_id} is under way (process {facts.head_pid} on {facts.host})")
-    if stored.remaining_s < _slice_s(stored):
+    if not stored.is_resumable:
         raise UsageError(
             f"run {facts.run_id} has worked all of its {facts.duration_s:.0f} s (outcome: {stored.outcome}); "
             f"look at it: python -m orchestrator report {facts.run_id}"
@@ -42,28 +40,20 @@ def stage_of(stored: StoredRun) -> Stage:
     return modes.again(facts.mode, _config(stored), Ground(device=facts.device, one_machine=facts.one_machine))
 
 
-def _slice_s(stored: StoredRun) -> float:
-    """Length of one slice of the run: less than that is not worth starting a cluster for."""
-    return _config(stored).run.slice_s
-
-
 def past_of(stored: StoredRun) -> Past:
     """Return what the run has behind it.
 
     A quarantined slot gets another chance: asking to go on is asking for it.
     """
-    return Past(elapsed_s=stored.elapsed_s, slots={record.slot: _slot(record) for record in stored.slots})
+    return Past(
+        elapsed_s=stored.elapsed_s,
+        incomplete=stored.incomplete,
+        slots={record.slot: _slot(record) for record in stored.slots},
+    )
 
 
 def _config(stored: StoredRun) -> Config:
-    name = f"the configuration of run {stored.facts.run_id}"
-    try:
-        data = yaml.safe_load(stored.facts.config_yaml)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ArchiveError(f"{name} cannot be read from {stored.folder}: {error}") from error
-    if not isinstance(data, Mapping):
-        raise ArchiveError(f"{name} is missing in {stored.folder}; start a new run")
-    return config_from_data(data, name)
+    return config_from_text(stored.facts.config_yaml, f"the configuration of run {stored.facts.run_id}")
 
 
 def _slot(record: SlotRecord) -> Slot:
@@ -84,6 +74,8 @@ def _counters(stored: Mapping[str, int | float]) -> Counters:
     values: dict[str, Any] = {}
     for item in fields(Counters):
         value = stored.get(item.name)
-        if type(value) in {int, type(getattr(new, item.name))}:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 2**63:
+            continue
+        if type(value) is int or type(getattr(new, item.name)) is float:
             values[item.name] = value
     return Counters(**values)

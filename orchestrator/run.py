@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import socket
+import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from orchestrator.briefing import Past, RunInfo
 from orchestrator.chaos.plan import ChaosPlan, check
 from orchestrator.cluster.janitor import start_time
 from orchestrator.config import Config, dump_config
-from orchestrator.errors import OrchestratorError, UsageError
+from orchestrator.errors import NoClusterError, OrchestratorError, UsageError
 from orchestrator.havoc import Havoc
 from orchestrator.head_process import NOTE_NAME
 from orchestrator.interrupts import Interrupts
@@ -41,6 +42,7 @@ from orchestrator.watch.outlets import Outlets
 from orchestrator.watch.records import STORE_NAME, RunFacts
 from orchestrator.watch.store import RunStore
 from orchestrator.watch.summary import exit_code_for, failure_dict, summary_dict, summary_text, write_summary
+from orchestrator.watch.wording import fault_lines
 
 _SUMMARY_NAME = "summary.json"
 
@@ -65,7 +67,8 @@ def run(stage: Stage, options: Options) -> int:
         OrchestratorError: Nothing could be run; nothing was left behind.
     """
     _check_chaos(stage, options)
-    return _in_folder(_new_folder(stage.config), stage, options, time.time(), Past())
+    folder = _new_folder(stage.config)
+    return _in_folder(folder, stage, options, time.time(), None)
 
 
 def go_on(stored: StoredRun, options: Options) -> int:
@@ -74,11 +77,20 @@ def go_on(stored: StoredRun, options: Options) -> int:
     Raises:
         OrchestratorError: It is under way, or over, or cannot be run here.
     """
+    _check_mine(stored.folder)
     stage = resume.stage_of(stored)
     _check_chaos(stage, options)
-    with contextlib.suppress(OSError):
-        (stored.folder / _SUMMARY_NAME).unlink(missing_ok=True)  # of a head that was interrupted
     return _in_folder(stored.folder, stage, options, stored.facts.started_at_unix_s, resume.past_of(stored))
+
+
+def _check_mine(folder: Path) -> None:
+    """Refuse a folder in which somebody else may have laid links, or another cluster's address: it is written to."""
+    status = folder.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
+        raise UsageError(
+            f"{folder} belongs to somebody else, or anybody may write in it; copy it into your own run "
+            f"folder if you trust it, and go on with the copy"
+        )
 
 
 def _check_chaos(stage: Stage, options: Options) -> None:
@@ -92,13 +104,22 @@ def _check_chaos(stage: Stage, options: Options) -> None:
     check(options.chaos, stage.config.nodes, stage.config.head_node, is_rehearsal=is_rehearsal)
 
 
-def _in_folder(folder: Path, stage: Stage, options: Options, started_at_unix_s: float, past: Past) -> int:
+def _in_folder(folder: Path, stage: Stage, options: Options, started_at_unix_s: float, past: Past | None) -> int:
     interrupts = Interrupts()
     interrupts.install()
     with _owned(folder), own_screen(folder / "ray.log") as screen:
-        record = _Record(folder=folder, screen=screen, options=options, started_at_unix_s=started_at_unix_s)
+        record = _Record(
+            folder=folder, screen=screen, options=options, started_at_unix_s=started_at_unix_s, past=past or Past()
+        )
         try:
-            return _staged(stage, record, past, interrupts)
+            if past is None:
+                # Before Ray is started: a head that is killed meanwhile leaves a run that can be resumed. One that is
+                # resumed has its record, and keeps it until there is something to go on with.
+                record.begun(stage)
+            return _staged(stage, record, interrupts)
+        except NoClusterError as error:
+            record.failed(error)
+            raise (preflight.without_cluster(stage.config, error) if stage.mode is Mode.CLUSTER else error) from error
         except BaseException as error:
             record.failed(error)
             raise
@@ -107,22 +128,18 @@ def _in_folder(folder: Path, stage: Stage, options: Options, started_at_unix_s: 
             record.outlets.events.close()
 
 
-def _staged(stage: Stage, record: _Record, past: Past, interrupts: Interrupts) -> int:
+def _staged(stage: Stage, record: _Record, interrupts: Interrupts) -> int:
     record.tell(f"Run folder: {record.folder}", *stage.lines)
-    info = RunInfo(
-        run_id=record.folder.name,
-        started_at_unix_s=record.started_at_unix_s,
-        duration_s=stage.config.run.duration_s,
-        past=past,
-    )
-    record.begun(stage, info)
     with stage.fleet as fleet:
         interrupts.install()  # Ray has taken SIGTERM for itself
         preflight.check(stage.config, fleet, wait_for_nodes=record.options.wait_for_nodes)
         settled = stage.settle(stage, fleet)
         if settled is not stage:
             record.tell(*settled.lines)
-            record.begun(settled, info)
+        info = record.begun(settled)
+        record.outlets.events.write(
+            "run_started", run_id=info.run_id, workers=len(settled.plans), elapsed_s=info.past.elapsed_s
+        )
         plans = havoc.with_faults(settled.plans, record.options.chaos)
         faults = _havoc(settled, record)
         supervisor = Supervisor(
@@ -150,11 +167,12 @@ def _havoc(stage: Stage, record: _Record) -> Havoc | None:
 class _Record:
     """What a run leaves to read: its folder, and its last words on the screen."""
 
-    def __init__(self, *, folder: Path, screen: Screen, options: Options, started_at_unix_s: float) -> None:
+    def __init__(self, *, folder: Path, screen: Screen, options: Options, started_at_unix_s: float, past: Past) -> None:
         self.folder = folder
         self.screen = screen
         self.options = options
         self.started_at_unix_s = started_at_unix_s
+        self.past = past
         store = RunStore(folder / STORE_NAME)
         self.outlets = Outlets(
             watchers=(_viewer(options, screen),),
@@ -163,10 +181,19 @@ class _Record:
         )
         self._look: Callable[[], Snapshot] | None = None
         self._havoc: Havoc | None = None
-        self._ended = False
+        self._begun = self._ended = False
 
-    def begun(self, stage: Stage, info: RunInfo) -> None:
+    def begun(self, stage: Stage) -> RunInfo:
         """Write down what the run is, so that another head can go on with it; again if it turns out to be another."""
+        info = RunInfo(
+            run_id=self.folder.name,
+            started_at_unix_s=self.started_at_unix_s,
+            duration_s=stage.config.run.duration_s,
+            past=self.past,
+        )
+        self._begun = True
+        with contextlib.suppress(OSError):
+            (self.folder / _SUMMARY_NAME).unlink(missing_ok=True)  # of a head that was interrupted
         if info.past.elapsed_s > 0:
             self.tell(f"Going on after {info.past.elapsed_s:.0f} s; {info.remaining_s:.0f} s remain")
         config_yaml = dump_config(stage.config)
@@ -190,10 +217,8 @@ class _Record:
                 host=socket.gethostname(),
             )
         )
-        self.outlets.events.write(
-            "run_started", run_id=info.run_id, workers=len(stage.plans), elapsed_s=info.past.elapsed_s
-        )
         self.outlets.store.commit()
+        return info
 
     def watch(self, look: Callable[[], Snapshot], havoc: Havoc | None) -> None:
         """Remember how to look at the run: what it did until then is told even if it ends in an error."""
@@ -204,6 +229,10 @@ class _Record:
     def _faults(self) -> list[dict[str, Any]]:
         return [] if self._havoc is None else self._havoc.faults()
 
+    @property
+    def _fault_counts(self) -> list[dict[str, Any]]:
+        return [] if self._havoc is None else self._havoc.counts()
+
     def tell(self, *lines: str) -> None:
         """Say something to the person at the terminal; a program that reads `--json` is told nothing."""
         if not self.options.json:
@@ -212,22 +241,27 @@ class _Record:
 
     def ended(self, snapshot: Snapshot, min_success_rate: float, *, interrupted: bool) -> int:
         """Write the summary of a run that came to its end, and return its exit code."""
-        incomplete = self.outlets.incomplete
+        incomplete = self.outlets.incomplete or self.past.incomplete
         outcome, code = exit_code_for(snapshot, min_success_rate, interrupted=interrupted, incomplete=incomplete)
-        summary = summary_dict(snapshot, outcome, code, self._started(), faults=self._faults)
+        summary = summary_dict(
+            snapshot, outcome, code, self._started(), faults=self._faults, fault_counts=self._fault_counts
+        )
         self.outlets.events.write("run_ended", outcome=outcome, exit_code=code)
         place = self._write(summary)
+        self.outlets.store.incomplete |= self.outlets.events.incomplete
         self.outlets.store.end(outcome, code, None, self._faults)
         self._ended = True
         if self.options.json:
             _say(summary_text(summary), self.screen.out)
+        faults = fault_lines(self._faults)
+        self.tell(*(["Injected faults:"] if faults else []), *(f"  {line}" for line in faults))
         self.tell(f"Outcome: {outcome}. Summary: {place}")
         return code
 
     def failed(self, error: BaseException) -> None:
         """Write the summary of a run that did not; the caller reports the error."""
-        if self._ended:
-            return  # what went wrong, went wrong after the summary
+        if self._ended or not self._begun:
+            return  # what went wrong, went wrong after the summary, or before there was anything to add to the record
         text = str(error) or repr(error)
         outcome, code = "failed", error.exit_code if isinstance(error, OrchestratorError) else 1
         if isinstance(error, KeyboardInterrupt):
@@ -236,7 +270,17 @@ class _Record:
         if self._look is None:
             self._write(failure_dict(text, code, outcome))
         else:
-            self._write(summary_dict(self._look(), outcome, code, self._started(), text, faults=self._faults))
+            self._write(
+                summary_dict(
+                    self._look(),
+                    outcome,
+                    code,
+                    self._started(),
+                    text,
+                    faults=self._faults,
+                    fault_counts=self._fault_counts,
+                )
+            )
         self.outlets.store.end(outcome, code, text, self._faults)
 
     def _started(self) -> str:
@@ -291,7 +335,7 @@ def _owned(folder: Path) -> Iterator[None]:
         UsageError: Another head works on this run, or the folder cannot be written.
     """
     try:
-        descriptor = os.open(folder / NOTE_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(folder / NOTE_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise _unwritable(folder, error) from error
     try:

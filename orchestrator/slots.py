@@ -43,6 +43,8 @@ class Rules:
     """Growth after which its process is replaced; `None` never does."""
     seed: int = 0
     """Of the jitter in restart pauses."""
+    has_counted: bool = False
+    """Whether an earlier head has worked on this run: what cannot work here then costs its slot, and not the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

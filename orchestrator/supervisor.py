@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from orchestrator import breaker, lifecycle, node_watch, slots
 from orchestrator.briefing import RunInfo, rules_of
@@ -30,6 +31,13 @@ from workers.messages import Directive, Strike
 _POLL_S = 0.1
 _NODES_EVERY_S = 1.0
 _SNAPSHOT_EVERY_S = 0.25
+
+#: A node whose worker reported so lately is there. Short enough for a lost node to be seen within 10 s.
+_HEARD_WITHIN_S = 3.0
+
+#: A turn that comes so late means that this process was suspended; for so long afterwards no timer counts.
+_SUSPENDED_S = 3.0
+_CATCH_UP_S = 2.0
 
 #: Ray's memory monitor and its process table know within a second; a new process reports after two or more.
 _EXPLAIN_WITHIN_S = 3.0
@@ -68,7 +76,7 @@ class Supervisor:
         self._outlets = outlets
         self._interrupted = interrupted
         self._havoc = havoc
-        self._rules = rules_of(config)
+        self._rules = rules_of(config, info.past)
         self._slots = {name: info.past.slots.get(name, Slot(slot=name)) for name in self._plans}
         self._meters = {name: Meter() for name in self._plans}
         self._nodes = NodeBook()
@@ -76,7 +84,8 @@ class Supervisor:
         self._changed: set[str] = set(self._plans)
         self._unexplained: dict[str, float] = {}
         """Slots whose process has ended, nobody knows why -> until when to ask."""
-        self._began_s = time.monotonic()
+        self._began_s = self._turned_at_s = time.monotonic()
+        self._ticks_from_s = self._began_s
         self._first_proven_s: float | None = None
         self._counting_since_s: float | None = None
         self._ends_at_s: float | None = None
@@ -88,9 +97,14 @@ class Supervisor:
         Raises:
             PreflightError: A worker found that the plan can never work on its machine.
         """
-        while not self._over():
-            self._turn()
-        self._drain()
+        try:
+            while not self._over():
+                self._turn()
+            self._drain()
+        except BaseException:
+            self._close()  # what is under way is lost, and the books must say so
+            self._send_out()
+            raise
         snapshot = self.snapshot()
         self._send_out()
         self._outlets.close(snapshot)
@@ -124,15 +138,19 @@ class Supervisor:
 
     def _turn(self) -> None:
         now_s = time.monotonic()
+        if now_s - self._turned_at_s > _SUSPENDED_S:
+            # This process stood still, not the workers: what they reported meanwhile must come in first.
+            self._ticks_from_s = now_s + _CATCH_UP_S
+        self._turned_at_s = now_s
         if now_s - self._nodes_at_s >= _NODES_EVERY_S:
             self._nodes_at_s = now_s
             self._watch_nodes(self._fleet.nodes())
             self._ask_why(now_s)
-        # Reports before timers: after this process was suspended, what waits here shows that nobody hangs.
         for outcome in self._fleet.wait(_POLL_S):
             self._take(outcome)
-        for name in self._slots:
-            self._feed(name, slots.Tick())
+        if now_s >= self._ticks_from_s:
+            for name in self._slots:
+                self._feed(name, slots.Tick())
         self._spare_sick_cards(now_s)
         self._begin_counting()
         if self._havoc is not None:
@@ -147,7 +165,9 @@ class Supervisor:
         if self._changed:
             now_s = time.monotonic()
             self._outlets.store.slots(
-                record(self._plans[name], self._slots[name], self._meters[name], now_s) for name in self._changed
+                record(plan, self._slots[name], self._meters[name], now_s)
+                for name, plan in self._plans.items()
+                if name in self._changed
             )
             self._changed.clear()
         self._outlets.store.commit()
@@ -184,7 +204,8 @@ class Supervisor:
             self._outlets.events.write("counting", duration_s=remaining_s, startup_s=now_s - self._began_s)
 
     def _watch_nodes(self, facts: Sequence[NodeFact]) -> None:
-        self._nodes, happened = node_watch.looked(self._nodes, self._config, facts)
+        alive = [replace(fact, answers=fact.answers or self._is_heard(fact.name)) for fact in facts]
+        self._nodes, happened = node_watch.looked(self._nodes, self._config, alive)
         for node, event in happened:
             match event:
                 case slots.NodeJoined():
@@ -205,6 +226,12 @@ class Supervisor:
                 self._feed(name, slots.DeathExplained(cause=cause))
             if cause is not None or now_s > until_s:
                 del self._unexplained[name]
+
+    def _is_heard(self, node: str | None) -> bool:
+        """Whether a worker on the node has just reported: then it is there, whatever keeps us from knocking."""
+        since_s = time.monotonic() - _HEARD_WITHIN_S
+        heard = [self._slots[name].heard_at_s for name in self._on_node(node)] if node is not None else []
+        return any(at_s is not None and at_s > since_s for at_s in heard)
 
     def _on_node(self, node: str) -> list[str]:
         return [name for name, plan in self._plans.items() if plan.spec.node == node]
@@ -307,6 +334,9 @@ class Supervisor:
                 self._take(outcome)
             self._send_out()
             self._show()
+        self._close()
+
+    def _close(self) -> None:
         for name in self._slots:
             self._feed(name, slots.Close())
         if self._havoc is not None:

@@ -59,18 +59,25 @@ def main(folder: str) -> None:
 def _at_work_in(folder: str) -> Iterator[int]:
     """Yield the processes of Ray that have the folder in their command line, or a file of it open.
 
-    Both, because Ray's agents overwrite their command line with a title of their own.
+    Both, because Ray's workers and agents overwrite their command line with a title of their own, `ray::…`. Somebody's
+    notebook that only reads a log has neither.
     """
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with suppress(OSError):
                 program = (entry / "exe").readlink().name
-                if program.startswith(_PROGRAMS) and any(_is_in(folder, text) for text in _texts(entry)):
+                if program.startswith(_PROGRAMS) and _works_in(folder, entry):
                     yield int(entry.name)
 
 
-def _texts(process: Path) -> Iterator[str]:
-    yield from (process / "cmdline").read_bytes().decode("utf-8", "replace").split("\0")
+def _works_in(folder: str, process: Path) -> bool:
+    typed = (process / "cmdline").read_bytes().decode("utf-8", "replace")
+    if _is_in(folder, typed):
+        return True
+    return typed.startswith("ray::") and any(_is_in(folder, path) for path in _open_files(process))
+
+
+def _open_files(process: Path) -> Iterator[str]:
     for descriptor in (process / "fd").iterdir():
         with suppress(OSError):
             yield str(descriptor.readlink())

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-#: Refusals in a row after which a node is silent: its raylet has ended.
+#: Refusals without an answer between them after which a node is silent: its raylet has ended.
 _REFUSALS = 2
 
 #: So long without an answer, and a node is silent. Two lost SYN packets are repeated after 1 and 3 s (RFC 6298).
@@ -79,10 +79,14 @@ def _is_silent(door: _Door, now_s: float) -> bool:
 
 def _knock(door: _Door, address: tuple[str, int], now_s: float) -> None:
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-    door.attempt = socket.socket(family, socket.SOCK_STREAM)
-    door.attempt.setblocking(False)
-    door.began_at_s = now_s
-    code = door.attempt.connect_ex(address)
+    try:
+        door.attempt = socket.socket(family, socket.SOCK_STREAM)
+        door.attempt.setblocking(False)
+        door.began_at_s = now_s
+        code = door.attempt.connect_ex(address)
+    except OSError:  # no descriptor left, or a name that does not resolve right now: says nothing about the node
+        _close(door)
+        return
     if code not in {0, errno.EINPROGRESS}:
         _take(door, code, now_s)
 

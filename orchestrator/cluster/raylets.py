@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -107,8 +108,10 @@ class Raylets:
         """Begin to start a node that was ended; it takes a second or two, in which a run must not stand still."""
 
         def begin() -> None:
-            with contextlib.suppress(NoClusterError):  # the node stays away, and the table shows it
+            try:
                 self.start(name)
+            except NoClusterError as error:  # the node stays away, and the table shows it
+                sys.stderr.write(f"{error}\n")  # into the run's ray.log
 
         self._await_start(name)
         self._reap()

@@ -23,6 +23,13 @@ from orchestrator.watch.opening import explained, reading
 from orchestrator.watch.records import STORE_NAME, RunFacts, SlotRecord
 from workers.messages import WorkerState
 
+LEAST_TO_RESUME_S = 1.0
+"""Less of its planned length is not worth starting a cluster for."""
+
+_SLOTS_MOST = 20_000
+"""More than any cluster this program plans for."""
+_EVENTS_MOST = 10_000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredEvent:
@@ -53,14 +60,16 @@ class StoredRun:
     nodes_seen: tuple[str, ...]
     notices: tuple[str, ...]
     restart_count: int
+    """As `steps_lost_upper_bound`."""
     steps_lost_upper_bound: int | None
-    """As the run knew it; `snapshot` adds what was under way when its head was killed."""
+    """As the run itself knew it when it was last looked at; `snapshot` has what its slots say, which is newer."""
     incomplete: bool
     """Samples or events are missing."""
     heads: int
     """How many heads have worked on it."""
     faults: tuple[Mapping[str, Any], ...]
-    """Each injected fault with what became of it; known once the run has ended."""
+    """Each injected fault with what became of it, the last ten thousand; those of a head are known once it has ended
+    by itself."""
     slots: tuple[SlotRecord, ...]
     """In the order of the plan."""
 
@@ -70,15 +79,27 @@ class StoredRun:
         return max(0.0, self.facts.duration_s - self.elapsed_s)
 
     @property
+    def is_resumable(self) -> bool:
+        """Whether another head can go on with it: it has ended, however it did, and there is time left."""
+        return self.outcome != "running" and self.remaining_s >= LEAST_TO_RESUME_S
+
+    @property
     def was_killed(self) -> bool:
         """Whether its head is gone without a word: killed, or the machine went down."""
         return self.outcome == "interrupted" and self.exit_code is None
 
     def snapshot(self) -> Snapshot:
-        """The last picture of the run, for every watcher."""
-        lost = self.steps_lost_upper_bound
-        if self.was_killed:
-            lost = (lost or 0) + sum(record.steps_at_risk for record in self.slots)
+        """The last picture of the run, for every watcher.
+
+        Slots are written at every turn of the head, the figures of the run a few times a second: what the slots add
+        up to counts. What was under way is lost once nobody waits for it any more.
+        """
+        lost, restarts = self.steps_lost_upper_bound, self.restart_count
+        if self.slots:
+            lost = sum(_count(record.counters.get("steps_lost_upper_bound")) for record in self.slots)
+            restarts = sum(_count(record.counters.get("restarts")) for record in self.slots)
+            if self.outcome != "running":
+                lost += sum(_count(record.steps_at_risk) for record in self.slots)
         ended_at_unix_s = self.updated_at_unix_s
         if ended_at_unix_s is None:
             ended_at_unix_s = self.facts.started_at_unix_s
@@ -92,7 +113,7 @@ class StoredRun:
             nodes_seen=self.nodes_seen,
             rows=tuple(_row(record) for record in self.slots),
             notices=self.notices,
-            restart_count=self.restart_count,
+            restart_count=restarts,
             steps_lost_upper_bound=lost,
         )
 
@@ -108,19 +129,22 @@ def read_run(folder: Path) -> StoredRun:
         found = store.execute("SELECT * FROM runs ORDER BY rowid DESC LIMIT 1").fetchone()
         if found is None:
             raise NothingStoredError(folder, STORE_NAME)
-        slots = tuple(_slot(line) for line in store.execute("SELECT * FROM slots ORDER BY rowid"))
+        lines = store.execute("SELECT * FROM slots ORDER BY rowid LIMIT ?", [_SLOTS_MOST]).fetchall()
     with explained(folder / STORE_NAME):
-        return _run(folder, found, slots)
+        return _run(folder, found, tuple(_slot(line) for line in lines))
 
 
 def read_events(folder: Path, names: Sequence[str]) -> tuple[StoredEvent, ...]:
-    """Return the events of these names, in the order in which they happened.
+    """Return the events of these names, in the order in which they happened; the last ten thousand.
 
     Raises:
         ArchiveError: As for `read_run`.
     """
-    query = f"SELECT * FROM events WHERE event IN ({', '.join('?' * len(names))}) ORDER BY id"  # noqa: S608
+    marks = ", ".join("?" * len(names))
+    query = f"SELECT * FROM events WHERE event IN ({marks}) ORDER BY id DESC LIMIT ?"  # noqa: S608 - question marks
     with reading(folder) as store:
+        lines = store.execute(query, (*names, _EVENTS_MOST)).fetchall()
+    with explained(folder / STORE_NAME):
         return tuple(
             StoredEvent(
                 at=_take(line, "at", str),
@@ -128,7 +152,7 @@ def read_events(folder: Path, names: Sequence[str]) -> tuple[StoredEvent, ...]:
                 slot=_take(line, "slot", str, None),
                 details=_json(line, "details", dict),
             )
-            for line in store.execute(query, tuple(names))
+            for line in reversed(lines)
         )
 
 
@@ -213,6 +237,11 @@ def _fits(sure: Mapping[str, Any], key: str, value: object) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _count(value: object) -> int:
+    """Return a count that a file holds; 0 for what is none."""
+    return max(0, value) if type(value) is int else 0
 
 
 def _take(line: sqlite3.Row, name: str, *kinds: type | None) -> Any:  # noqa: ANN401 - one of `kinds`

@@ -1,13 +1,14 @@
 """The letters and numbers of the table: which characters may be used, and how a value becomes a few of them.
 
-Covers glyphs, hostile text, numbers, clocks and bars. Does not know rows, columns or widths of terminals. Every
-formatting function returns `None` for an unknown value; the caller shows `Glyphs.missing` for it.
+Covers glyphs, hostile text, numbers, clocks, bars, and plain cells under their headings. Does not know rows, columns or
+widths of terminals. Every function that formats a value returns `None` for an unknown one; the caller shows
+`Glyphs.missing` for it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len, chop_cells
@@ -140,6 +141,25 @@ def flow(segments: Iterable[Text], width: int, separator: str) -> list[Text]:
         else:
             lines.append(Text().append_text(segment))  # its style must not spread over the line
     return lines
+
+
+def aligned(rows: Sequence[Sequence[str]], words: Collection[str]) -> Iterator[str]:
+    """Yield each row with its cells under their heading: words to the left, numbers to the right.
+
+    Nothing is cut: a terminal wraps what it cannot hold. No table of rich: ten thousand rows took it five seconds.
+
+    Args:
+        rows: The headings, then the others, all of the same length.
+        words: The headings of columns that hold words.
+    """
+    headings = rows[0]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(headings))]
+    for row in rows:
+        cells = (
+            cell.ljust(width) if heading in words else cell.rjust(width)
+            for heading, cell, width in zip(headings, row, widths, strict=True)
+        )
+        yield "  ".join(cells).rstrip()
 
 
 def _bar_cells(share: float, width: int) -> int:

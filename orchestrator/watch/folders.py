@@ -16,6 +16,7 @@ from typing import Any
 
 from orchestrator.errors import ArchiveError, NothingStoredError, UsageError, one_line
 from orchestrator.head_process import head_of
+from orchestrator.small_files import read_small
 from orchestrator.watch.archive import StoredRun, read_run
 
 LATEST = "latest"
@@ -24,6 +25,9 @@ UNREADABLE = "unreadable"
 
 _RUN_ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{4}")
 """As `run` makes them: the moment in UTC, and four digits of chance."""
+_SUMMARY_NAME = "summary.json"
+_SUMMARY_MOST_BYTES = 16 * 2**20
+"""That of ten thousand workers and ten thousand faults has 13 MiB."""
 _SUFFIX = re.compile(r"[0-9a-f-]{4,19}")
 _NAMED = 5
 
@@ -92,9 +96,24 @@ def find_run(runs_dir: Path, run_id: str) -> Path:
 def summary_of(folder: Path) -> Mapping[str, Any] | None:
     """Return what is in a run's summary.json; `None` if there is none that can be read."""
     try:
-        told = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return _summary(folder)
+    except ArchiveError:
         return None
+
+
+def _summary(folder: Path) -> Mapping[str, Any] | None:
+    """Return what is in summary.json; `None` if there is none, or none that was written to its end.
+
+    Raises:
+        ArchiveError: What is there is nothing that a run wrote.
+    """
+    path = folder / _SUMMARY_NAME
+    try:
+        told = json.loads(read_small(path, _SUMMARY_MOST_BYTES))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+    except OSError as failure:
+        raise ArchiveError(one_line(f"{path} cannot be read: {failure.strerror}")) from failure
     return told if isinstance(told, dict) else None
 
 
@@ -129,7 +148,10 @@ def _listed(folder: Path) -> Listed:
 
 def _without_store(folder: Path) -> Listed:
     """Return a run that ended before it stored anything: as its summary says, else by its head."""
-    told = summary_of(folder)
+    try:
+        told = _summary(folder)
+    except ArchiveError as failure:
+        return _entry(folder, UNREADABLE, error=str(failure))
     if told is None:
         return _entry(folder, "interrupted" if head_of(folder) is None else "running")
     code, error = told.get("exit_code"), told.get("error")

@@ -1,7 +1,7 @@
 """Opening a run store to read it, without disturbing whoever writes it.
 
-Covers a store in use, one with a write-ahead log that a killed head left, a folder that cannot be written, and the
-sentences for what is no store. Does not cover what is in it (`archive.py`).
+Covers a store in use, one with a write-ahead log that a killed head left, a folder that cannot be written, a file made
+to keep its reader busy, and the sentences for what is no store. Does not cover what is in it (`archive.py`).
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import shutil
 import sqlite3
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from orchestrator.errors import ArchiveError, NothingStoredError, one_line
@@ -18,6 +19,15 @@ from orchestrator.watch.records import SCHEMA_VERSION, STORE_NAME
 
 _PATIENCE_S = 2.0
 """A reader can wait for a lock."""
+_READING_MOST_S = 5.0
+"""A run of ten thousand workers is read in less than one; what takes longer is no record of ours."""
+_CLOCK_EVERY = 1_000
+"""SQLite looks at the clock after so many of its own steps; each may take a while, and Ctrl-C waits for it as well."""
+_VALUE_MOST_BYTES = 16 * 2**20
+"""Of one value, and of one line; SQLite itself would make a gigabyte of text out of nothing."""
+
+#: What a store is read from. Anything else of that name (a view, a column that is worked out) runs the file's own SQL.
+_TABLES = ("meta", "runs", "slots", "events")
 
 #: SQLite's words (their low byte) for "there is a file, but I may not make what I need beside it".
 _CANNOT_SHARE = frozenset({sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM})
@@ -43,39 +53,48 @@ def reading(folder: Path) -> Iterator[sqlite3.Connection]:
         )
     if path.is_symlink() or not path.is_file():
         raise NothingStoredError(folder, STORE_NAME)
-    with explained(path):
+    with explained(path), ExitStack() as stack:
         try:
-            store = _opened(f"{path.absolute().as_uri()}?mode=ro")
+            store = stack.enter_context(_connected(f"{path.absolute().as_uri()}?mode=ro"))
         except sqlite3.OperationalError as failure:
             if failure.sqlite_errorcode & 0xFF not in _CANNOT_SHARE:
                 raise
-            with tempfile.TemporaryDirectory(prefix="orchestrator-") as place:
-                copy = Path(place, STORE_NAME)
-                for suffix in ("", "-wal"):
-                    source = path.with_name(path.name + suffix)
-                    if suffix == "" or source.exists():
-                        shutil.copyfile(source, copy.with_name(copy.name + suffix))
-                with closing(_opened(copy.as_uri())) as store:
-                    _check_schema(store, path)
-                    yield store
-            return
-        with closing(store):
-            _check_schema(store, path)
-            yield store
+            place = stack.enter_context(tempfile.TemporaryDirectory(prefix="orchestrator-"))
+            store = stack.enter_context(_connected(_copied(path, Path(place)).as_uri()))
+        _check_schema(store, path)
+        yield store
 
 
-def _opened(uri: str) -> sqlite3.Connection:
-    store = sqlite3.connect(uri, uri=True, timeout=_PATIENCE_S, isolation_level=None)
+def _copied(path: Path, place: Path) -> Path:
+    copy = place / STORE_NAME
+    for suffix in ("", "-wal"):
+        source = path.with_name(path.name + suffix)
+        if suffix == "" or source.exists():
+            shutil.copyfile(source, copy.with_name(copy.name + suffix))
+    return copy
+
+
+@contextmanager
+def _connected(uri: str) -> Iterator[sqlite3.Connection]:
+    """Hold a connection that ends by itself whatever takes too long or grows too large."""
+    until_s = time.monotonic() + _READING_MOST_S
     try:
-        store.row_factory = sqlite3.Row
-        store.text_factory = lambda content: content.decode("utf-8", "replace")
-        store.execute("PRAGMA trusted_schema = OFF")
-        store.execute("BEGIN")
-        store.execute("SELECT count(*) FROM sqlite_master").fetchone()  # only now is the file opened
-    except BaseException:
-        store.close()
-        raise
-    return store
+        with closing(sqlite3.connect(uri, uri=True, timeout=_PATIENCE_S, isolation_level=None)) as store:
+            store.set_progress_handler(lambda: time.monotonic() > until_s, _CLOCK_EVERY)
+            store.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _VALUE_MOST_BYTES)
+            store.row_factory = sqlite3.Row
+            store.text_factory = lambda content: content.decode("utf-8", "replace")
+            store.execute("PRAGMA trusted_schema = OFF")
+            store.execute("BEGIN")
+            store.execute("SELECT count(*) FROM sqlite_master").fetchone()  # only now is the file opened
+            yield store
+    except sqlite3.OperationalError as failure:
+        if failure.sqlite_errorcode != sqlite3.SQLITE_INTERRUPT:
+            raise
+        if time.monotonic() <= until_s:
+            # Nothing but a signal ends the look at the clock early, and SQLite keeps to itself what that raised.
+            raise KeyboardInterrupt from failure
+        raise ValueError(f"it takes longer than {_READING_MOST_S:.0f} s") from failure
 
 
 @contextmanager
@@ -97,6 +116,8 @@ def explained(path: Path) -> Iterator[None]:
 def _check_schema(store: sqlite3.Connection, path: Path) -> None:
     if store.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
         raise NothingStoredError(path.parent, STORE_NAME)
+    for name in _TABLES:
+        _check_table(store, name)
     found = store.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
     version = int(found["value"]) if found is not None else 0
     if version > SCHEMA_VERSION:
@@ -108,3 +129,12 @@ def _check_schema(store: sqlite3.Connection, path: Path) -> None:
         )
     if version < 1:
         raise ValueError("it does not say which schema it has")
+
+
+def _check_table(store: sqlite3.Connection, name: str) -> None:
+    """Refuse what is no plain table; whoever reads from one that is missing is told so by SQLite."""
+    # Not from sqlite_master: a file may say anything there, and SQLite goes by the statement alone.
+    if any(entry["type"] != "table" for entry in store.execute(f"PRAGMA table_list({name})")):
+        raise ValueError(f"{name} is no table")
+    if any(column["hidden"] for column in store.execute(f"PRAGMA table_xinfo({name})")):
+        raise ValueError(f"{name} has columns that are worked out")

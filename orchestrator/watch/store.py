@@ -47,6 +47,8 @@ class _Origin:
 
     started_at_unix_s: float
     heads: int
+    faults: str
+    """Of the heads before this one, as the column holds them."""
 
 
 class RunStore:
@@ -80,6 +82,7 @@ class RunStore:
         self._samples: list[Line] = []
         self._events: deque[Line] = deque(maxlen=EVENTS_KEPT)
         self._verdict: Line | None = None
+        self._faults: tuple[Mapping[str, Any], ...] = ()
         self.problem: str | None = None
         """A sentence for the user while the store cannot write, `None` while it can."""
         self.incomplete = False
@@ -129,7 +132,7 @@ class RunStore:
             outcome: One word, as in the summary.
             exit_code: What the process will exit with.
             error: Why the run ended early, in words.
-            faults: Each injected fault with what became of it.
+            faults: Each fault that this head injected, with what became of it; those of the heads before it stay.
         """
         if self._facts is not None:
             self._verdict = {
@@ -137,8 +140,8 @@ class RunStore:
                 "outcome": tables.text(outcome),
                 "exit_code": exit_code,
                 "error": None if error is None else tables.text(error),
-                "faults": tables.json_text([dict(fault) for fault in faults]),
             }
+            self._faults = tuple(faults)
             self._figures_wait = self._snapshot is not None  # whether anything was lost is known only now
         if self._anything_waits():
             self._write(_LAST_PATIENCE_S)
@@ -199,7 +202,9 @@ class RunStore:
             figures = tables.figures_line(facts.run_id, self._snapshot, incomplete=self.incomplete)
             connection.execute(tables.UPDATE_RUN, figures)
         if self._verdict is not None:
-            connection.execute(tables.END_RUN, self._verdict)
+            before = None if origin is None else origin.faults
+            told = {**self._verdict, "faults": tables.all_faults(before, self._faults)}
+            connection.execute(tables.END_RUN, told)
         return origin
 
     def _put_rest(self, connection: sqlite3.Connection) -> None:

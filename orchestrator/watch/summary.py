@@ -33,6 +33,7 @@ def summary_dict(
     error: str | None = None,
     *,
     faults: Sequence[Mapping[str, Any]] = (),
+    fault_counts: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return the summary of a run.
 
@@ -43,6 +44,7 @@ def summary_dict(
         started_at: ISO 8601 in UTC.
         error: Why the run ended early, in words; the key is absent when nothing went wrong.
         faults: What `--chaos` injected, each with what became of it.
+        fault_counts: The same by kind, also of those that the list has no room for.
 
     Returns:
         Only what JSON can hold without `NaN` or `Infinity`. `duration_s` is how long the run really took.
@@ -71,6 +73,7 @@ def summary_dict(
         "workers": [row.to_dict() for row in snapshot.rows],
         "notices": list(snapshot.notices),
         "faults": [dict(fault) for fault in faults],
+        "fault_counts": [dict(counts) for counts in fault_counts],
     }
     return summary if error is None else {**summary, "error": error}
 

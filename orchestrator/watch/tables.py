@@ -8,7 +8,7 @@ more than 64 bits must not keep everybody else's values out. Does not cover conn
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from orchestrator.watch.events import harmless
@@ -54,20 +54,23 @@ _RUN_COLUMNS = (
     "chaos, nodes_planned, head_pid, head_started, host"
 )
 
-#: Another head of the same run keeps when it began, and has not ended it yet.
+FAULTS_KEPT = 10_000
+"""Injected faults of all heads together; beyond them the oldest go."""
+
+#: Another head of the same run keeps when it began and what was done to it, and has not ended it yet.
 BEGIN_RUN = f"""INSERT INTO runs ({_RUN_COLUMNS}, heads)
 VALUES (:{_RUN_COLUMNS.replace(", ", ", :")}, :heads)
 ON CONFLICT (run_id) DO UPDATE SET
     duration_s = excluded.duration_s, elapsed_s = max(elapsed_s, excluded.elapsed_s),
     min_success_rate = excluded.min_success_rate, mode = excluded.mode, device = excluded.device,
-    one_machine = excluded.one_machine, config_yaml = excluded.config_yaml, chaos = excluded.chaos,
-    nodes_planned = excluded.nodes_planned,
+    one_machine = excluded.one_machine, config_yaml = excluded.config_yaml,
+    chaos = coalesce(excluded.chaos, chaos), nodes_planned = excluded.nodes_planned,
     heads = heads + (head_pid IS NOT excluded.head_pid OR head_started IS NOT excluded.head_started),
     head_pid = excluded.head_pid, head_started = excluded.head_started, host = excluded.host,
-    outcome = NULL, exit_code = NULL, error = NULL, faults = '[]'
+    outcome = NULL, exit_code = NULL, error = NULL
 """  # noqa: S608 - our own column names
 
-FIND_RUN = "SELECT started_at_unix_s, heads FROM runs WHERE run_id = ?"
+FIND_RUN = "SELECT started_at_unix_s, heads, faults FROM runs WHERE run_id = ?"
 
 #: A new head knows no elapsed time until it counts: what was worked stays worked.
 UPDATE_RUN = """UPDATE runs SET
@@ -171,6 +174,16 @@ def sample_line(row: Row, at_unix_s: float) -> Line:
         "temperature_c": finite(row.temperature_c),
         "power_w": finite(row.power_w),
     }
+
+
+def all_faults(before: object, own: Sequence[Mapping[str, Any]]) -> str:
+    """Return the faults of the heads before, as their column holds them, and a head's own behind them."""
+    try:
+        known = json.loads(before) if isinstance(before, str) else []
+    except (ValueError, RecursionError):
+        known = []  # no record of anything, and a reader would refuse the whole run for it
+    earlier = [fault for fault in known if isinstance(fault, dict)] if isinstance(known, list) else []
+    return json_text([*earlier, *(dict(fault) for fault in own)][-FAULTS_KEPT:])
 
 
 def event_line(entry: Mapping[str, Any]) -> Line:

@@ -5,7 +5,10 @@ Pure. Does not cover the table's cells, nor outcome and exit code: those are the
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
 
 from orchestrator.duration import format_duration
 from orchestrator.watch.cells import Glyphs, decimals_for, number, share_pct, whole
@@ -29,6 +32,27 @@ def more_rows(counts: Mapping[WorkerState, int], glyphs: Glyphs) -> str:
     if len(counts) == 1:
         return f"{total} {next(iter(counts))}"
     return f"{total}: {', '.join(f'{count} {state}' for state, count in counts.items())}"
+
+
+def fault_lines(faults: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return what became of injected faults, a line for each kind: "21 kill: 17 recovered after 5.9 s (median)"."""
+    fates: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    took_s: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    for fault in faults:
+        kind, fate = str(fault.get("kind")), str(fault.get("fate", "unknown")).replace("_", " ")
+        count, recovered_s = fault.get("count", 1), fault.get("recovered_s")
+        fates[kind][fate] += count if isinstance(count, int) else 1
+        if isinstance(recovered_s, int | float):
+            took_s[kind, fate].append(recovered_s)
+    return tuple(
+        f"{counts.total()} {kind}: "
+        + ", ".join(f"{number} {fate}{_median_words(took_s[kind, fate])}" for fate, number in counts.most_common())
+        for kind, counts in sorted(fates.items())
+    )
+
+
+def _median_words(took_s: Sequence[float]) -> str:
+    return f" after {median(took_s):.1f} s (median)" if took_s else ""
 
 
 def totals(snapshot: Snapshot) -> tuple[str, ...]:

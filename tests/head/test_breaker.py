@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from orchestrator.breaker import condemned
 from orchestrator.lifecycle import advance
 from orchestrator.slots import CardCondemned, Phase, Rules, Slot
-from tests.head.scene import RULES, Scene
+from tests.head.scene import CPU, RULES, Scene
 
 NOW_S = 10_000.0
 CARD = "pc1's NVIDIA GeForce RTX 3090"
@@ -37,11 +38,15 @@ def is_condemned(*slots: Slot, rules: Rules = RULES) -> bool:
 
 
 def test_a_card_on_which_every_worker_keeps_dying_is_condemned_with_one_message() -> None:
-    slots = [worker(index, 3 + index) for index in range(7)]
-    assert condemned({CARD: slots}, NOW_S, RULES) == {
-        CARD: f"{CARD}: all 7 workers keep dying, at least 3 times each in 300 s; look for Xid errors in dmesg, "
-        "and at power and cables"
-    }
+    slots = [worker(index, 3 + index, ago_s=7.0 - index, reason=f"reason {index}") for index in range(7)]
+    text = f"{CARD}: all 7 workers keep dying, at least 3 times each in 300 s; the last: reason 6"
+    assert condemned({CARD: slots}, NOW_S, RULES) == {CARD: text}
+    # Where to look in the hardware is said only of hardware.
+    on_card = [replace(slot, device=replace(CPU, kind="cuda")) for slot in slots]
+    hint = "; look for Xid errors in dmesg, and at power and cables"
+    assert condemned({CARD: on_card}, NOW_S, RULES) == {CARD: text + hint}
+    on_cpu = [replace(slot, device=CPU) for slot in slots]
+    assert condemned({CARD: on_cpu}, NOW_S, RULES) == {CARD: text}
 
 
 def test_a_condemned_card_is_condemned_once() -> None:

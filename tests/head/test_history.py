@@ -57,7 +57,7 @@ def written(runs: Path, run_id: str = RUN_ID, **changed: object) -> RunStore:
     (row,) = snapshot.rows
     store.slots([
         SlotRecord(slot=row.slot, node=row.node, state=row.state.value, reason=row.reason, incarnation=2,
-                   next_sequence=9, steps_at_risk=40, counters={}, resume=None, row=row.to_dict())
+                   next_sequence=9, steps_at_risk=40, counters={"restarts": 2}, resume=None, row=row.to_dict())
     ])  # fmt: skip
     at = "2023-11-14T22:13:20.123Z"
     for details in (
@@ -93,7 +93,7 @@ def test_the_list_is_one_line_for_each_run_the_newest_first(tmp_path: Path) -> N
     (tmp_path / "20261118-000000-0003").mkdir()
     (tmp_path / "20261118-000000-0003" / STORE_NAME).write_text("no database" * 100)
 
-    title, *lines = [line.split() for line in runs_text(tmp_path).splitlines()]
+    title, *lines = [line.split() for line in runs_text(tmp_path).split("\n\n")[0].splitlines()]
     assert title[:4] == ["run", "started", "mode", "outcome"]
     assert [line[0][-4:] for line in lines] == ["0001", "0b76", "0002", "0003"]
     assert lines[0][3:] == ["local", "degraded", "1", "02:05/05:00", "1", "990", "99.0", "10", "2"]
@@ -104,9 +104,46 @@ def test_the_list_is_one_line_for_each_run_the_newest_first(tmp_path: Path) -> N
 
 def test_the_list_says_how_to_go_on_with_the_newest(tmp_path: Path) -> None:
     written(tmp_path)
-    assert runs_text(tmp_path).splitlines()[-1] == f"resume: python -m orchestrator run --resume {RUN_ID}"
+    hint = f"resume: python -m orchestrator run --resume {RUN_ID} --run-dir {tmp_path}"
+    assert runs_text(tmp_path).splitlines()[-1] == hint
     written(tmp_path, "20261121-000000-0001", elapsed_s=300.0)
     assert "resume" not in runs_text(tmp_path)
+
+
+@pytest.mark.parametrize("outcome", ["interrupted", "failed", "degraded", "good"])
+def test_every_run_with_time_left_is_offered_to_be_gone_on_with(tmp_path: Path, outcome: str) -> None:
+    written(tmp_path).end(outcome, 1, None, [])
+    hint = f"resume: python -m orchestrator run --resume {RUN_ID} --run-dir {tmp_path}"
+    assert hint in runs_text(tmp_path).splitlines()
+    assert hint in report_text(tmp_path / RUN_ID, 100).splitlines()
+
+
+@pytest.mark.parametrize("changed", [{"elapsed_s": 299.5}, {"head_started": start_time(os.getpid())}])
+def test_no_run_under_way_or_without_time_is_offered(tmp_path: Path, changed: dict[str, Any]) -> None:
+    written(tmp_path, **changed)
+    assert "resume" not in runs_text(tmp_path)
+    assert "resume" not in report_text(tmp_path / RUN_ID, 100)
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("runs", ""),
+        ("./runs/", ""),
+        ("night", " --run-dir night"),
+        ("my  runs; rm", " --run-dir 'my  runs; rm'"),
+        ("it's", """ --run-dir 'it'"'"'s'"""),
+        ("a\x1b[2J\nb", " --run-dir 'a [2J b'"),
+    ],
+)
+def test_the_hint_names_the_folder_as_a_shell_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(Path(typed))
+    hint = f"resume: python -m orchestrator run --resume {RUN_ID}{said}"
+    assert runs_text(Path(typed)).splitlines()[-1] == hint
+    assert hint in report_text(Path(typed) / RUN_ID, 100).splitlines()
 
 
 def test_an_empty_list_says_what_to_type(tmp_path: Path) -> None:
@@ -144,13 +181,14 @@ def test_a_killed_run_is_told_with_all_that_happened(tmp_path: Path) -> None:
 
 def test_faults_are_grouped_by_what_became_of_them(tmp_path: Path) -> None:
     store = written(tmp_path, chaos="seed=1,kill=3")
-    faults = [{"kind": "kill", "became": became, "target": "pc1/0", "at_unix_s": 1.0, "detail": ""}
-              for became in ("restarted", "restarted", "open")]  # fmt: skip
+    faults = [{"kind": "kill", "fate": fate, "recovered_s": took_s, "target": "pc1/0", "at_unix_s": 1.0, "count": 1}
+              for fate, took_s in (("recovered", 4.0), ("recovered", 6.0), ("not_back", None))]  # fmt: skip
     store.end("good", 0, None, [*faults, {"kind": "oom"}])
     text = report_text(tmp_path / RUN_ID, 100)
     assert "faults asked for: seed=1,kill=3" in text
-    assert "injected faults: 4" in text
-    assert "3 kill: 2 restarted, 1 open" in text
+    assert "injected faults" in text
+    assert "3 kill: 2 recovered after 5.0 s (median), 1 not back" in text
+    assert "1 oom: 1 unknown" in text
     assert "outcome: good, exit code 0: it ran to its end" in text
 
 

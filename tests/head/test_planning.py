@@ -13,6 +13,7 @@ from orchestrator.budget import GIB
 from orchestrator.config import Config, load_config
 from orchestrator.placement import Ground, plan_slots
 from orchestrator.planning import plan_json, plan_text
+from orchestrator.watch.cells import aligned
 
 REFERENCE = load_config(str(Path(__file__).parents[2] / "cluster.yaml"))
 SLOTS = [plan.seat.slot for plan in plan_slots(REFERENCE, Ground())]
@@ -46,6 +47,20 @@ def test_the_sums_of_the_reference_pair_are_the_guides() -> None:
 def test_every_worker_is_in_the_text_once() -> None:
     words = plan_text(REFERENCE).split()
     assert {slot: words.count(slot) for slot in SLOTS} == dict.fromkeys(SLOTS, 1)
+
+
+def test_the_table_is_the_same_to_the_letter() -> None:
+    assert plan_text(one_node(workers=2)).split("\n\n")[0].splitlines() == [
+        "worker  card     GPU fraction  CPUs  threads    budget  cap about  duty  size  batch",
+        "pc1/0   card #0        0.5000     1  cores/2  1.00 GiB   0.71 GiB  100%  4096    128",
+        "pc1/1   card #0        0.5000     1  cores/2  1.00 GiB   0.71 GiB  100%  4096    128",
+    ]
+
+
+def test_words_are_to_the_left_and_numbers_to_the_right_of_a_column() -> None:
+    rows = [("name", "steps", "said"), ("a", "7", "yes"), ("longer", "123456", "")]
+    assert list(aligned(rows, {"name", "said"})) == ["name     steps  said", "a            7  yes", "longer  123456"]
+    assert list(aligned([("name",)], {"name"})) == ["name"]
 
 
 def test_the_longest_names_are_not_cut() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import socket
 import sqlite3
+import stat
 import subprocess
 import sys
 import time
@@ -21,8 +23,11 @@ from hypothesis import strategies as st
 
 from orchestrator.cluster.janitor import start_time
 from orchestrator.errors import ArchiveError, NothingStoredError, UsageError
+from orchestrator.head_process import head_of
+from orchestrator.resume import stage_of
+from orchestrator.watch import archive, opening
 from orchestrator.watch.archive import read_events, read_run
-from orchestrator.watch.folders import find_run, list_runs
+from orchestrator.watch.folders import find_run, list_runs, summary_of
 from orchestrator.watch.records import STORE_NAME, RunFacts, SlotRecord
 from orchestrator.watch.store import RunStore
 from workers.messages import WorkerState
@@ -158,11 +163,68 @@ def test_everything_comes_back_as_it_was(
     snapshot = run.snapshot()
     assert snapshot.rows[0] == row
     assert (snapshot.rows[1].slot, snapshot.rows[1].state, snapshot.rows[1].steps_ok) == ("pc2/0", WorkerState.LOST, 0)
-    assert (snapshot.duration_s, snapshot.elapsed_s, snapshot.restart_count) == (30.0, 12.5, 3)
-    assert snapshot.steps_lost_upper_bound is None
+    assert (snapshot.duration_s, snapshot.elapsed_s) == (30.0, 12.5)
 
     (told,) = read_events(folder, ["state"])
     assert (told.at, told.slot, told.details) == ("2023-11-14T22:13:20.123Z", "pc1/0", {"cause": "\udc80 \u2028"})
+
+
+def test_losses_and_restarts_are_what_the_slots_add_up_to(
+    folder: Path, store: RunStore, make_row: RowMaker, make_snapshot: SnapshotMaker
+) -> None:
+    store.update(make_snapshot(make_row(), restart_count=90, steps_lost_upper_bound=900))  # older than the slots
+    store.slots([
+        record(counters={"steps_lost_upper_bound": 30, "restarts": 2}),
+        record("pc2/0", counters={"steps_lost_upper_bound": 5, "restarts": 1}),
+    ])  # fmt: skip
+    store.commit()
+    running = read_run(folder)
+    assert running.outcome == "running"
+    assert (running.snapshot().steps_lost_upper_bound, running.snapshot().restart_count) == (35, 3)
+    store.end("failed", 1, "no cluster", [])
+    for outcome, exit_code in (("failed", 1), ("good", 0), ("interrupted", None)):
+        snapshot = replace(read_run(folder), outcome=outcome, exit_code=exit_code).snapshot()
+        assert (snapshot.steps_lost_upper_bound, snapshot.restart_count) == (35 + 2 * 12, 3)
+
+
+def test_a_run_without_slots_has_lost_what_it_said_itself(
+    folder: Path, make_row: RowMaker, make_snapshot: SnapshotMaker
+) -> None:
+    store = RunStore(folder / STORE_NAME)
+    store.begin(FACTS)
+    store.update(make_snapshot(make_row(), restart_count=4, steps_lost_upper_bound=7))
+    snapshot = read_run(folder).snapshot()
+    assert (snapshot.steps_lost_upper_bound, snapshot.restart_count) == (7, 4)
+
+
+@pytest.mark.parametrize("nonsense", [-5, 3.5, True, None, "7", [], {}, float("nan")])
+def test_a_counter_that_is_no_count_is_none(folder: Path, store: RunStore, nonsense: object) -> None:
+    counters = {"steps_lost_upper_bound": nonsense, "restarts": nonsense}
+    store.slots([record(counters=counters, steps_at_risk=-40), record("pc2/0", counters={})])
+    store.end("good", 0, None, [])
+    snapshot = read_run(folder).snapshot()
+    assert (snapshot.steps_lost_upper_bound, snapshot.restart_count) == (12, 0)
+
+
+@pytest.mark.parametrize("outcome", ["interrupted", "failed", "degraded", "good", "running"])
+def test_what_has_ended_with_a_second_left_can_be_gone_on_with(folder: Path, store: RunStore, outcome: str) -> None:
+    run = replace(read_run(folder), outcome=outcome)
+    assert replace(run, elapsed_s=29.0).is_resumable == (outcome != "running")
+    assert not replace(run, elapsed_s=29.1).is_resumable
+
+
+@pytest.mark.parametrize("elapsed_s", [29.0, 29.1])
+def test_what_is_offered_to_be_resumed_is_what_resuming_accepts(
+    folder: Path, store: RunStore, elapsed_s: float
+) -> None:
+    slow = "run: {duration: 30s, slice_s: 1.5}\nnodes: {pc1: {gpu: cpu, gpus: 0, workers: 1, vram_per_worker_gib: 1}}\n"
+    run = read_run(folder)
+    run = replace(run, outcome="failed", elapsed_s=elapsed_s, facts=replace(run.facts, config_yaml=slow, mode="local"))
+    if run.is_resumable:
+        assert stage_of(run).config.run.slice_s == 1.5
+    else:
+        with pytest.raises(UsageError, match="has worked all of its 30 s"):
+            stage_of(run)
 
 
 def test_a_row_keeps_what_makes_sense_of_it(folder: Path, store: RunStore) -> None:
@@ -333,6 +395,112 @@ def test_a_store_that_says_nonsense_is_a_sentence(folder: Path, store: RunStore,
         other.execute(statement)
     with pytest.raises(ArchiveError, match=word):
         read_run(folder)
+
+
+ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n"
+
+
+@pytest.mark.parametrize(
+    ("statements", "word"),
+    [
+        (["ALTER TABLE runs RENAME TO r", f"CREATE VIEW runs AS {ENDLESS}"], "runs is no table"),
+        (["ALTER TABLE meta RENAME TO m", f"CREATE VIEW META AS {ENDLESS}"], "meta is no table"),
+        (["DROP TABLE slots", "CREATE VIRTUAL TABLE slots USING fts5(slot)"], "slots is no table"),
+        (["ALTER TABLE runs ADD COLUMN more AS (instr(hex(zeroblob(8000000)), 'x'))"], "worked out"),
+        (["UPDATE runs SET config_yaml = zeroblob(16777217)"], "too big"),
+        (["UPDATE slots SET row = hex(zeroblob(9000000))"], "too big"),
+    ],
+)
+def test_a_store_made_to_keep_its_reader_busy_is_a_sentence(
+    folder: Path, store: RunStore, statements: list[str], word: str
+) -> None:
+    store.end("good", 0, None, [])
+    with closing(sqlite3.connect(folder / STORE_NAME, isolation_level=None)) as other:
+        for statement in statements:
+            other.execute(statement)
+    began_s = time.monotonic()
+    with pytest.raises(ArchiveError, match=word) as caught:
+        read_run(folder)
+    assert time.monotonic() - began_s < 5.0
+    assert str(caught.value).isprintable()
+    (listed,) = list_runs(folder.parent)
+    assert listed.outcome == "unreadable"
+
+
+def test_a_look_that_takes_too_long_is_a_sentence(
+    folder: Path, store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "_READING_MOST_S", 0.3)
+    with pytest.raises(ArchiveError, match="longer than"), opening.reading(folder) as connection:
+        connection.execute(ENDLESS).fetchone()
+
+
+def test_ctrl_c_ends_a_look_that_takes_long(folder: Path, store: RunStore) -> None:
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(KeyboardInterrupt), opening.reading(folder) as connection:
+            connection.execute(ENDLESS).fetchone()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_no_more_slots_and_events_are_read_than_there_can_be(
+    folder: Path, store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archive, "_SLOTS_MOST", 3)
+    monkeypatch.setattr(archive, "_EVENTS_MOST", 3)
+    store.slots(record(f"pc3/{index}") for index in range(5))
+    for number in range(5):
+        store.event({"at": "now", "event": "turn", "slot": None, "number": number})
+    store.commit()
+    assert [slot.slot for slot in read_run(folder).slots] == ["pc1/0", "pc2/0", "pc3/0"]
+    assert [event.details["number"] for event in read_events(folder, ["turn"])] == [2, 3, 4]
+
+
+def made_as(path: Path, kind: str, most_bytes: int) -> None:
+    """Put something there that only has the name of a file of ours."""
+    if kind == "pipe":
+        os.mkfifo(path)  # opening it would wait for ever
+    elif kind == "link":
+        path.with_name("elsewhere").write_text('{"outcome": "good"}')
+        path.symlink_to("elsewhere")
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "socket":
+        os.mknod(path, stat.S_IFSOCK | 0o600)
+    else:
+        path.write_bytes(b"{}" + b" " * (most_bytes - 1))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder", "socket", "huge"])
+def test_what_only_has_the_name_of_a_summary_is_not_read(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / IDS[0]
+    folder.mkdir()
+    made_as(folder / "summary.json", kind, 16 * 2**20)
+    assert summary_of(folder) is None
+    (listed,) = list_runs(tmp_path)
+    assert listed.outcome == "unreadable"
+    assert listed.error is not None
+    assert "larger than 16384 KiB" in listed.error if kind == "huge" else "no regular file" in listed.error
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder", "socket", "huge"])
+def test_what_only_has_the_name_of_a_heads_note_is_not_read(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / IDS[0]
+    folder.mkdir()
+    made_as(folder / "head.json", kind, 64 * 2**10)
+    assert head_of(folder) is None
+    (listed,) = list_runs(tmp_path)
+    assert listed.outcome == "interrupted"
+
+
+def test_a_heads_note_of_a_usual_length_is_read(tmp_path: Path) -> None:
+    note = json.dumps({"pid": os.getppid(), "started": start_time(os.getppid())})
+    for padding, known in ((0, True), (64 * 2**10 - len(note), True), (64 * 2**10 - len(note) + 1, False)):
+        (tmp_path / "head.json").write_text(note + " " * padding)
+        assert (head_of(tmp_path) is not None) == known
 
 
 def test_a_run_is_found_by_its_name_its_end_or_as_the_latest(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from orchestrator.watch.archive import read_run
 from orchestrator.watch.events import EventLog
 from orchestrator.watch.records import STORE_NAME, RunFacts, SlotRecord
 from orchestrator.watch.store import EVENTS_KEPT, RunStore
+from orchestrator.watch.tables import FAULTS_KEPT
 from workers.messages import WorkerState
 
 from .conftest import RowMaker, SnapshotMaker
@@ -249,9 +250,52 @@ def test_another_head_goes_on_where_the_first_one_stopped(
     second.update(make_snapshot(make_row(), elapsed_s=0.0))  # before it begins to count
 
     query = "SELECT started_at_unix_s, elapsed_s, heads, head_pid, outcome, exit_code, error, faults FROM runs"
-    assert read(path, query) == [(1_700_000_000.0, 20.0, 2, 7, None, None, None, "[]")]
+    assert read(path, query) == [(1_700_000_000.0, 20.0, 2, 7, None, None, None, '[{"kind":"kill"}]')]
     second.end("good", 0, None, [])
     assert read(path, "SELECT heads, outcome, exit_code FROM runs") == [(2, "good", 0)]
+
+
+def resumed(path: Path, chaos: str | None, pid: int) -> RunStore:
+    head = RunStore(path)
+    head.begin(RunFacts(**{**vars_of(FACTS), "chaos": chaos, "head_pid": pid}))
+    head.commit()
+    return head
+
+
+def test_another_head_keeps_the_chaos_of_the_heads_before(path: Path) -> None:
+    query = "SELECT chaos, faults FROM runs"
+    resumed(path, "kill=3", 1).end("interrupted", 130, None, [{"kind": "kill"}])
+    second = resumed(path, None, 2)
+    assert read(path, query) == [("kill=3", '[{"kind":"kill"}]')]
+    second.end("failed", 1, None, [])
+    assert read(path, query) == [("kill=3", '[{"kind":"kill"}]')]
+    third = resumed(path, "oom=1", 3)
+    third.end("good", 0, None, [{"kind": "oom", "at_unix_s": math.nan}])
+    both = '[{"kind":"kill"},{"kind":"oom","at_unix_s":null}]'
+    assert read(path, query) == [("oom=1", both)]
+    third.end("failed", 1, "a second word at the end", [{"kind": "oom", "at_unix_s": math.nan}])
+    assert read(path, query) == [("oom=1", both)]
+
+
+def test_the_faults_of_all_heads_are_bounded(path: Path) -> None:
+    for head in range(3):
+        own = [{"head": head, "number": number} for number in range(4000)]
+        resumed(path, "kill=3", head).end("interrupted", 130, None, own)
+    ((kept,),) = read(path, "SELECT faults FROM runs")
+    faults = json.loads(kept)
+    assert len(faults) == FAULTS_KEPT
+    assert (faults[0], faults[-1]) == ({"head": 0, "number": 2000}, {"head": 2, "number": 3999})
+
+
+@pytest.mark.parametrize("nonsense", ["", "{}", "[1]", "[" * 100_000, b"\xff", 7])
+def test_faults_that_are_none_do_not_keep_the_new_ones_out(path: Path, nonsense: object) -> None:
+    resumed(path, None, 1).end("interrupted", 130, None, [])
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("UPDATE runs SET faults = ?", [nonsense])
+    head = resumed(path, None, 2)
+    head.end("good", 0, None, [{"kind": "oom"}])
+    assert head.problem is None
+    assert read(path, "SELECT faults FROM runs") == [('[{"kind":"oom"}]',)]
 
 
 def vars_of(facts: RunFacts) -> dict[str, Any]:
