@@ -18,6 +18,9 @@ from workers.messages import Report
 #: and small enough for a bound on what was lost that says something.
 _HEADROOM = 2.0
 
+#: A slice too short to be measured makes any number likely.
+_MOST_LIKELY = 2.0**57
+
 #: And this many more, so that a slot that has done next to nothing yet is not slowed down by it.
 _LEAST_LIMIT = 4
 
@@ -32,7 +35,8 @@ def step_limit(slot: Slot, duration_s: float) -> int:
     report = slot.report
     if report is None or report.wall_s <= 0:
         return _LEAST_LIMIT
-    return _LEAST_LIMIT + math.ceil(_HEADROOM * duration_s * report.steps_ok / report.wall_s)
+    likely = duration_s * report.steps_ok / report.wall_s
+    return _LEAST_LIMIT + math.ceil(min(_HEADROOM * likely, _MOST_LIKELY))
 
 
 def steps_at_risk(slot: Slot) -> int:

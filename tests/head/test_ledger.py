@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator import ledger
-from orchestrator.slots import Counters, Flight, Slot
-from tests.head.scene import report_of
+from orchestrator.slots import Counters, Flight, NodeJoined, Slot
+from tests.head.scene import Scene, report_of
 
 #: What the head counts itself; everything else comes from reports.
 HEADS_OWN = {"restarts", "steps_lost_upper_bound"}
@@ -143,3 +143,10 @@ def test_each_number_of_a_report_is_added_to_its_own_sum_and_to_no_other(name: s
 def test_a_report_of_nothing_changes_no_sum() -> None:
     before = Counters(steps_ok=3, restarts=2, steps_lost_upper_bound=7, work_flop=1e12)
     assert ledger.counted(before, report_of("pc1/0", 0, 0)) == before
+
+
+def test_a_report_that_took_no_time_to_speak_of_does_not_break_the_sum() -> None:
+    scene = Scene()
+    scene.feed(NodeJoined())
+    scene.feed(scene.report(steps_ok=1, wall_s=5e-324))
+    assert [flight.step_limit for flight in scene.slot.in_flight] == [2**57 + 4] * 2
