@@ -204,8 +204,11 @@ class Supervisor:
             self._outlets.events.write("counting", duration_s=remaining_s, startup_s=now_s - self._began_s)
 
     def _watch_nodes(self, facts: Sequence[NodeFact]) -> None:
-        alive = [replace(fact, answers=fact.answers or self._is_heard(fact.name)) for fact in facts]
-        self._nodes, happened = node_watch.looked(self._nodes, self._config, alive)
+        # Workers outlive their raylet for some seconds, so a report overrules silence and not a refusal.
+        seen = [
+            replace(fact, answers=fact.answers or (not fact.refuses and self._is_heard(fact.name))) for fact in facts
+        ]
+        self._nodes, happened = node_watch.looked(self._nodes, self._config, seen)
         for node, event in happened:
             match event:
                 case slots.NodeJoined():

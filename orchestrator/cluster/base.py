@@ -27,6 +27,8 @@ class NodeFact:
     """Whether Ray itself found a card there."""
     answers: bool = True
     """Whether it can be reached by our own clock, which is faster than Ray's."""
+    refuses: bool = False
+    """Whether it said so itself that nothing of Ray runs there any more: not silence, which may have other reasons."""
 
 
 class SliceFailure(StrEnum):

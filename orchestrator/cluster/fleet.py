@@ -92,6 +92,7 @@ class RayFleet:
                 # Ray adds this resource where it sees a card, whatever --num-gpus says.
                 shows_card=any(name.startswith("accelerator_type:") for name in node["Resources"]),
                 answers=node["NodeID"] not in silent,
+                refuses=self._pulse.refuses(node["NodeID"]),
             )
             for node in live
         )

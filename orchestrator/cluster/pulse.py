@@ -65,6 +65,11 @@ class Pulse:
                 _look(door, now_s)
         return frozenset(node for node, door in self._doors.items() if _is_silent(door, now_s))
 
+    def refuses(self, node: str) -> bool:
+        """Say whether the node's machine answers that nobody listens there: its raylet has ended."""
+        door = self._doors.get(node)
+        return door is not None and door.answered_at_s is not None and door.refusals >= _REFUSALS
+
     def close(self) -> None:
         """Give up the attempts under way."""
         for door in self._doors.values():

@@ -101,8 +101,11 @@ def test_a_node_whose_port_is_closed_is_silent_after_two_refusals(raylet: Raylet
     raylet.end()
     for _ in range(REFUSALS - 1):
         assert watch.look(later_s=0.1) == frozenset()
+    assert not watch.pulse.refuses("pc1")
     for _ in range(5):
         assert watch.look(later_s=0.1) == {"pc1"}
+        # Said by the machine itself: what a worker that outlives its raylet reports does not speak against it.
+        assert watch.pulse.refuses("pc1")
 
 
 def test_a_node_that_listens_again_answers_again(raylet: Raylet) -> None:
@@ -135,6 +138,7 @@ def test_a_node_that_takes_no_connection_is_silent_only_after_the_patience(rayle
         while watch.now_s + 0.5 <= answered_at_s + PATIENCE_S:
             assert watch.look(later_s=0.5) == frozenset()
         assert watch.look(later_s=0.5) == {"pc1"}
+        assert not watch.pulse.refuses("pc1")  # silence may have other reasons
         watch.addresses = {"pc1": raylet.address}
         # One attempt is still at the deaf door; when it is given up the next one finds the node.
         assert [watch.look() for _ in range(4)][-1] == frozenset()
