@@ -200,7 +200,7 @@ def test_the_children_of_a_marked_process_end_with_it_even_without_the_mark(star
 
 def test_a_marked_process_that_will_not_end_is_killed(start: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("orchestrator.nodes._GRACE_S", 0.5)
-    stubborn = start(["/bin/sh", "-c", 'trap "" TERM; echo ready; sleep 60 & wait; wait'], **{NODE_MARK: NODE})
+    stubborn = start(["/bin/sh", "-c", 'trap "" TERM; sleep 60 & echo ready; wait; wait'], **{NODE_MARK: NODE})
     assert stubborn.stdout is not None
     stubborn.stdout.readline()
     (line,) = stop_node(NODE)
