@@ -31,8 +31,9 @@ class Outlets:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What cannot be written right now, one sentence each."""
-        return tuple(text for text in (self.store.problem, self.events.problem) if text is not None)
+        """What cannot be written right now, one sentence each; and that something is missing, once it can be again."""
+        now = tuple(text for text in (self.store.problem, self.events.problem) if text is not None)
+        return now or (("the records of this run have gaps: they could not be written for a while",) * self.incomplete)
 
     @property
     def incomplete(self) -> bool:
