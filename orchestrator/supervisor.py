@@ -35,7 +35,7 @@ _SNAPSHOT_EVERY_S = 0.25
 #: A node whose worker reported so lately is there. Short enough for a lost node to be seen within 10 s.
 _HEARD_WITHIN_S = 3.0
 
-#: A turn that comes so late means that this process was suspended; for so long afterwards no timer counts.
+#: A look at the clock that comes so late means that this process was suspended; for so long afterwards no timer counts.
 _SUSPENDED_S = 3.0
 _CATCH_UP_S = 2.0
 
@@ -84,7 +84,7 @@ class Supervisor:
         self._changed: set[str] = set(self._plans)
         self._unexplained: dict[str, float] = {}
         """Slots whose process has ended, nobody knows why -> until when to ask."""
-        self._began_s = self._turned_at_s = time.monotonic()
+        self._began_s = self._looked_at_s = time.monotonic()
         self._ticks_from_s = self._began_s
         self._first_proven_s: float | None = None
         self._counting_since_s: float | None = None
@@ -138,19 +138,13 @@ class Supervisor:
 
     def _turn(self) -> None:
         now_s = time.monotonic()
-        if now_s - self._turned_at_s > _SUSPENDED_S:
-            # This process stood still, not the workers: what they reported meanwhile must come in first.
-            self._ticks_from_s = now_s + _CATCH_UP_S
-        self._turned_at_s = now_s
         if now_s - self._nodes_at_s >= _NODES_EVERY_S:
             self._nodes_at_s = now_s
             self._watch_nodes(self._fleet.nodes())
             self._ask_why(now_s)
         for outcome in self._fleet.wait(_POLL_S):
             self._take(outcome)
-        if now_s >= self._ticks_from_s:
-            for name in self._slots:
-                self._feed(name, slots.Tick())
+        self._tick()
         self._spare_sick_cards(now_s)
         self._begin_counting()
         if self._havoc is not None:
@@ -159,6 +153,20 @@ class Supervisor:
         if not self._slots_busy():
             time.sleep(_POLL_S)  # nothing is under way, so the next wait would come back at once
         self._show()
+
+    def _tick(self) -> None:
+        """Let every slot's timers see the clock, unless this process has just stood still.
+
+        Then it was not the workers that were late, and what they reported meanwhile must come in first. The same look
+        at the clock judges the gap and the timers: a stop between two looks would be charged to the workers.
+        """
+        now_s = time.monotonic()
+        if now_s - self._looked_at_s > _SUSPENDED_S:
+            self._ticks_from_s = now_s + _CATCH_UP_S
+        self._looked_at_s = now_s
+        if now_s >= self._ticks_from_s:
+            for name in self._slots:
+                self._feed(name, slots.Tick(), now_s)
 
     def _send_out(self) -> None:
         """Write down what has changed, then perform what follows from it."""
@@ -279,8 +287,8 @@ class Supervisor:
         if self._slots[outcome.slot].report is report:
             self._meters[outcome.slot].add(report)
 
-    def _feed(self, name: str, event: slots.Event) -> None:
-        before, now_s = self._slots[name], time.monotonic()
+    def _feed(self, name: str, event: slots.Event, now_s: float | None = None) -> None:
+        before, now_s = self._slots[name], time.monotonic() if now_s is None else now_s
         after, commands = lifecycle.advance(before, event, now_s, self._rules, self._ends_at_s)
         if after is before and not commands:
             return

@@ -184,11 +184,11 @@ def test_faults_that_cannot_be_injected_are_refused_before_anything_starts(
 
 
 def test_a_head_that_was_stopped_for_longer_than_the_hang_timeout_kills_nobody(start: Starter) -> None:
-    patience = ("--set", "run.hang_timeout_s=3", "--set", "run.stale_after_s=2", "--set", "run.slice_s=0.5")
-    head = start("--rehearse", "--duration", "16s", "--json", *ONE_EACH, *patience)
+    patience = ("--set", "run.hang_timeout_s=5", "--set", "run.stale_after_s=3", "--set", "run.slice_s=0.5")
+    head = start("--rehearse", "--duration", "18s", "--json", *ONE_EACH, *patience)
     stored_when(head, 2.0)
     head.process.send_signal(signal.SIGSTOP)
-    time.sleep(7)  # as a laptop's lid would: the workers wait for more work, and the clock goes on
+    time.sleep(9)  # as a laptop's lid would: the workers wait for more work, and the clock goes on
     head.process.send_signal(signal.SIGCONT)
     code, out, err = head.finish()
     assert code == 0, out + err
