@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -54,7 +55,9 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     workload: Annotated[
         str | None, typer.Option(help="matmul, or your own package.module:Class.", metavar="NAME")
     ] = None,
-    policy: Annotated[str | None, typer.Option(help="How sizes follow failures: classic.", metavar="NAME")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="How sizes follow memory: adaptive or classic.", metavar="NAME")
+    ] = None,
     overrides: Overrides = None,
     json_output: AsJson = False,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a live table.")] = False,
@@ -205,6 +208,34 @@ def report(
         _print(history.report_json(folder))
     else:
         _print(history.report_text(folder, width, glyphs_for(sys.stdout.encoding)))
+
+
+@app.command()
+def limits(
+    clear: Annotated[bool, typer.Option("--clear", help="Forget them, or those that match.")] = False,
+    card: Annotated[str | None, typer.Option(help="Only of cards whose name contains this.", metavar="TEXT")] = None,
+    workload: Annotated[
+        str | None, typer.Option(help="Only of workloads whose name contains this.", metavar="TEXT")
+    ] = None,
+    json_output: AsJson = False,
+) -> None:
+    """List what runs have learned about the sizes that fit a card, or forget it."""
+    from orchestrator import limits_verb  # noqa: PLC0415 - only this verb needs it
+    from orchestrator.watch.cells import glyphs_for  # noqa: PLC0415
+    from workers.limit_store import LimitStore  # noqa: PLC0415
+
+    store, now_unix_s = LimitStore(), time.time()
+    selection = limits_verb.Selection(card=card, workload=workload)
+    glyphs = glyphs_for(sys.stdout.encoding)
+    if clear and json_output:
+        _print(limits_verb.cleared_json(store, selection, now_unix_s))
+    elif clear:
+        _print(limits_verb.cleared_text(store, selection, now_unix_s, glyphs))
+    elif json_output:
+        _print(limits_verb.limits_json(store, selection, now_unix_s))
+    else:
+        width = shutil.get_terminal_size(fallback=(0, 0)).columns or None  # without a terminal, one line for each
+        _print(limits_verb.limits_text(store, selection, now_unix_s, width, glyphs))
 
 
 #: Base of what typer raises for a bad command line: click's ClickException, or that of the copy newer typers carry.

@@ -125,7 +125,10 @@ class WorkloadConfig(_Section):
 class MemoryConfig(_Section):
     """Progressive allocation, and how workers back off when memory runs out. Defaults are the guides'."""
 
-    policy: Literal["classic"] = "classic"
+    policy: Literal["adaptive", "classic"] = "adaptive"
+    failures_per_minute: Annotated[int, Field(ge=1, le=1_000)] = 6
+    leave_free_mib: Annotated[float, Field(ge=0, le=1_048_576)] = 128.0
+    remember: bool = True
     first_fraction: Share = 0.20
     retry_reduction: Annotated[float, Field(gt=0, lt=1)] = 0.10
     floor_mib: Annotated[float, Field(gt=0, le=1_048_576)] = 100.0

@@ -118,6 +118,8 @@ def memory_settings(config: Config) -> MemorySettings:
         batch_floor=memory.batch_floor,
         emergency_size=memory.emergency_size,
         cleanup_every=memory.cleanup_every,
+        failures_per_minute=memory.failures_per_minute,
+        leave_free_bytes=round(memory.leave_free_mib * MIB),
     )
 
 

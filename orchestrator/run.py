@@ -31,6 +31,7 @@ from orchestrator.errors import NoClusterError, OrchestratorError, UsageError
 from orchestrator.havoc import Havoc
 from orchestrator.head_process import NOTE_NAME
 from orchestrator.interrupts import Interrupts
+from orchestrator.lessons import Lessons
 from orchestrator.modes import Mode, Stage
 from orchestrator.screen import Screen, own_screen
 from orchestrator.supervisor import Supervisor
@@ -43,6 +44,7 @@ from orchestrator.watch.records import STORE_NAME, RunFacts
 from orchestrator.watch.store import RunStore
 from orchestrator.watch.summary import exit_code_for, failure_dict, summary_dict, summary_text, write_summary
 from orchestrator.watch.wording import fault_lines
+from workers.limit_store import LimitStore
 
 _SUMMARY_NAME = "summary.json"
 
@@ -140,7 +142,8 @@ def _staged(stage: Stage, record: _Record, interrupts: Interrupts) -> int:
         record.outlets.events.write(
             "run_started", run_id=info.run_id, workers=len(settled.plans), elapsed_s=info.past.elapsed_s
         )
-        plans = havoc.with_faults(settled.plans, record.options.chaos)
+        lessons = Lessons(_limits(settled, record), record.outlets.events)
+        plans = lessons.sent_along(havoc.with_faults(settled.plans, record.options.chaos))
         faults = _havoc(settled, record)
         supervisor = Supervisor(
             info=info,
@@ -149,11 +152,17 @@ def _staged(stage: Stage, record: _Record, interrupts: Interrupts) -> int:
             fleet=fleet,
             outlets=record.outlets,
             interrupted=lambda: interrupts.asked,
+            lessons=lessons,
             havoc=faults,
         )
         record.watch(supervisor.snapshot, faults)
         snapshot = supervisor.run()
     return record.ended(snapshot, settled.config.run.min_success_rate, interrupted=interrupts.asked)
+
+
+def _limits(stage: Stage, record: _Record) -> LimitStore | None:
+    """Return the store of learned limits; with injected failures nothing is learned that holds without them."""
+    return LimitStore() if stage.config.memory.remember and record.options.chaos is None else None
 
 
 def _havoc(stage: Stage, record: _Record) -> Havoc | None:

@@ -92,6 +92,7 @@ def _shrink(data: dict[str, Any], config: Config, scale: float) -> None:
     # The emergency product must stay the smallest thing a worker can run.
     floor = scaled_size(memory.size_floor, scale, memory.emergency_size)
     data["memory"]["size_floor"] = floor
+    data["memory"]["leave_free_mib"] = memory.leave_free_mib * scale
     data["memory"]["floor_mib"] = max(memory.floor_mib * scale, 1 / MIB)
     if config.workload.size is not None:
         data["workload"]["size"] = scaled_size(config.workload.size, scale, floor)
@@ -123,6 +124,7 @@ def _changes(before: Config, after: Config) -> Iterator[ScaleLine]:
         yield from _line(f"{key}.size", node.size or DEFAULT_SIZE, small.size or DEFAULT_SIZE, None)
     yield from _line("workload.size", before.workload.size, after.workload.size, None)
     yield from _line("memory.floor_mib", before.memory.floor_mib, after.memory.floor_mib, MIB)
+    yield from _line("memory.leave_free_mib", before.memory.leave_free_mib, after.memory.leave_free_mib, MIB)
     yield from _line("memory.size_floor", before.memory.size_floor, after.memory.size_floor, None)
 
 

@@ -19,6 +19,7 @@ from orchestrator.cluster.base import Fleet, NodeFact, SliceFailure, SliceOutcom
 from orchestrator.config import Config
 from orchestrator.errors import PreflightError
 from orchestrator.havoc import Havoc
+from orchestrator.lessons import Lessons
 from orchestrator.node_watch import NodeBook
 from orchestrator.placement import SlotPlan
 from orchestrator.rows import Meter, record, row
@@ -55,6 +56,7 @@ class Supervisor:
         fleet: Fleet,
         outlets: Outlets,
         interrupted: Callable[[], bool],
+        lessons: Lessons,
         havoc: Havoc | None = None,
     ) -> None:
         """Prepare; nothing is placed before `run`.
@@ -67,6 +69,7 @@ class Supervisor:
             outlets: Told of every event, every snapshot, and every slot that changed before anything is sent because
                 of it.
             interrupted: Asked at every turn whether the user wants to stop.
+            lessons: Takes in what workers learn.
             havoc: Injects faults, if the user asked for them.
         """
         self._info = info
@@ -75,6 +78,7 @@ class Supervisor:
         self._fleet = fleet
         self._outlets = outlets
         self._interrupted = interrupted
+        self._lessons = lessons
         self._havoc = havoc
         self._rules = rules_of(config, info.past)
         self._slots = {name: info.past.slots.get(name, Slot(slot=name)) for name in self._plans}
@@ -286,6 +290,7 @@ class Supervisor:
         self._feed(outcome.slot, slots.SliceReported(report=report))
         if self._slots[outcome.slot].report is report:
             self._meters[outcome.slot].add(report)
+            self._lessons.take(report)
 
     def _feed(self, name: str, event: slots.Event, now_s: float | None = None) -> None:
         before, now_s = self._slots[name], time.monotonic() if now_s is None else now_s
@@ -348,6 +353,7 @@ class Supervisor:
         self._close()
 
     def _close(self) -> None:
+        self._lessons.save()
         for name in self._slots:
             self._feed(name, slots.Close())
         if self._havoc is not None:

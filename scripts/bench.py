@@ -9,6 +9,8 @@
     python scripts/bench.py kills --kills 50
     python scripts/bench.py head-kills --rounds 20
     python scripts/bench.py rejoin --cycles 10
+    python scripts/bench.py policy --seeds 3
+    python scripts/bench.py pressure --rounds 3
 
 Every figure is a ratio inside one run, or stands beside one: this machine's seconds say nothing about another's.
 Exit code 0; 1 when a property is broken (a target that is missed is told, not punished); 2 for wrong arguments.
@@ -93,6 +95,22 @@ def _run(arguments: argparse.Namespace) -> Result:
             from benches import rejoin
 
             result = rejoin.run(arguments.cycles, arguments.quiet_s, arguments.cycle_s)
+        case "policy":
+            from benches import policy
+
+            result = policy.run(arguments.seeds, arguments.seed, arguments.rules, arguments.rate)
+        case "pressure":
+            from benches import pressure
+
+            memory_bytes = arguments.memory_mib and int(arguments.memory_mib * _MIB)
+            result = pressure.run(
+                arguments.device,
+                memory_bytes,
+                arguments.seconds,
+                arguments.rounds,
+                arguments.seed,
+                arguments.contestants,
+            )
     return result
 
 
@@ -171,6 +189,33 @@ def _add_trials(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     verb.add_argument("--cycles", type=_count, default=10, help="how often (default: %(default)s)")
     verb.add_argument("--quiet-s", type=float, default=30.0, help="before the first (default: %(default)s)")
     verb.add_argument("--cycle-s", type=float, default=40.0, help="from one to the next (default: %(default)s)")
+    _add_sizes(verbs)
+
+
+def _add_sizes(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the verbs that judge the rules for a step's size."""
+    verb = verbs.add_parser("policy", help="work done under made-up courses of memory, against an oracle's")
+    rules = ["adaptive", "accelerate", "toma", "guide", "aimd"]
+    verb.add_argument("--seeds", type=_count, default=3, help="how many, eight worlds each (default: %(default)s)")
+    verb.add_argument("--seed", type=int, default=1, help="the first of them (default: %(default)s)")
+    verb.add_argument("--rules", nargs="+", choices=rules, default=rules, help="which (default: all)")
+    verb.add_argument("--rate", type=_positive, default=10_000.0, help="items/s, at the most (default: %(default)g)")
+
+    verb = verbs.add_parser("pressure", help="the same for real, while a cap moves; against accelerate and toma")
+    who = ["ours", "blind", "accelerate", "toma", "ideal"]
+    verb.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: %(default)s)")
+    verb.add_argument("--seconds", type=_positive, default=60.0, help="of each course (default: %(default)s)")
+    verb.add_argument("--rounds", type=_count, default=3, help="each meets each course as often (default: %(default)s)")
+    verb.add_argument("--seed", type=int, default=1, help="of the courses (default: %(default)s)")
+    verb.add_argument("--contestants", nargs="+", choices=who, default=who, help="which (default: all)")
+    verb.add_argument("--memory-mib", type=_positive, default=None, help="(default: 48, a sixth of the card on a card)")
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError("must be a number above 0")
+    return value
 
 
 def _count(text: str) -> int:

@@ -35,6 +35,7 @@ OPTIONS = {
     "stop": {"--config", "-c", "--set", "--node", "--help"},
     "runs": {"--config", "-c", "--set", "--run-dir", "--json", "--help"},
     "report": {"run_id", "--config", "-c", "--set", "--run-dir", "--text", "--json", "--help"},
+    "limits": {"--clear", "--card", "--workload", "--json", "--help"},
 }  # fmt: skip
 
 #: Runs the example in the engine on the CPU, in a process of its own because the cap of a process is for ever.

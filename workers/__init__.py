@@ -1,1 +1,32 @@
-"""The engine: torch and the card. Never imports ray or orchestrator."""
+"""The engine: torch and the card. Never imports ray or orchestrator.
+
+Importing it loads nothing else. What is for everybody's own code is loaded when it is first used: `resilient`, and what
+belongs to it, around a function, and `AdaptiveSize` in a loop.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__all__ = ["AdaptiveSize", "OutOfBatchError", "Retry", "resilient"]
+
+if TYPE_CHECKING:
+    from workers.batches import OutOfBatchError, Retry
+    from workers.resilience import resilient
+    from workers.sizing import AdaptiveSize
+else:
+    _HOMES = {
+        "AdaptiveSize": "workers.sizing",
+        "OutOfBatchError": "workers.batches",
+        "Retry": "workers.batches",
+        "resilient": "workers.resilience",
+    }
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(_HOMES[name]), name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

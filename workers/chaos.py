@@ -40,6 +40,7 @@ class ChaoticWorkload(Workload):
         """
         super().__init__(context)
         self._inner = inner
+        self.size_power, self.batch_power, self.fills_claim = inner.size_power, inner.batch_power, inner.fills_claim
         self._faults = faults
         self._counted = OomInjector(num=faults.oom_num, skip=faults.oom_skip)
         self._tally: Tally | None = None

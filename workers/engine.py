@@ -11,7 +11,7 @@ import time
 
 from workers import oom
 from workers.errors import MisfitError, PoisonedError
-from workers.life import Life, open_life, resumed
+from workers.life import Life, open_life, take_up
 from workers.messages import Directive, FailureKind, Report, ResumeState, Verdict, WorkerState
 from workers.oom import Failure
 from workers.policy.base import Decision, Emergency, Event, Release, Run, StepOk, StepOom
@@ -59,6 +59,7 @@ class Engine:
         if failure is not None:
             return self._stumble(tally, failure)
         tally.claim_bytes = life.claim_bytes
+        tally.learned = life.lesson(memory.peak_bytes)
         return tally.report(Verdict.OK, device=life.device.info, memory=memory, resume=self._resume())
 
     def _give_up(self, tally: Tally, reason: str) -> Report:
@@ -79,14 +80,14 @@ class Engine:
         return tally.report(Verdict.OK, device=device, resume=self._resume())
 
     def _resume(self) -> ResumeState | None:
-        return None if self._life is None else self._life.policy.dump(self._life.state)
+        life = self._life
+        return None if life is None or life.state is None else life.policy.dump(life.state)
 
     def _adopt(self, directive: Directive, tally: Tally) -> Life:
         """Open the device for the first directive; take over its resume state when the slot got a new incarnation."""
         life = self._life
         if life is None:
             life = self._life = open_life(directive.spec, directive.incarnation, tally)
-            life.state = resumed(life.policy, directive.resume, tally)
             tally.event(
                 "device_opened",
                 device=life.device.info.name,
@@ -98,9 +99,11 @@ class Engine:
                 threads=life.device.info.threads,
             )
             find_claim(life, tally)
+            take_up(life, directive.resume, tally)
         elif life.incarnation != directive.incarnation:
             life.incarnation = directive.incarnation
-            life.state = resumed(life.policy, directive.resume, tally)
+            take_up(life, directive.resume, tally)
+        life.lease_bytes = directive.lease_bytes
         return life
 
 
@@ -149,6 +152,8 @@ def _step(life: Life, tally: Tally, run: Run) -> Event | None:
     failure: Failure | None = None
     traceback: str | None = None
     life.last_run = run
+    if run.hold_bytes is not None and run.hold_bytes != life.claim_bytes:
+        life.hold(run.hold_bytes)
     tally.size, tally.batch = run.size, run.batch
     try:
         result, seconds = life.device.timed(lambda: life.workload.step(run.size, run.batch))
@@ -165,7 +170,14 @@ def _step(life: Life, tally: Tally, run: Run) -> Event | None:
         tally.work_flop += flop
         tally.busy_s += seconds
         tally.settle(WorkerState.RUNNING, "")
-        return StepOk(size=run.size, batch=run.batch, peak_bytes=life.device.step_peak_bytes(), seconds=seconds)
+        return StepOk(
+            at_s=time.monotonic(),
+            size=run.size,
+            batch=run.batch,
+            peak_bytes=life.device.step_peak_bytes(),
+            seconds=seconds,
+            room_bytes=life.room_bytes_if_due(),
+        )
     if failure.kind is FailureKind.PROBABLE:
         life.probable_in_a_row += 1
     if failure.kind is FailureKind.OTHER or life.probable_in_a_row > MAX_PROBABLE_IN_A_ROW:

@@ -7,21 +7,26 @@ failures (`recovery.py`).
 from __future__ import annotations
 
 import gc
+import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from workers import oom
 from workers.chaos import ChaoticWorkload
 from workers.devices.base import Device
 from workers.devices.opening import open_device
 from workers.errors import MisfitError, PoisonedError
-from workers.messages import FailureKind, ResumeState, WorkerSpec
+from workers.limits import LimitKey, StoredLimit, choose, workload_fingerprint
+from workers.messages import DeviceInfo, FailureKind, ResumeState, WorkerSpec
 from workers.oom import Failure
-from workers.policy.base import Decision, Event, Policy, Pressure, Run
+from workers.policy.base import Decision, Event, Growth, Policy, Pressure, Run
 from workers.policy.registry import make_policy
 from workers.tally import Tally
 from workers.workloads.base import Workload, WorkloadContext
 from workers.workloads.loading import load_workload
+
+#: How often a device is asked at most how much memory there is: it takes up to a fifth of a millisecond.
+_MEASURE_EVERY_S: Final = 0.1
 
 
 @dataclass(slots=True)
@@ -33,10 +38,15 @@ class Life:
     workload: Workload
     policy: Policy[Any]
     state: Any
-    """The policy's; nobody else knows what is in it."""
+    """The policy's, from `take_up` on; nobody else knows what is in it."""
+    key: LimitKey
+    """The circumstances, under which alone what is learned here means anything."""
     incarnation: int
     claim_bytes: int = 0
-    """What progressive allocation obtained last, times `claim_share`."""
+    """What the workload may fill: what progressive allocation obtained last, times `claim_share`, or what the policy
+    wants held."""
+    lease_bytes: int | None = None
+    """What the head lets this worker hold now; `None` does not limit it."""
     claim_share: float = 1.0
     """Below 1 after steps that should have fitted into the claim and did not."""
     probable_in_a_row: int = 0
@@ -46,6 +56,8 @@ class Life:
     last_run: Run | None = None
     failed_run: Run | None = None
     """The run that ran out of memory although it should have fitted, until a step ends well."""
+    measured_at_s: float = float("-inf")
+    """When the device was last asked how much memory there is."""
     chaos: ChaoticWorkload | None = None
     """`workload` itself, where `run --chaos` wrapped it."""
 
@@ -54,6 +66,33 @@ class Life:
         with self.device.enforced():
             self.workload.release()
         self.device.release()
+
+    def room_bytes(self) -> int:
+        """Measure what a step may hold in all: bounded by the cap and the lease, less what is to stay free."""
+        self.measured_at_s = time.monotonic()
+        room_bytes = self.device.room_bytes(self.spec.memory.leave_free_bytes)
+        return room_bytes if self.lease_bytes is None else min(room_bytes, self.lease_bytes)
+
+    def room_bytes_if_due(self) -> int | None:
+        """Measure as `room_bytes` does, unless that was a moment ago: short steps should not pay for it each time."""
+        due = time.monotonic() - self.measured_at_s >= _MEASURE_EVERY_S
+        return self.room_bytes() if due else None
+
+    def hold(self, hold_bytes: int) -> None:
+        """Have the workload fill this much from now on, and give back what is more than that."""
+        less = hold_bytes < self.claim_bytes
+        self.claim_bytes = hold_bytes
+        with self.device.enforced():
+            self.workload.resize(hold_bytes)
+        if less:
+            self.device.release()
+
+    def lesson(self, peak_bytes: int) -> StoredLimit | None:
+        """Return what a later run under the same circumstances could start from; `None` if the policy knows nothing."""
+        learned = self.policy.learned(self.state)
+        if learned is None:
+            return None
+        return StoredLimit(key=self.key, learned=learned, peak_bytes=peak_bytes, learned_at_unix_s=time.time())
 
     def ask(self, event: Event) -> Decision:
         """Tell the policy what happened, and return what it wants next."""
@@ -64,6 +103,8 @@ class Life:
         """Measure how much memory there is, for the policy."""
         floor = self.policy.floor
         return Pressure(
+            at_s=time.monotonic(),
+            room_bytes=self.room_bytes(),
             free_bytes=self.device.free_bytes(),
             needed_at_floor_bytes=self.workload.needed_bytes(floor.size, floor.batch),
         )
@@ -76,10 +117,6 @@ def open_life(spec: WorkerSpec, incarnation: int, tally: Tally) -> Life:
         MisfitError: They can never work here.
         PoisonedError: The device failed while it was opened; a fresh process may do better.
     """
-    try:
-        policy = make_policy(spec.policy, spec.memory, spec.workload)
-    except ValueError as error:
-        raise MisfitError(f"{spec.slot}: {error}") from error
     # torch's modules live for ever: taken out of the collector's sight, a collection costs 1 ms instead of 70. Without
     # a collection before it: that would cost every start what this saves, for little that was garbage.
     gc.freeze()
@@ -102,25 +139,53 @@ def open_life(spec: WorkerSpec, incarnation: int, tally: Tally) -> Life:
         if failure.kind is not FailureKind.POISONED:
             tally.oom_count += 1  # tells the head that the card is full, and not that it is broken
         raise PoisonedError(f"cannot open the device: {text}")
+    growth = Growth(
+        size_power=workload.size_power,
+        batch_power=workload.batch_power,
+        fills_claim=workload.fills_claim,
+        needed_bytes=workload.needed_bytes,
+        most_bytes=device.most_bytes,
+    )
+    try:
+        policy = make_policy(spec.policy, spec.memory, spec.workload, growth)
+    except ValueError as error:
+        raise MisfitError(f"{spec.slot}: {error}") from error
     return Life(
         spec=spec,
         device=device,
         workload=workload,
         policy=policy,
-        state=policy.initial(),
+        state=None,
+        key=_key(spec, device.info),
         incarnation=incarnation,
         chaos=chaos,
     )
 
 
-def resumed(policy: Policy[Any], resume: ResumeState | None, tally: Tally) -> Any:  # noqa: ANN401 - the policy's own
-    """Return the policy's state as the last report left it; a fresh one if there is none, or it cannot be read."""
-    if resume is None:
-        return policy.initial()
-    try:
-        state = policy.load(resume)
-    except ValueError as error:
-        tally.event("resume_refused", reason=str(error))
-        return policy.initial()
-    tally.event("resumed", **dict(resume))
-    return state
+def take_up(life: Life, resume: ResumeState | None, tally: Tally) -> None:
+    """Give the policy its state: as the last report of the slot left it, else from what earlier runs have learned."""
+    if resume is not None:
+        try:
+            life.state = life.policy.load(resume)
+        except ValueError as error:
+            tally.event("resume_refused", reason=str(error))
+        else:
+            tally.event("resumed", **dict(resume))
+            return
+    limit = choose(life.spec.learned, life.key)
+    if limit is not None:
+        tally.event("remembered", size=limit.learned.size, learned_at_unix_s=limit.learned_at_unix_s)
+    life.state = life.policy.initial(life.claim_bytes, None if limit is None else limit.learned)
+
+
+def _key(spec: WorkerSpec, device: DeviceInfo) -> LimitKey:
+    workload = spec.workload
+    return LimitKey(
+        card=device.name,
+        total_bytes=device.total_bytes,
+        driver=device.driver,
+        torch=device.torch_version,
+        dtype=device.dtype,
+        workload=workload_fingerprint(workload.name, size=workload.size, batch=workload.batch),
+        cap_bytes=device.cap_bytes,
+    )

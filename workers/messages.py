@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
+from workers.limits import StoredLimit
+
 Scalar: TypeAlias = str | int | float | bool | None
 
 #: A policy's state in a form that any store can keep; the policy alone knows what the keys mean.
@@ -94,6 +96,10 @@ class MemorySettings:
     emergency_size: int
     cleanup_every: int
     """Good steps between two clean-ups; 0 never cleans up."""
+    failures_per_minute: int = 6
+    """`adaptive` never lets more steps run out of memory within any 60 s."""
+    leave_free_bytes: int = 0
+    """`adaptive` gives way when less than this stays free on the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +168,8 @@ class WorkerSpec:
     workload: WorkloadSpec
     step_faults: StepFaults | None = None
     """Of `run --chaos`; `None` injects nothing."""
+    learned: tuple[StoredLimit, ...] = ()
+    """What earlier runs have learned of the workload, on this card or another; the worker picks its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +191,9 @@ class Directive:
     `None` sets no limit."""
     strike: Strike | None = None
     """Of `run --chaos`; `None` for a slice that is left alone."""
+    lease_bytes: int | None = None
+    """What the worker may hold now, its cap apart, so that those who share a card do not all grow into the same bytes;
+    `None` does not limit it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +215,8 @@ class DeviceInfo:
     pid: int
     hostname: str
     torch_version: str
+    driver: str | None = None
+    """Version of the card's driver; `None` on a CPU, or where nobody tells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,3 +292,5 @@ class Report:
     """Traceback of the workload's own exception, as text."""
     events: tuple[WorkerEvent, ...] = ()
     resume: ResumeState | None = None
+    learned: StoredLimit | None = None
+    """What a later run under the same circumstances could start from; `None` if the policy learns nothing."""

@@ -51,7 +51,7 @@ def survive(life: Life, tally: Tally, run: Run, failure: Failure) -> StepOom:
     life.device.rebase()
     needed_bytes = life.workload.needed_bytes(run.size, run.batch)
     free_bytes = life.device.free_bytes()
-    if needed_bytes is not None and needed_bytes <= life.claim_bytes:
+    if run.hold_bytes is None and needed_bytes is not None and needed_bytes <= life.claim_bytes:
         if life.failed_run == run:
             # It should have fitted, twice, so a step takes more than it says: leave more room beside the claim, as the
             # guide's progressive allocation does, or no size is small enough for a workload that fills its claim.
@@ -69,7 +69,15 @@ def survive(life: Life, tally: Tally, run: Run, failure: Failure) -> StepOom:
         free_bytes=free_bytes,
         recovery_s=time.monotonic() - started,
     )
-    return StepOom(size=run.size, batch=run.batch, kind=failure.kind, needed_bytes=needed_bytes, free_bytes=free_bytes)
+    return StepOom(
+        at_s=time.monotonic(),
+        size=run.size,
+        batch=run.batch,
+        kind=failure.kind,
+        needed_bytes=needed_bytes,
+        free_bytes=free_bytes,
+        room_bytes=life.room_bytes(),
+    )
 
 
 def prove_alive(life: Life, tally: Tally) -> None:

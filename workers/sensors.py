@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import pynvml
 
-_Question: TypeAlias = Callable[[Any], int | None]
+T = TypeVar("T")
+
+_Question: TypeAlias = Callable[[Any], T | None]
 
 
 def visible_card() -> str:
@@ -43,7 +45,12 @@ def process_used_bytes(card: str) -> int | None:
     return _ask(card, own)
 
 
-def _ask(card: str, question: _Question) -> int | None:
+def driver_version(card: str) -> str | None:
+    """Version of the driver that the card runs under, such as 580.65.06."""
+    return _ask(card, lambda _handle: str(pynvml.nvmlSystemGetDriverVersion()))
+
+
+def _ask(card: str, question: _Question[T]) -> T | None:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:

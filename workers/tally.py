@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
+from workers.limits import StoredLimit
 from workers.messages import (
     DeviceInfo,
     Directive,
@@ -38,6 +39,7 @@ class Tally:
     work_flop: float = 0.0
     busy_s: float = 0.0
     error: str | None = None
+    learned: StoredLimit | None = None
     events: list[WorkerEvent] = field(default_factory=list)
     started_s: float = field(default_factory=time.monotonic)
 
@@ -95,4 +97,5 @@ class Tally:
             error=self.error,
             events=tuple(self.events),
             resume=resume,
+            learned=self.learned,
         )

@@ -34,14 +34,18 @@ PC2 = WorkloadSpec(name="matmul", dtype="fp16", size=4096, batch=128, seed=0)
 GUIDE_SIZES = [4096, 2867, 2007, 1404, 983, 688, 481, 337, 256]
 GUIDE_BATCHES = [128, 112, 96, 80, 64, 48, 32, 32, 32]
 
-OK = StepOk(size=1, batch=1, peak_bytes=1, seconds=0.1)
+OK = StepOk(at_s=0.0, size=1, batch=1, peak_bytes=1, seconds=0.1, room_bytes=None)
 NEED_BYTES = 1 << 20
-OOM_MEMORY_GONE = StepOom(size=1, batch=1, kind=FailureKind.DEFINITE, needed_bytes=NEED_BYTES, free_bytes=0)
+OOM_MEMORY_GONE = StepOom(
+    at_s=0.0, size=1, batch=1, kind=FailureKind.DEFINITE, needed_bytes=NEED_BYTES, free_bytes=0, room_bytes=0
+)
 OOM_MEMORY_BACK = replace(OOM_MEMORY_GONE, free_bytes=NEED_BYTES)
 OOM_NEED_UNKNOWN = replace(OOM_MEMORY_BACK, needed_bytes=None)
-PRESSURE_LOW = Pressure(free_bytes=NEED_BYTES - 1, needed_at_floor_bytes=NEED_BYTES)
-PRESSURE_ENOUGH = Pressure(free_bytes=NEED_BYTES, needed_at_floor_bytes=NEED_BYTES)
-PRESSURE_NEED_UNKNOWN = Pressure(free_bytes=NEED_BYTES, needed_at_floor_bytes=None)
+PRESSURE_LOW = Pressure(
+    at_s=0.0, room_bytes=NEED_BYTES - 1, free_bytes=NEED_BYTES - 1, needed_at_floor_bytes=NEED_BYTES
+)
+PRESSURE_ENOUGH = Pressure(at_s=0.0, room_bytes=NEED_BYTES, free_bytes=NEED_BYTES, needed_at_floor_bytes=NEED_BYTES)
+PRESSURE_NEED_UNKNOWN = Pressure(at_s=0.0, room_bytes=NEED_BYTES, free_bytes=NEED_BYTES, needed_at_floor_bytes=None)
 
 
 def classic(*, size: int = PC2.size, batch: int = PC2.batch, **settings: float) -> ClassicPolicy:
@@ -51,7 +55,7 @@ def classic(*, size: int = PC2.size, batch: int = PC2.batch, **settings: float) 
 
 def play(policy: ClassicPolicy, *events: Event, state: ClassicState | None = None) -> tuple[ClassicState, Decision]:
     """Feed the events, return the last state and decision."""
-    state = policy.initial() if state is None else state
+    state = policy.initial(0, None) if state is None else state
     decision: Decision | None = None
     for event in events:
         state, decision = policy.decide(state, event)
@@ -293,10 +297,10 @@ class TestConstruction:
             replace(OOM_MEMORY_GONE, kind=kind)
 
     def test_the_registry_builds_a_policy_by_its_name(self) -> None:
-        policy = make_policy("classic", GUIDE, PC2)
+        policy = make_policy("classic", GUIDE, PC2, GROWTH)
         assert policy.name == "classic"
-        assert policy.decide(policy.initial(), PRESSURE_LOW)[1] == Run(size=4096, batch=128)
+        assert policy.decide(policy.initial(0, None), PRESSURE_LOW)[1] == Run(size=4096, batch=128)
 
     def test_the_registry_names_the_policies_there_are(self) -> None:
         with pytest.raises(ValueError, match=r"'clasic'.*classic"):
-            make_policy("clasic", GUIDE, PC2)
+            make_policy("clasic", GUIDE, PC2, GROWTH)

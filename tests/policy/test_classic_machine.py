@@ -45,12 +45,12 @@ class ClassicMachine(RuleBasedStateMachine):
     def start(self, memory: MemorySettings, workload: WorkloadSpec) -> None:
         self.policy = ClassicPolicy(memory, workload)
         self.base = Run(size=workload.size, batch=workload.batch)
-        self.first_state = self.state = self.policy.initial()
+        self.first_state = self.state = self.policy.initial(0, None)
         self.log: list[tuple[Event, Decision]] = []
         self.asked: list[Run] = []
         self.failures_seen: list[int] = [0]
         self.failed_in_a_row: list[Run] = []
-        self.send(Pressure(free_bytes=0, needed_at_floor_bytes=None))
+        self.send(Pressure(at_s=0.0, room_bytes=0, free_bytes=0, needed_at_floor_bytes=None))
 
     def send(self, event: Event) -> None:
         self.state, self.decision = self.policy.decide(self.state, event)
@@ -68,7 +68,16 @@ class ClassicMachine(RuleBasedStateMachine):
             if isinstance(self.decision, Run):
                 self.failed_in_a_row = []
                 step = self.decision
-                self.send(StepOk(size=step.size, batch=step.batch, peak_bytes=need_bytes(step), seconds=0.01))
+                self.send(
+                    StepOk(
+                        at_s=0.0,
+                        room_bytes=None,
+                        size=step.size,
+                        batch=step.batch,
+                        peak_bytes=need_bytes(step),
+                        seconds=0.01,
+                    )
+                )
 
     @precondition(lambda self: isinstance(self.decision, Run))
     @rule(kind=oom_kinds, need_known=st.booleans(), free_bytes=st.integers(min_value=0, max_value=1 << 40))
@@ -78,14 +87,22 @@ class ClassicMachine(RuleBasedStateMachine):
         self.failed_in_a_row.append(step)
         needed_bytes = need_bytes(step) if need_known else None
         self.send(
-            StepOom(size=step.size, batch=step.batch, kind=kind, needed_bytes=needed_bytes, free_bytes=free_bytes)
+            StepOom(
+                at_s=0.0,
+                room_bytes=0,
+                size=step.size,
+                batch=step.batch,
+                kind=kind,
+                needed_bytes=needed_bytes,
+                free_bytes=free_bytes,
+            )
         )
 
     @rule(need_known=st.booleans(), free_bytes=st.integers(min_value=0, max_value=1 << 40))
     def slice_begins(self, need_known: bool, free_bytes: int) -> None:
         """Answers a Release, ends an Emergency, and cuts a slice short at any other time."""
         needed_bytes = need_bytes(self.policy.floor) if need_known else None
-        self.send(Pressure(free_bytes=free_bytes, needed_at_floor_bytes=needed_bytes))
+        self.send(Pressure(at_s=0.0, room_bytes=free_bytes, free_bytes=free_bytes, needed_at_floor_bytes=needed_bytes))
 
     @rule()
     def process_dies_and_resumes(self) -> None:
@@ -146,7 +163,9 @@ def run_slice(
 ) -> tuple[ClassicState, bool, int]:
     """Run one slice of the simulated device up to its first good step: state, whether there was one, decisions."""
     floor_bytes = need_bytes(policy.floor) if need_known else None
-    pressure = Pressure(free_bytes=capacity_bytes, needed_at_floor_bytes=floor_bytes)
+    pressure = Pressure(
+        at_s=0.0, room_bytes=capacity_bytes, free_bytes=capacity_bytes, needed_at_floor_bytes=floor_bytes
+    )
     state, decision = policy.decide(state, pressure)
     for decisions in range(1, decision_limit + 1):
         event: Event
@@ -158,9 +177,11 @@ def run_slice(
             case Run(size=size, batch=batch):
                 needed = need_bytes(decision)
                 if needed <= capacity_bytes:
-                    event = StepOk(size=size, batch=batch, peak_bytes=needed, seconds=0.01)
+                    event = StepOk(at_s=0.0, room_bytes=None, size=size, batch=batch, peak_bytes=needed, seconds=0.01)
                     return policy.decide(state, event)[0], True, decisions
                 event = StepOom(
+                    at_s=0.0,
+                    room_bytes=0,
                     size=size,
                     batch=batch,
                     kind=FailureKind.DEFINITE,

@@ -48,6 +48,19 @@ class Device(Protocol):
         """Bytes this worker could still obtain: what its cap leaves, and no more than the device has free."""
         ...
 
+    def room_bytes(self, leave_bytes: int) -> int:
+        """Bytes a step may hold in all: what the worker holds already counts as had, the cap bounds it.
+
+        Args:
+            leave_bytes: Has to stay free on the device for others; when less is, the room is less than what is held.
+        """
+        ...
+
+    @property
+    def most_bytes(self) -> int:
+        """The most that `room_bytes` will ever be."""
+        ...
+
     def held_bytes(self) -> int:
         """Bytes the worker's allocator holds now, pool included."""
         ...

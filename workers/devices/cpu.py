@@ -128,6 +128,16 @@ class CpuDevice:
         """See `Device.free_bytes`; the machine's available RAM bounds it too."""
         return self._obtainable(self.held_bytes(), psutil.virtual_memory().available)
 
+    def room_bytes(self, leave_bytes: int) -> int:
+        """See `Device.room_bytes`; the machine's available RAM bounds it too."""
+        within_reach = self.held_bytes() + psutil.virtual_memory().available - leave_bytes
+        return max(0, min(self.most_bytes, within_reach))
+
+    @property
+    def most_bytes(self) -> int:
+        """See `Device.most_bytes`."""
+        return self._cap_bytes - self._margin_bytes
+
     def memory(self) -> MemoryInfo:
         """See `Device.memory`."""
         machine = psutil.virtual_memory()

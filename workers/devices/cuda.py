@@ -102,6 +102,7 @@ class CudaDevice:
             pid=os.getpid(),
             hostname=socket.gethostname(),
             torch_version=str(torch.__version__),  # its own type would make the head load torch
+            driver=sensors.driver_version(card),
         )
 
     def enforced(self) -> AbstractContextManager[None]:
@@ -121,6 +122,18 @@ class CudaDevice:
         """See `Device.free_bytes`; asks the driver, so other tenants of the card count."""
         free_on_card, _ = torch.cuda.mem_get_info(self.torch_device)
         return self._obtainable(torch.cuda.memory_stats(self.torch_device), free_on_card)
+
+    def room_bytes(self, leave_bytes: int) -> int:
+        """See `Device.room_bytes`. Gaps in segments that are partly in use are no room: no block is sure to fit."""
+        free_on_card, _ = torch.cuda.mem_get_info(self.torch_device)
+        stats = torch.cuda.memory_stats(self.torch_device)
+        within_reach = int(stats["reserved_bytes.all.current"]) + free_on_card - leave_bytes
+        return max(0, min(self._cap_bytes, within_reach) - int(stats["inactive_split_bytes.all.current"]))
+
+    @property
+    def most_bytes(self) -> int:
+        """See `Device.most_bytes`."""
+        return self._cap_bytes
 
     def step_peak_bytes(self) -> int:
         """See `Device.step_peak_bytes`; exact: the allocator keeps the highest value."""

@@ -3,7 +3,7 @@
 Covers the events an engine sends, the decisions it gets back and the `Policy` protocol between them. Does not
 cover what any policy decides (each has its own module), how a step is run or memory released (the engine's), nor
 what a size means in tensors (the workload's). Pure: no device, clock, randomness or logging, so that the same
-events always give the same decisions and a run replays from its log.
+events always give the same decisions and a run replays from its log. Time comes in with the events.
 
 The conversation of one slice::
 
@@ -15,22 +15,27 @@ The conversation of one slice::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
 from workers.messages import FailureKind, Scalar
+from workers.policy.footprint import Learned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOk:
     """A step ended well."""
 
+    at_s: float
+    """Monotonic seconds."""
     size: int
     batch: int
     peak_bytes: int
     """Highest number of bytes in live tensors during the step."""
     seconds: float
+    room_bytes: int | None
+    """What the next step may hold in all, see `Pressure.room_bytes`; `None` if it was not measured after this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +47,7 @@ class StepOom:
             shrink, so no policy may ever be asked about one.
     """
 
+    at_s: float
     size: int
     batch: int
     kind: FailureKind
@@ -49,6 +55,7 @@ class StepOom:
     """What the workload says a step of this size needs at least; `None` if it does not say."""
     free_bytes: int
     """What the worker can obtain now, after the release."""
+    room_bytes: int
 
     def __post_init__(self) -> None:
         if self.kind not in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
@@ -64,8 +71,12 @@ class StepOom:
 class Pressure:
     """How much memory there is; sent at the start of every slice and after every `Release`."""
 
+    at_s: float
     free_bytes: int
     """What the worker can obtain now."""
+    room_bytes: int
+    """What a step may hold in all: the worker's own memory counted back, bounded by its cap and its lease, less what
+    has to stay free for others."""
     needed_at_floor_bytes: int | None
     """What a step at the policy's `floor` needs at least; `None` if the workload does not say."""
 
@@ -76,6 +87,8 @@ class Run:
 
     size: int
     batch: int
+    hold_bytes: int | None = None
+    """What a workload that fills its claim should hold; `None` leaves that as it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +102,21 @@ class Emergency:
 
     reason: str
     """In words, for the health table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """How a workload's memory grows with the two numbers, as far as it says so."""
+
+    size_power: float
+    """Memory grows with size^size_power; 0: not at all."""
+    batch_power: float
+    fills_claim: bool
+    """Whether it holds all of its claim whatever the size is."""
+    needed_bytes: Callable[[int, int], int | None]
+    """Least bytes for a size and batch; a pure function."""
+    most_bytes: int
+    """No step can ever hold more: the cap, less what the device keeps free of it."""
 
 
 Event: TypeAlias = StepOk | StepOom | Pressure
@@ -108,11 +136,19 @@ class Policy(Protocol[S]):
     def floor(self) -> Run:
         """The smallest step this policy ever asks for; what `Pressure.needed_at_floor_bytes` is about."""
 
-    def initial(self) -> S:
-        """Return the state of a worker that has seen nothing yet."""
+    def initial(self, claim_bytes: int, learned: Learned | None) -> S:
+        """Return the state of a worker that has run no step yet.
+
+        Args:
+            claim_bytes: What progressive allocation has obtained.
+            learned: What an earlier run under the same circumstances had learned.
+        """
 
     def decide(self, state: S, event: Event) -> tuple[S, Decision]:
         """Return the state after `event` and what to do next; equal arguments give equal results."""
+
+    def learned(self, state: S) -> Learned | None:
+        """Return what a later run under the same circumstances could start from; `None` if nothing."""
 
     def dump(self, state: S) -> dict[str, Scalar]:
         """Return `state` in a form that JSON and any store can keep; `load` reads it back."""

@@ -36,6 +36,7 @@ from typing import Final, assert_never
 
 from workers.messages import MemorySettings, Scalar, WorkloadSpec
 from workers.policy.base import Decision, Emergency, Event, Pressure, Release, Run, StepOk, StepOom
+from workers.policy.footprint import Learned
 
 #: Good steps between two retries at the same size. The guide promises a success rate of about 95 %: one forgiven
 #: failure in 20 attempts keeps that promise, more would not.
@@ -92,7 +93,7 @@ class ClassicPolicy:
         """The smallest step the formulas reach; this one failing is an emergency."""
         return self._floor
 
-    def initial(self) -> ClassicState:
+    def initial(self, claim_bytes: int, learned: Learned | None) -> ClassicState:  # noqa: ARG002 - the guide's is blind
         """Return the state of a worker without failures: it starts at the base size and batch."""
         return ClassicState()
 
@@ -107,6 +108,10 @@ class ClassicPolicy:
                 return self._under_pressure(state, event)
             case _:
                 assert_never(event)
+
+    def learned(self, state: ClassicState) -> None:  # noqa: ARG002 - see `Policy.learned`
+        """Nothing: the guide's rules know failures, not sizes."""
+        return
 
     def dump(self, state: ClassicState) -> dict[str, Scalar]:
         """Return `state` as scalars, signed with the policy's name so that no other policy takes it for its own."""

@@ -10,16 +10,22 @@ from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 from workers.messages import MemorySettings, WorkloadSpec
-from workers.policy.base import Policy
+from workers.policy.adaptive import AdaptivePolicy
+from workers.policy.base import Growth, Policy
 from workers.policy.classic import ClassicPolicy
 
 # Each policy has a state type of its own, and whoever holds one only hands it back: hence Any.
-PolicyFactory: TypeAlias = Callable[[MemorySettings, WorkloadSpec], Policy[Any]]
+PolicyFactory: TypeAlias = Callable[[MemorySettings, WorkloadSpec, Growth], Policy[Any]]
 
-POLICIES: Final[Mapping[str, PolicyFactory]] = MappingProxyType({ClassicPolicy.name: ClassicPolicy})
+POLICIES: Final[Mapping[str, PolicyFactory]] = MappingProxyType(
+    {
+        AdaptivePolicy.name: AdaptivePolicy,
+        ClassicPolicy.name: lambda memory, workload, _growth: ClassicPolicy(memory, workload),
+    }
+)
 
 
-def make_policy(name: str, memory: MemorySettings, workload: WorkloadSpec) -> Policy[Any]:
+def make_policy(name: str, memory: MemorySettings, workload: WorkloadSpec, growth: Growth) -> Policy[Any]:
     """Return the policy called `name`, built from the settings of one worker.
 
     Raises:
@@ -27,4 +33,4 @@ def make_policy(name: str, memory: MemorySettings, workload: WorkloadSpec) -> Po
     """
     if name not in POLICIES:
         raise ValueError(f"no policy is called {name!r}; there are: {', '.join(sorted(POLICIES))}")
-    return POLICIES[name](memory, workload)
+    return POLICIES[name](memory, workload, growth)

@@ -35,6 +35,14 @@ class StepResult:
 class Workload(ABC):
     """A workload. Subclass it, or write a class with the same methods."""
 
+    #: The memory of a step grows with size^size_power x batch^batch_power, beside what is fixed. 0: a number that does
+    #: not move memory, and is never changed to save some. A guess is enough: what a step really takes is measured.
+    size_power: float = 2.0
+    batch_power: float = 1.0
+
+    #: Whether a step holds all of the claim whatever its size is, see `resize`; then `needed_bytes` must be known.
+    fills_claim: bool = False
+
     def __init__(self, context: WorkloadContext) -> None:
         """Keep the context; allocate nothing large here, memory is found in `step`."""
         self.context = context

@@ -25,6 +25,10 @@ _STEP_S = 0.1
 class Matmul(Workload):
     """Square products. `size` is n; `batch` is the most products queued between two waits for the device."""
 
+    size_power = 2.0
+    batch_power = 0.0
+    fills_claim = True
+
     def __init__(self, context: WorkloadContext) -> None:
         """See `Workload`."""
         super().__init__(context)

@@ -1,0 +1,96 @@
+"""Whether a worker takes what it is leased, or leaves it to the others. Pure.
+
+A worker with small steps, or one that can run nothing, holds little however much it may hold. What it leaves for some
+reports is lent out, all but some room above what it holds: growing into that room is how it says that it wants more.
+Divides nothing (`leases.py` does).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+#: A worker that holds less than this share of its lease has left it untaken.
+_TAKEN: Final = 0.7
+
+#: More than it held at the report before by this share, and it is growing.
+_GROWING: Final = 0.03
+
+#: Reports in a row that leave a lease before it is lent out. Two slices are under way when a lease is raised, and one
+#: more runs whole before it shows. Doubled each time that the worker wants it after all, so that a worker of changing
+#: moods moves the others ever less.
+_PATIENCE: Final = 5
+_LONGEST_PATIENCE: Final = 80
+
+#: The room that is left to it, as a multiple of what it holds and a share of its cap; and how far it must have grown
+#: into that to want more. The gap between the two is wider than the margin that a policy keeps below its lease.
+_ROOM: Final = 1.3
+_ROOM_OF_CAP: Final = 1 / 16
+_GROWN: Final = 1.1
+_GROWN_OF_CAP: Final = 1 / 64
+
+#: A share that was left is offered again once it is larger by this.
+_WORTH_OFFERING: Final = 1.1
+
+#: A worker that can run nothing cannot grow, and what it needs may have changed: asked again after so many reports,
+#: about a minute.
+_ASK_AGAIN: Final = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Appetite:
+    """What is known of how much one process wants to hold."""
+
+    held_bytes: int = 0
+    """At its last report."""
+    untaken: int = 0
+    """Reports in a row in which it left its lease, although the bytes were free, and did not grow."""
+    patience: int = _PATIENCE
+    content_bytes: int | None = None
+    """What it held when its share was lent out; `None` while it has a whole one."""
+    left_bytes: int = 0
+    """The lease that it left then."""
+    waited: int = 0
+    """Reports since then."""
+
+    def wanted_bytes(self, cap_bytes: int) -> int:
+        """Return the most that it should be leased while others could use the rest."""
+        if self.content_bytes is None:
+            return cap_bytes
+        return min(cap_bytes, int(_ROOM * self.content_bytes + _ROOM_OF_CAP * cap_bytes))
+
+    def offered(self, share_bytes: int) -> Appetite:
+        """Return the appetite for a share: whole again if it was never offered as much."""
+        if self.content_bytes is None or share_bytes <= _WORTH_OFFERING * self.left_bytes:
+            return self
+        return replace(self, content_bytes=None, untaken=0)
+
+
+def heard(
+    appetite: Appetite, *, cap_bytes: int, lease_bytes: int, held_bytes: int, free_bytes: int, starving: bool
+) -> Appetite:
+    """Return the appetite after a report.
+
+    Args:
+        appetite: Before it.
+        cap_bytes: What the worker may ever hold.
+        lease_bytes: What it may hold now.
+        held_bytes: What it holds.
+        free_bytes: What the card has free besides: what is not there was not left.
+        starving: Whether it could run nothing.
+    """
+    grew = held_bytes > (1.0 + _GROWING) * appetite.held_bytes
+    appetite = replace(appetite, held_bytes=held_bytes, waited=appetite.waited + 1)
+    if appetite.content_bytes is not None:
+        if held_bytes > _GROWN * appetite.content_bytes + _GROWN_OF_CAP * cap_bytes:
+            patience = min(2 * appetite.patience, _LONGEST_PATIENCE)
+            return replace(appetite, content_bytes=None, untaken=0, patience=patience)
+        if starving and appetite.waited >= _ASK_AGAIN:
+            return replace(appetite, content_bytes=None, untaken=0)
+        return appetite
+    left = held_bytes < _TAKEN * lease_bytes and lease_bytes <= held_bytes + free_bytes
+    if not left or grew:
+        return replace(appetite, untaken=0)
+    if appetite.untaken + 1 < appetite.patience:
+        return replace(appetite, untaken=appetite.untaken + 1)
+    return replace(appetite, untaken=0, content_bytes=held_bytes, left_bytes=lease_bytes, waited=0)

@@ -1,0 +1,523 @@
+"""The store of learned limits in real files: many writers, killed ones, damage, foreign files, refusals and expiry."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import random
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.limit_store import EXPIRY_S, LimitStore, default_path
+from workers.limits import LimitKey, StoredLimit, to_plain
+from workers.policy.footprint import Learned
+
+ROOT = Path(__file__).parents[2]
+NOW_S = 1.7e9
+DAY_S = 86_400.0
+
+KEY = LimitKey(
+    card="NVIDIA GeForce RTX 3090",
+    total_bytes=24 * 2**30,
+    driver="580.65.06",
+    torch="2.13.0+cu130",
+    dtype="fp16",
+    workload="mine.steps:Mlp@0123456789ab",
+    cap_bytes=10**9,
+)
+
+#: Writes its own limits one after the other, as many as are asked for, and says the number of each that is kept.
+WRITER = """
+import os, sys
+from pathlib import Path
+from workers.limit_store import LimitStore
+from workers.limits import LimitKey, StoredLimit
+from workers.policy.footprint import Learned
+
+path, name, count = sys.argv[1:]
+store = LimitStore(Path(path), patience_s=60.0)
+for number in range(1, int(count) + 1):
+    key = LimitKey(card=f"{name} {number % 50}", total_bytes=None, driver=None, torch="2", dtype="fp16", workload="w",
+                   cap_bytes=10**9)
+    store.remember(StoredLimit(key=key, learned=Learned(size=number), peak_bytes=None, learned_at_unix_s=1.7e9))
+    if store.problem is not None:
+        sys.exit(store.problem)
+    os.write(1, b"%d\\n" % number)
+"""
+
+#: Says what the store makes of a disk that takes nothing, and what it still knows.
+REFUSED = """
+import json, sys
+from pathlib import Path
+from workers.limit_store import LimitStore
+from workers.limits import from_plain
+
+store, limit = LimitStore(Path(sys.argv[1])), from_plain(json.loads(sys.argv[2]))
+store.remember(limit)
+told = {"remember": store.problem}
+store.forget(store.all(limit.learned_at_unix_s)[0].key)
+told["forget"] = store.problem
+told["cleared"] = store.clear(limit.learned_at_unix_s)
+told["clear"] = store.problem
+told["sizes"] = [known.learned.size for known in store.all(limit.learned_at_unix_s)]
+told["all"] = store.problem
+told["files"] = sorted(path.name for path in store.path.parent.iterdir() if path.name != "ballast")
+print(json.dumps(told))
+"""
+
+
+def limit(size: int = 1, *, learned_at_unix_s: float = NOW_S, **changed: Any) -> StoredLimit:  # noqa: ANN401
+    return StoredLimit(
+        key=dataclasses.replace(KEY, **changed),
+        learned=Learned(size=size, fixed_bytes=1e6, unit_bytes=2.5),
+        peak_bytes=10**8,
+        learned_at_unix_s=learned_at_unix_s,
+    )
+
+
+def sizes(store: LimitStore, now_unix_s: float = NOW_S) -> list[int]:
+    found = sorted(known.learned.size for known in store.all(now_unix_s))
+    assert store.problem is None
+    return found
+
+
+def kept(path: Path) -> list[int]:
+    """Return the sizes that really are in a file."""
+    return sorted(entry["size"] for entry in json.loads(path.read_bytes())["limits"])
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state" / "limits.json"
+
+
+@pytest.fixture
+def store(path: Path) -> LimitStore:
+    return LimitStore(path)
+
+
+def test_what_is_remembered_is_known_to_the_next_process(path: Path, store: LimitStore) -> None:
+    assert store.best(KEY, NOW_S) is None
+    store.remember(limit(7), limit(8, card="another"))
+    assert store.problem is None
+    assert LimitStore(path).best(KEY, NOW_S + 1) == limit(7)
+    assert set(LimitStore(path).all(NOW_S)) == {limit(7), limit(8, card="another")}
+
+
+def test_asking_makes_nothing(path: Path, store: LimitStore) -> None:
+    assert (store.best(KEY, NOW_S), store.candidates("matmul", None, NOW_S), store.all(NOW_S)) == (None, (), ())
+    store.forget(KEY)
+    store.remember()
+    assert (store.clear(NOW_S), store.problem, path.parent.exists()) == (0, None, False)
+
+
+def test_what_was_learned_last_takes_the_place_of_what_would_be_offered(path: Path, store: LimitStore) -> None:
+    store.remember(limit(1), limit(2, cap_bytes=1_020_000_000), limit(3, dtype="bf16"))
+    store.remember(limit(4, cap_bytes=1_005_000_000))
+    assert kept(path) == [2, 3, 4]
+    store.remember(limit(5, cap_bytes=1_012_000_000))
+    assert kept(path) == [3, 5]
+
+
+def test_a_size_is_not_offered_for_a_smaller_cap(store: LimitStore) -> None:
+    store.remember(limit(7))
+    for cap_bytes, is_offered in ((990_000_000, True), (989_999_999, False), (500_000_000, False), (1, False)):
+        found = store.best(dataclasses.replace(KEY, cap_bytes=cap_bytes), NOW_S)
+        assert (found is not None) == is_offered, cap_bytes
+
+
+def test_what_did_not_hold_is_forgotten_and_the_rest_stays(path: Path, store: LimitStore) -> None:
+    store.remember(limit(1), limit(2, cap_bytes=1_011_000_000), limit(3, card="another"))
+    store.forget(dataclasses.replace(KEY, cap_bytes=1_005_000_000))
+    assert kept(path) == [3]
+    store.forget(KEY)
+    assert (store.problem, kept(path)) == (None, [3])
+
+
+@given(
+    calls=st.lists(
+        st.tuples(
+            st.sampled_from(["remember", "remember", "forget"]),
+            st.integers(min_value=970, max_value=1030),
+            st.sampled_from(["one", "two"]),
+        ),
+        max_size=12,
+    )
+)
+def test_remembered_is_offered_and_forgotten_is_not(
+    calls: list[tuple[str, int, str]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    store = LimitStore(tmp_path_factory.mktemp("any") / "limits.json", limits_most=5)
+    for number, (call, cap_bytes, card) in enumerate(calls, start=1):
+        wanted = dataclasses.replace(KEY, cap_bytes=cap_bytes, card=card)
+        others = [known for known in store.all(NOW_S) if not known.key.serves(wanted)]
+        if call == "remember":
+            told = limit(number, cap_bytes=cap_bytes, card=card, learned_at_unix_s=NOW_S + number)
+            store.remember(told)
+            assert store.best(wanted, NOW_S) == told
+            assert set(store.all(NOW_S)) == {told, *others[:4]}
+        else:
+            store.forget(wanted)
+            assert store.best(wanted, NOW_S) is None
+            assert list(store.all(NOW_S)) == others
+        assert store.problem is None
+
+
+def test_an_old_limit_is_not_offered_and_goes_with_the_next_write(path: Path, store: LimitStore) -> None:
+    store.remember(limit(1))
+    store.remember(limit(2, card="another", learned_at_unix_s=NOW_S + DAY_S))
+    just_before, then = NOW_S + EXPIRY_S - 1, NOW_S + EXPIRY_S
+    assert store.best(KEY, just_before) is not None
+    assert (store.best(KEY, then), sizes(store, then), kept(path)) == (None, [2], [1, 2])
+    store.remember(limit(3, card="third", learned_at_unix_s=then))
+    assert kept(path) == [2, 3]
+
+
+def test_a_limit_from_the_far_future_is_not_believed_for_ever(path: Path, store: LimitStore) -> None:
+    """Its clock was wrong; a little wrong does no harm."""
+    store.remember(limit(1, learned_at_unix_s=NOW_S + 400 * DAY_S))
+    assert sizes(store) == []
+    store.remember(limit(2, learned_at_unix_s=NOW_S + 3600))
+    assert (sizes(store), kept(path)) == ([2], [2])
+
+
+def test_the_age_to_expire_at_is_the_callers(path: Path) -> None:
+    brief = LimitStore(path, expiry_s=10.0)
+    brief.remember(limit(1))
+    assert (sizes(brief, NOW_S + 9), sizes(brief, NOW_S + 10)) == ([1], [])
+
+
+def test_beyond_the_most_the_oldest_go(path: Path) -> None:
+    small = LimitStore(path, limits_most=3)
+    for number in (5, 1, 4, 2, 3):
+        small.remember(limit(number, card=f"card {number}", learned_at_unix_s=NOW_S + number))
+    assert kept(path) == [3, 4, 5]
+
+
+def test_a_thousand_limits_are_kept_and_no_more(path: Path, store: LimitStore) -> None:
+    long = "\udcff" * 500  # what takes the most room as JSON
+    many = [
+        limit(n, card=long[4:] + f"{n:04}", workload=long, torch=long, dtype=long, driver=long) for n in range(1, 1202)
+    ]
+    store.remember(*many)
+    assert len(sizes(store)) == len(kept(path)) == 1000
+
+
+def test_candidates_are_those_of_the_workload_whatever_its_version(store: LimitStore) -> None:
+    store.remember(
+        limit(1),
+        limit(2, card="another", cap_bytes=5),
+        limit(3, workload="mine.steps:Mlp@ffffffffffff batch=128"),
+        limit(4, dtype="bf16"),
+        limit(5, workload="mine.steps:Mlp2@0123456789ab"),
+        limit(6, workload="mine.steps:Mlp"),
+    )
+    for asked in ("mine.steps:Mlp", "mine.steps:Mlp@aaaaaaaaaaaa", "mine.steps:Mlp batch=1"):
+        found = store.candidates(asked, "fp16", NOW_S)
+        assert sorted(known.learned.size for known in found) == [1, 2, 3, 6]
+    assert len(store.candidates("mine.steps:Mlp", None, NOW_S)) == 5
+    assert store.candidates("mine.steps:Mlp", None, NOW_S + EXPIRY_S) == ()
+
+
+def test_clearing_takes_what_is_meant_and_counts_what_was_still_good(path: Path, store: LimitStore) -> None:
+    store.remember(limit(1), limit(2, card="RTX 3070"), limit(3, card="RTX 3070", workload="matmul@0.1.0"))
+    assert store.clear(NOW_S, card="rtx 3070", workload="mlp") == 1
+    assert kept(path) == [1, 3]
+    assert store.clear(NOW_S, card="4090") == 0
+    assert store.clear(NOW_S + EXPIRY_S) == 0
+    assert kept(path) == []
+    store.remember(limit(4))
+    assert (store.clear(NOW_S), kept(path), store.problem) == (1, [], None)
+
+
+def test_nobody_else_may_read_any_of_it(path: Path, store: LimitStore) -> None:
+    before = os.umask(0)
+    try:
+        store.remember(limit(1))
+        path.chmod(0o666)  # as a file that was copied here
+        store.remember(limit(2))
+    finally:
+        os.umask(before)
+    modes = {found.name: stat.S_IMODE(found.stat().st_mode) for found in (path.parent, *path.parent.iterdir())}
+    assert modes == {"state": 0o700, "limits.json": 0o600, "limits.json.lock": 0o600}
+
+
+def test_a_limit_that_no_reader_would_accept_is_refused(path: Path, store: LimitStore) -> None:
+    store.remember(limit(1))
+    for broken in (limit(0), limit(2, card="x" * 501), limit(2, learned_at_unix_s=float("nan"))):
+        store.remember(limit(3), broken)
+        assert store.problem is not None
+        assert str(path) in store.problem
+    assert sizes(store) == [1]
+
+
+def test_writers_at_once_lose_nothing_and_readers_see_whole_files(path: Path, store: LimitStore) -> None:
+    names = [f"writer-{number}" for number in range(5)]
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path), name, "40"],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name in names
+    ]
+    while any(writer.poll() is None for writer in writers):
+        store.all(NOW_S)
+        assert store.problem is None
+        time.sleep(0.001)
+    assert [writer.communicate()[1] for writer in writers] == [""] * len(names)
+    found = {known.key.card: known.learned.size for known in store.all(NOW_S)}
+    assert found == {f"{name} {number}": number for name in names for number in range(1, 41)}
+
+
+def test_a_writer_that_is_killed_leaves_what_it_said(path: Path, store: LimitStore) -> None:
+    chance = random.Random(4)  # noqa: S311 - the moments of the kills, again in every run
+    for kill in range(12):
+        with subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path), f"kill-{kill}", str(10**6)], cwd=ROOT, stdout=subprocess.PIPE
+        ) as writer:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == b"1\n"
+            time.sleep(chance.uniform(0.0, 0.1))
+            writer.send_signal(signal.SIGKILL)
+            said = int(([b"1", *writer.stdout.read().split()])[-1])
+        found = [known.learned.size for known in store.all(NOW_S) if known.key.card.startswith(f"kill-{kill} ")]
+        assert store.problem is None
+        assert max(found) in {said, said + 1}
+        store.remember(limit(kill + 1))
+        assert store.problem is None
+    assert sorted(found.name for found in path.parent.iterdir()) == ["limits.json", "limits.json.lock"]
+
+
+def test_what_a_killed_writer_left_half_done_is_in_nobodys_way(path: Path, store: LimitStore) -> None:
+    store.remember(limit(1))
+    path.with_name("limits.json.new").write_text('{"schema": 1, "lim')
+    assert sizes(store) == [1]
+    store.remember(limit(2))
+    assert (store.problem, kept(path)) == (None, [2])
+    assert not path.with_name("limits.json.new").exists()
+
+
+def test_a_lock_that_is_never_given_up_costs_a_sentence(path: Path) -> None:
+    store = LimitStore(path, patience_s=0.05)
+    store.remember(limit(1))
+    with path.with_name("limits.json.lock").open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        store.remember(limit(2))
+        assert "locked" in (store.problem or "")
+        assert (store.clear(NOW_S), "locked" in (store.problem or "")) == (0, True)
+        assert sizes(store) == [1]
+    store.remember(limit(3))
+    assert sizes(store) == [3]
+
+
+WHOLE = json.dumps({"schema": 1, "limits": [to_plain(limit(1)), to_plain(limit(2, card="another"))]}).encode()
+ENTRY = json.dumps(to_plain(limit(1)))
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (b"", "damaged"),
+        (b"\0" * 4096, "damaged"),
+        (b"\xff\xfe{}", "damaged"),
+        (b"[" * 100_000, "damaged"),
+        (b'{"schema": 1, "limits": [' + b"9" * 5_000 + b"]}", "damaged"),
+        (b"SQLite format 3\0" * 64, "damaged"),
+        (b"[]", "another kind"),
+        (b"3", "another kind"),
+        (b'{"name": "left-pad", "version": "1.0.0"}', "another kind"),
+        (b'{"schema": "1", "limits": []}', "another kind"),
+        (b'{"schema": 0, "limits": []}', "another kind"),
+        (b'{"schema": 1, "limits": {}}', "another kind"),
+        (b'{"schema": 1, "limits": [3]}', "damaged"),
+        (b'{"schema": 1, "limits": [null]}', "damaged"),
+        (b'{"schema": 1, "limits": [' + ENTRY.replace('"size": 1', '"size": -1').encode() + b"]}", "damaged"),
+        (b'{"schema": 1, "limits": [' + ENTRY.replace("1700000000.0", "NaN").encode() + b"]}", "damaged"),
+        (b'{"schema": 1, "limits": [' + ENTRY.replace("1700000000.0", "1e999").encode() + b"]}", "damaged"),
+        (b'{"schema": 2, "limits": [], "more": 1}', "update this installation"),
+        (b" " * (16 * 2**20 + 1), "larger than"),
+    ],
+)
+def test_a_file_that_is_no_store_is_told_of_left_alone_and_can_be_moved(
+    path: Path, store: LimitStore, content: bytes, word: str
+) -> None:
+    path.parent.mkdir()
+    path.write_bytes(content)
+    for call in (
+        lambda: store.best(KEY, NOW_S),
+        lambda: store.candidates("matmul", None, NOW_S),
+        lambda: store.remember(limit(3)),
+        lambda: store.forget(KEY),
+        lambda: store.clear(NOW_S),
+    ):
+        assert not call()
+        assert store.problem is not None
+        assert word in store.problem
+        assert str(path) in store.problem
+        assert "limits --clear" in store.problem
+        assert path.read_bytes() == content
+    moved = store.set_aside()
+    assert moved is not None
+    assert (store.problem, moved.read_bytes(), path.exists()) == (None, content, False)
+    store.remember(limit(4))
+    assert sizes(store) == [4]
+
+
+def test_a_store_cut_off_anywhere_is_told_of(path: Path, store: LimitStore) -> None:
+    path.parent.mkdir()
+    for length in range(len(WHOLE)):
+        path.write_bytes(WHOLE[:length])
+        assert store.all(NOW_S) == ()
+        assert "damaged" in (store.problem or ""), WHOLE[:length]
+    path.write_bytes(WHOLE)
+    assert sizes(store) == [1, 2]
+
+
+@given(at=st.integers(min_value=0, max_value=len(WHOLE)), hole=st.integers(0, 40), filling=st.binary(max_size=40))
+def test_no_change_of_a_file_makes_a_reader_raise(
+    at: int, hole: int, filling: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "changed.json"
+    content = WHOLE[:at] + filling + WHOLE[at + hole :]
+    path.write_bytes(content)
+    store = LimitStore(path)
+    assert (store.all(NOW_S) == ()) or store.problem is None
+    store.remember(limit(3))
+    assert (store.problem is None) == (path.read_bytes() != content)
+
+
+def test_only_what_is_no_store_is_moved_and_nothing_is_moved_over(path: Path, store: LimitStore) -> None:
+    assert (store.set_aside(), store.problem) == (None, None)
+    store.remember(limit(1))
+    assert (store.set_aside(), store.problem) == (None, None)
+    assert sizes(store) == [1]
+    moved = []
+    for word in ("first", "second"):
+        path.write_text(word)
+        moved.append(store.set_aside())
+    assert [found.read_text() for found in moved if found is not None] == ["first", "second"]
+
+
+@pytest.fixture(params=["pipe", "link", "folder", "socket"])
+def strange(request: pytest.FixtureRequest, path: Path) -> Iterator[Path]:
+    """Put something that is no file in the place of the store."""
+    path.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as server:
+        if request.param == "pipe":
+            os.mkfifo(path)
+        elif request.param == "folder":
+            path.mkdir()
+        elif request.param == "link":
+            path.with_name("elsewhere").write_bytes(WHOLE)
+            path.symlink_to("elsewhere")
+        else:
+            server.bind(str(path))
+        yield path
+
+
+def test_what_is_no_regular_file_is_neither_waited_for_nor_touched(strange: Path, store: LimitStore) -> None:
+    before = strange.lstat()
+    for call in (
+        lambda: store.best(KEY, NOW_S),
+        lambda: store.remember(limit(1)),
+        lambda: store.clear(NOW_S),
+        store.set_aside,
+    ):
+        assert not call()
+        assert "no regular file" in (store.problem or "")
+    assert (strange.lstat().st_ino, strange.lstat().st_mode) == (before.st_ino, before.st_mode)
+
+
+def namespaced(script: str, *arguments: str) -> dict[str, Any]:
+    """Run a shell script with mounts of its own; skip where the kernel does not let us."""
+    trial = ["unshare", "-rm", "mount", "-t", "tmpfs", "x", "/mnt"]
+    if subprocess.run(trial, capture_output=True, check=False).returncode != 0:
+        pytest.skip("the kernel refuses user namespaces with mounts")
+    command = ["unshare", "-rm", "sh", "-euc", script, "sh", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
+
+
+#: A shell's words that make a folder refuse what is written, once it holds a store.
+READ_ONLY = 'mount --bind "$1" "$1"; mount -o remount,ro,bind "$1"'
+FULL = """
+cp "$1/limits.json" "$1.copy"; mount -t tmpfs -o size=64k x "$1"; cp "$1.copy" "$1/limits.json"
+cat /dev/zero > "$1/ballast" 2> /dev/null || true
+"""
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [(READ_ONLY, "Read-only file system"), (FULL, "No space left on device")],
+    ids=["read-only", "full"],
+)
+def test_a_folder_that_takes_nothing_costs_a_sentence(path: Path, store: LimitStore, make: str, word: str) -> None:
+    store.remember(limit(1))
+    script = f'{make}\nexec "$2" -c "$3" "$1/limits.json" "$4"'
+    told = namespaced(script, str(path.parent), sys.executable, REFUSED, json.dumps(to_plain(limit(2, card="x"))))
+    for call in ("remember", "forget", "clear"):
+        assert word in told[call], told
+        assert "ORCHESTRATOR_STATE_DIR" in told[call]
+    assert (told["cleared"], told["sizes"], told["all"]) == (0, [1], None)
+    assert "limits.json.new" not in told["files"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_file_of_somebody_else_costs_a_sentence(path: Path, store: LimitStore) -> None:
+    store.remember(limit(1))
+    child = os.fork()
+    if child == 0:
+        os.setgid(54321)
+        os.setuid(54321)
+        store.all(NOW_S)
+        refused = store.problem or ""
+        store.remember(limit(2))
+        os._exit(0 if "Permission denied" in refused and "Permission denied" in (store.problem or "") else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert sizes(store) == [1]
+
+
+def test_a_folder_that_cannot_be_made_costs_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    store = LimitStore(tmp_path / "taken" / "state" / "limits.json")
+    for call in (lambda: store.best(KEY, NOW_S), lambda: store.remember(limit(1))):
+        assert not call()
+        assert "Not a directory" in (store.problem or "")
+
+
+def test_without_a_home_no_folder_is_made_in_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = LimitStore(Path("~/.local/state/oom-orchestrator/limits.json"))
+    store.remember(limit(1))
+    assert "no home folder" in (store.problem or "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folder_is_the_users_state_folder_unless_he_names_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ORCHESTRATOR_STATE_DIR", raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert default_path() == LimitStore().path == tmp_path / "oom-orchestrator" / "limits.json"
+    monkeypatch.setenv("ORCHESTRATOR_STATE_DIR", str(tmp_path / "mine"))
+    assert LimitStore().path == tmp_path / "mine" / "limits.json"
+    monkeypatch.setenv("ORCHESTRATOR_STATE_DIR", "")
+    assert LimitStore().path == tmp_path / "oom-orchestrator" / "limits.json"

@@ -1,0 +1,280 @@
+"""Which limits fit which worker, what their plain form holds, and what tells versions of a workload apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from workers.limits import (
+    TEXT_MOST,
+    LimitKey,
+    StoredLimit,
+    choose,
+    from_plain,
+    is_about,
+    to_plain,
+    workload_fingerprint,
+    workload_name,
+)
+from workers.policy.footprint import Learned
+
+GIB = 2**30
+
+KEY = LimitKey(
+    card="NVIDIA GeForce RTX 3090",
+    total_bytes=24 * GIB,
+    driver="580.65.06",
+    torch="2.13.0+cu130",
+    dtype="fp16",
+    workload="matmul@0.1.0",
+    cap_bytes=3 * GIB,
+)
+LIMIT = StoredLimit(
+    key=KEY,
+    learned=Learned(size=8192, fixed_bytes=1e6, unit_bytes=6.0),
+    peak_bytes=2 * GIB,
+    learned_at_unix_s=1.7e9,
+)
+
+#: Numbers and texts as far as a limit may hold them; lone surrogates included.
+TEXTS = st.text(min_size=1, max_size=TEXT_MOST)
+WHOLE = st.integers(min_value=1, max_value=2**63 - 1)
+NUMBERS = st.floats(min_value=0.0, max_value=1e18)
+LIMITS = st.builds(
+    StoredLimit,
+    key=st.builds(
+        LimitKey,
+        card=TEXTS,
+        total_bytes=st.none() | WHOLE,
+        driver=st.none() | TEXTS,
+        torch=TEXTS,
+        dtype=TEXTS,
+        workload=TEXTS,
+        cap_bytes=WHOLE,
+    ),
+    learned=st.builds(Learned, size=WHOLE, fixed_bytes=st.none() | NUMBERS, unit_bytes=st.none() | NUMBERS),
+    peak_bytes=st.none() | WHOLE,
+    learned_at_unix_s=NUMBERS,
+)
+CAPS = st.integers(min_value=1, max_value=2**50)
+
+
+def at_cap(cap_bytes: int, **changed: Any) -> StoredLimit:  # noqa: ANN401 - any field of a limit
+    return dataclasses.replace(LIMIT, key=dataclasses.replace(KEY, cap_bytes=cap_bytes), **changed)
+
+
+def wanted(cap_bytes: int) -> LimitKey:
+    return dataclasses.replace(KEY, cap_bytes=cap_bytes)
+
+
+@given(limit=LIMITS)
+def test_a_limit_survives_its_plain_form_and_json(limit: StoredLimit) -> None:
+    assert from_plain(json.loads(json.dumps(to_plain(limit)))) == limit
+
+
+def test_the_plain_form_holds_every_field_of_every_part() -> None:
+    """Also one that `Learned` is given later: `from_plain` would lose it without a word."""
+    fields = [field.name for part in (LimitKey, Learned) for field in dataclasses.fields(part)]
+    assert sorted(to_plain(LIMIT)) == sorted([*fields, "peak_bytes", "learned_at_unix_s"])
+    marked = dataclasses.replace(LIMIT.learned, **{field.name: 7 for field in dataclasses.fields(Learned)})
+    assert from_plain(to_plain(dataclasses.replace(LIMIT, learned=marked))).learned == marked
+
+
+@pytest.mark.parametrize("name", ["card", "torch", "dtype", "workload", "cap_bytes", "size", "learned_at_unix_s"])
+def test_what_a_limit_cannot_be_without_is_missed(name: str) -> None:
+    for plain in ({**to_plain(LIMIT), name: None}, {k: v for k, v in to_plain(LIMIT).items() if k != name}):
+        with pytest.raises(ValueError, match=name):
+            from_plain(plain)
+
+
+@pytest.mark.parametrize("name", ["total_bytes", "driver", "fixed_bytes", "unit_bytes", "peak_bytes"])
+def test_what_may_be_unknown_may_be_missing(name: str) -> None:
+    plain = {key: value for key, value in to_plain(LIMIT).items() if key != name}
+    assert to_plain(from_plain(plain))[name] is None
+
+
+@pytest.mark.parametrize(
+    ("names", "values"),
+    [
+        (("card", "driver", "torch", "dtype", "workload"), ("", 1, ["x"], "x" * (TEXT_MOST + 1))),
+        (("total_bytes", "cap_bytes", "size", "peak_bytes"), (0, -1, 1.0, True, "1", 2**63, math.inf)),
+        (("fixed_bytes", "unit_bytes", "learned_at_unix_s"), (-1.0, True, "1", math.nan, math.inf, 10**400)),
+    ],
+)
+def test_no_value_of_another_kind_is_taken_for_a_limit(names: tuple[str, ...], values: tuple[object, ...]) -> None:
+    for name in names:
+        for value in values:
+            with pytest.raises(ValueError, match=name):
+                from_plain({**to_plain(LIMIT), name: value})
+
+
+def test_keys_of_a_later_version_are_ignored() -> None:
+    assert from_plain({**to_plain(LIMIT), "colour": "red"}) == LIMIT
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"card": "NVIDIA GeForce RTX 3070"},
+        {"driver": "580.65.07"},
+        {"driver": None},
+        {"torch": "2.13.0+cpu"},
+        {"dtype": "bf16"},
+        {"workload": "matmul@0.1.1"},
+        {"total_bytes": 12 * GIB},
+        {"total_bytes": None},
+        {"cap_bytes": 4 * GIB},
+        {"cap_bytes": 2 * GIB},
+    ],
+)
+def test_other_circumstances_never_match(changed: dict[str, Any]) -> None:
+    other = dataclasses.replace(KEY, **changed)
+    assert choose([LIMIT], KEY) == LIMIT
+    assert choose([LIMIT], other) is None
+    assert choose([dataclasses.replace(LIMIT, key=other)], KEY) is None
+
+
+def test_what_no_device_tells_matches_itself() -> None:
+    on_cpu = dataclasses.replace(KEY, total_bytes=None, driver=None)
+    assert choose([dataclasses.replace(LIMIT, key=on_cpu)], on_cpu) is not None
+
+
+def test_a_total_that_differs_by_a_kernels_share_is_the_same_machine() -> None:
+    assert choose([LIMIT], dataclasses.replace(KEY, total_bytes=24 * GIB - 64 * 2**20)) == LIMIT
+
+
+@given(learned_bytes=CAPS, wanted_bytes=CAPS)
+@example(learned_bytes=1000, wanted_bytes=990)
+@example(learned_bytes=1000, wanted_bytes=989)
+@example(learned_bytes=1000, wanted_bytes=1010)
+@example(learned_bytes=1000, wanted_bytes=1011)
+def test_a_limit_is_offered_within_one_per_cent_of_its_cap_and_nowhere_else(
+    learned_bytes: int, wanted_bytes: int
+) -> None:
+    is_near = 99 * learned_bytes <= 100 * wanted_bytes <= 101 * learned_bytes
+    assert (choose([at_cap(learned_bytes)], wanted(wanted_bytes)) is not None) == is_near
+
+
+@given(offsets=st.lists(st.integers(min_value=-30_000, max_value=30_000), max_size=6), data=st.data())
+def test_the_nearest_cap_is_chosen_whatever_the_order(offsets: list[int], data: st.DataObject) -> None:
+    candidates = [at_cap(10**6 + offset, learned_at_unix_s=float(index)) for index, offset in enumerate(offsets)]
+    chosen = choose(candidates, wanted(10**6))
+    assert choose(data.draw(st.permutations(candidates)), wanted(10**6)) == chosen
+    fitting = [limit for limit in candidates if limit.key.serves(wanted(10**6))]
+    assert (chosen is None) == (not fitting)
+    if chosen is not None:
+        nearest = min(abs(limit.key.cap_bytes - 10**6) for limit in fitting)
+        assert abs(chosen.key.cap_bytes - 10**6) == nearest
+
+
+def test_of_two_as_near_the_smaller_cap_wins_and_then_the_newer() -> None:
+    below, above = at_cap(10**6 - 5), at_cap(10**6 + 5)
+    assert choose([above, below], wanted(10**6)) == below
+    newer = dataclasses.replace(below, learned_at_unix_s=below.learned_at_unix_s + 1)
+    assert choose([below, newer], wanted(10**6)) == newer
+
+
+def test_a_limit_is_about_what_its_names_contain() -> None:
+    assert is_about(LIMIT)
+    assert is_about(LIMIT, card="rtx 3090", workload="MATMUL")
+    assert not is_about(LIMIT, card="3070")
+    assert not is_about(LIMIT, card="3090", workload="mlp")
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Write a module of the user's, by its dotted name, where this process finds it."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    known = set(sys.modules)
+
+    def write(name: str, source: str) -> None:
+        path = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+        importlib.invalidate_caches()
+
+    yield write
+    for name in set(sys.modules) - known:
+        del sys.modules[name]
+
+
+def test_a_changed_step_has_another_fingerprint(module: Callable[[str, str], None]) -> None:
+    module("burn_steps", "class Mlp: pass\n")
+    first = workload_fingerprint("burn_steps:Mlp")
+    assert first.startswith("burn_steps:Mlp@")
+    assert workload_fingerprint("burn_steps:Mlp") == first
+    module("burn_steps", "class Mlp: size = 2\n")
+    assert workload_fingerprint("burn_steps:Mlp") not in {first, "burn_steps:Mlp"}
+
+
+def test_name_and_class_have_one_fingerprint_loaded_or_not(module: Callable[[str, str], None]) -> None:
+    module("burn_pack.deep.steps", "class Mlp: pass\ndef step(batch_size): pass\n")
+    before = workload_fingerprint("burn_pack.deep.steps:Mlp")
+    loaded = importlib.import_module("burn_pack.deep.steps")
+    assert "@" in before
+    assert workload_fingerprint("burn_pack.deep.steps:Mlp") == workload_fingerprint(loaded.Mlp) == before
+    assert workload_fingerprint(loaded.step) == before.replace(":Mlp@", ":step@")
+
+
+def test_a_name_is_looked_up_without_running_anything(module: Callable[[str, str], None]) -> None:
+    module("burn_loud.__init__", "raise RuntimeError('the package was run')\n")
+    module("burn_loud.steps", "raise RuntimeError('the module was run')\n")
+    assert workload_fingerprint("burn_loud.steps:Mlp").startswith("burn_loud.steps:Mlp@")
+    assert not [name for name in sys.modules if name.startswith("burn_loud")]
+
+
+@pytest.mark.parametrize(
+    "name", ["no_such_module:Step", "no_such_package.steps:Step", "json.no_such:Step", "sys:Step", "json.decoder.x:Y"]
+)
+def test_a_source_that_cannot_be_read_leaves_the_name(name: str) -> None:
+    assert workload_fingerprint(name) == name
+
+
+def test_matmul_has_the_version_of_the_product_under_each_of_its_names() -> None:
+    from importlib.metadata import version
+
+    expected = f"matmul@{version('oom-orchestrator')}"
+    assert workload_fingerprint("matmul") == expected
+    assert workload_fingerprint("workers.workloads.matmul:Matmul") == expected
+
+
+def test_an_object_that_can_be_called_goes_by_its_class() -> None:
+    assert workload_fingerprint(functools.partial(print)).startswith("functools:partial@")
+
+
+def test_settings_that_change_the_footprint_change_the_fingerprint() -> None:
+    plain = workload_fingerprint("matmul")
+    told = workload_fingerprint("matmul", power=2.0, batch=128)
+    assert told == f"{plain} batch=128 power=2"
+    assert told == workload_fingerprint("matmul", batch=128, power=2)
+    assert told != workload_fingerprint("matmul", batch=64, power=2)
+    assert workload_fingerprint("matmul", share=0.1234567) != workload_fingerprint("matmul", share=0.1234568)
+
+
+@pytest.mark.parametrize("name", ["matmul", "json.decoder:JSONDecoder", "no_such_module:Step"])
+def test_a_fingerprint_begins_with_its_name(name: str) -> None:
+    assert workload_name(name) == name
+    assert workload_name(workload_fingerprint(name)) == name
+    assert workload_name(workload_fingerprint(name, batch=1)) == name
+
+
+def test_limits_and_their_store_load_neither_torch_nor_ray() -> None:
+    probe = (
+        "import sys, workers.limit_store as s; s.LimitStore().path; "
+        "from workers.limits import workload_fingerprint as f; f('matmul'); f('workers.workloads.matmul:Matmul'); "
+        "f('workers.workloads.base:Workload'); print({'torch', 'ray', 'orchestrator'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("set()\n", "")

@@ -1,0 +1,260 @@
+"""What `limits` lists, forgets and refuses: as text for any terminal, and as one object."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.errors import UsageError
+from orchestrator.limits_verb import Selection, cleared_text, limits_json, limits_text
+from orchestrator.watch.cells import ASCII
+from workers.limit_store import EXPIRY_S, LimitStore
+from workers.limits import LimitKey, StoredLimit
+from workers.policy.footprint import Learned
+
+ROOT = Path(__file__).parents[2]
+NOW_S = 1.7e9
+ALL = Selection()
+
+
+def limit(
+    card: str = "NVIDIA GeForce RTX 3090",
+    workload: str = "matmul@0.1.0",
+    *,
+    age_s: float = 200.0,
+    now_s: float = NOW_S,
+    driver: str | None = "580.65.06",
+    unit_bytes: float | None = 6.0,
+) -> StoredLimit:
+    key = LimitKey(
+        card=card, total_bytes=24 * 2**30, driver=driver, torch="2.13.0+cu130", dtype="fp16", workload=workload,
+        cap_bytes=int(2.625 * 2**30),
+    )  # fmt: skip
+    learned = Learned(size=20992, fixed_bytes=None if unit_bytes is None else 0.0, unit_bytes=unit_bytes)
+    return StoredLimit(key=key, learned=learned, peak_bytes=2**30, learned_at_unix_s=now_s - age_s)
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LimitStore:
+    """Return the store that the verb looks at."""
+    monkeypatch.setenv("ORCHESTRATOR_STATE_DIR", str(tmp_path))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    return LimitStore()
+
+
+@pytest.fixture
+def three(store: LimitStore) -> LimitStore:
+    """Fill it as of now."""
+    now_s = time.time()
+    store.remember(
+        limit(now_s=now_s),
+        limit("NVIDIA GeForce RTX 3070", "mine.steps:Mlp@0123456789ab", now_s=now_s, unit_bytes=2.5 * 2**20),
+        limit("NVIDIA GeForce RTX 3070", now_s=now_s, age_s=20 * 86_400),
+    )
+    assert store.problem is None
+    return store
+
+
+def orchestrator(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "orchestrator", "limits", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def only_object(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """Return the one JSON object on standard output, with nothing before or after it."""
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_a_limit_is_one_line_of_the_table(store: LimitStore) -> None:
+    store.remember(limit(), limit("cpu", "mine:Mlp", age_s=29.9 * 86_400, driver=None, unit_bytes=None))
+    title, *lines = limits_text(store, ALL, NOW_S, None).splitlines()
+    columns = ["card", "driver", "torch", "type", "workload", "cap", "size", "per unit", "age", "expires in"]
+    assert [word.strip() for word in title.split("  ") if word.strip()] == columns
+    cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
+    assert cells == [
+        ["NVIDIA GeForce RTX 3090", "580.65.06", "2.13.0+cu130", "fp16", "matmul@0.1.0", "2.62 GiB", "20992", "6.00 B",
+         "3m 20s", "29d 23h"],
+        ["cpu", "–", "2.13.0+cu130", "fp16", "mine:Mlp", "2.62 GiB", "20992", "–", "29d 21h", "2h 24m"],  # noqa: RUF001
+    ]  # fmt: skip
+    assert limits_text(store, ALL, NOW_S, None, ASCII).isascii()
+
+
+def test_a_narrow_terminal_loses_nothing(store: LimitStore) -> None:
+    store.remember(limit(), limit("NVIDIA GeForce RTX 3070"))
+    wide = limits_text(store, ALL, NOW_S, None)
+    widest = max(map(len, wide.splitlines()))
+    assert limits_text(store, ALL, NOW_S, widest) == wide
+    for width in (widest - 1, 80, 40, 1):
+        narrow = limits_text(store, ALL, NOW_S, width)
+        if width >= 40:
+            assert max(map(len, narrow.splitlines())) <= width
+        words = narrow.replace("·", " ").split()
+        assert words.count("20992") == words.count("matmul@0.1.0") == 2
+        for told in ("3090", "3070", "580.65.06", "2.13.0+cu130", "2.62", "6.00", "29d"):
+            assert told in words, (width, told)
+    assert narrow.splitlines()[0] == "NVIDIA GeForce RTX 3090"
+
+
+def test_text_that_steers_a_terminal_does_not_reach_it(store: LimitStore) -> None:
+    store.remember(limit("\x1b[2Jcard\n", "mine\x07:\u202eMlp"))
+    for width in (None, 40):
+        text = limits_text(store, ALL, NOW_S, width)
+        assert not {"\x1b", "\x07", "\u202e"} & set(text)
+        assert "[2Jcard" in text
+    assert json.loads(limits_json(store, ALL, NOW_S))["limits"][0]["card"] == "\x1b[2Jcard\n"
+
+
+def test_without_a_limit_it_says_where_they_will_be(store: LimitStore) -> None:
+    assert limits_text(store, ALL, NOW_S, 80).endswith(str(store.path))
+    assert cleared_text(store, ALL, NOW_S) == f"there is nothing to forget in {store.path}"
+    store.remember(limit())
+    assert limits_text(store, ALL, NOW_S + EXPIRY_S, 80).endswith(str(store.path))
+    assert limits_text(store, Selection(card="4090"), NOW_S, 80) == "none of the 1 learned limit matches --card 4090"
+
+
+@pytest.mark.parametrize("typed", ["", "  "])
+def test_an_empty_choice_is_not_taken_for_all(typed: str) -> None:
+    for chosen in ({"card": typed}, {"workload": typed}):
+        with pytest.raises(UsageError, match="leave it out"):
+            Selection(**chosen)
+
+
+def test_the_verb_lists_what_is_meant(three: LimitStore) -> None:
+    done = orchestrator()
+    assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (0, "", 4)
+    assert max(map(len, done.stdout.splitlines())) > 120  # no terminal: a line each, whatever its length
+    few = orchestrator("--card", "3070", "--workload", "MATMUL", COLUMNS="60")
+    assert (few.returncode, few.stderr) == (0, "")
+    assert few.stdout.splitlines()[0].startswith("NVIDIA GeForce RTX 3070")
+    assert "Mlp" not in few.stdout
+    assert max(map(len, few.stdout.splitlines())) <= 60
+
+
+def test_the_verb_fits_a_terminal(three: LimitStore) -> None:
+    """A real one, of 50 columns."""
+    head, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (24, 50))
+    command = [sys.executable, "-m", "orchestrator", "limits"]
+    environment = dict(os.environ)  # said, because readline puts its own COLUMNS where a child would inherit it
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=terminal, stdout=terminal, stderr=terminal
+    ) as process:
+        os.close(terminal)
+        shown = b""
+        try:
+            while part := os.read(head, 4096):
+                shown += part
+        except OSError:  # the other side is closed
+            pass
+        assert process.wait(timeout=60) == 0
+    os.close(head)
+    lines = shown.decode().splitlines()
+    assert len(lines) > 4
+    assert max(map(len, lines)) <= 50
+
+
+def test_the_verb_as_an_object(three: LimitStore) -> None:
+    found = only_object(orchestrator("--json", "--workload", "mlp"))
+    assert (found["schema"], found["path"], found["expiry_s"]) == (1, str(three.path), EXPIRY_S)
+    (told,) = found["limits"]
+    age_s, learned_at_unix_s = told.pop("age_s"), told.pop("learned_at_unix_s")
+    assert 200 <= age_s <= time.time() - learned_at_unix_s
+    assert told.pop("expires_in_s") == pytest.approx(EXPIRY_S - age_s)
+    assert told == {
+        "card": "NVIDIA GeForce RTX 3070", "total_bytes": 24 * 2**30, "driver": "580.65.06", "torch": "2.13.0+cu130",
+        "dtype": "fp16", "workload": "mine.steps:Mlp@0123456789ab", "cap_bytes": int(2.625 * 2**30), "size": 20992,
+        "fixed_bytes": 0.0, "unit_bytes": 2.5 * 2**20, "peak_bytes": 2**30,
+    }  # fmt: skip
+    assert only_object(orchestrator("--json", "--card", "4090"))["limits"] == []
+
+
+def test_the_verb_forgets_what_is_meant_and_says_how_many(three: LimitStore) -> None:
+    none = orchestrator("--clear", "--card", "4090")
+    assert (none.returncode, none.stdout, none.stderr) == (0, "no learned limit matches --card 4090\n", "")
+    one = orchestrator("--clear", "--card", "3070", "--workload", "mlp")
+    assert (one.returncode, one.stdout.split(";")[0]) == (0, "1 learned limit forgotten")
+    assert [known.key.workload for known in three.all(time.time())] == ["matmul@0.1.0"] * 2
+    done = orchestrator("--clear", "--json")
+    assert done.returncode == 0
+    assert only_object(done) == {"schema": 1, "path": str(three.path), "cleared": 2, "set_aside_path": None}
+    assert three.all(time.time()) == ()
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_damaged_store_is_a_sentence_that_says_what_to_type(three: LimitStore, encoding: str) -> None:
+    three.path.write_bytes(b"\0" * 100)
+    for arguments in ((), ("--card", "x"), ("--clear", "--card", "x")):
+        done = orchestrator(*arguments, PYTHONIOENCODING=encoding)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert "limits --clear" in done.stderr
+        failed = orchestrator(*arguments, "--json", PYTHONIOENCODING=encoding)
+        assert (failed.returncode, only_object(failed)["outcome"], failed.stderr) == (2, "failed", "")
+    done = orchestrator("--clear", PYTHONIOENCODING=encoding)
+    assert (done.returncode, done.stderr) == (0, "")
+    moved = three.path.with_name("limits.json.unreadable-1")
+    assert str(moved) in done.stdout
+    assert (moved.read_bytes(), three.path.exists()) == (b"\0" * 100, False)
+    assert orchestrator().returncode == 0
+
+
+def test_the_object_names_what_was_set_aside(store: LimitStore) -> None:
+    store.path.write_text("[]")
+    found = only_object(orchestrator("--clear", "--json"))
+    assert (found["cleared"], found["set_aside_path"]) == (0, str(store.path) + ".unreadable-1")
+
+
+def test_a_store_that_is_no_file_or_that_cannot_be_had_is_not_cleared(store: LimitStore) -> None:
+    store.path.mkdir()
+    done = orchestrator("--clear")
+    assert (done.returncode, done.stdout, store.path.is_dir()) == (2, "", True)
+    assert "no regular file" in done.stderr
+    store.path.rmdir()
+    store.remember(limit(now_s=time.time()))
+    with store.path.with_name("limits.json.lock").open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        done = orchestrator("--clear")
+    assert (done.returncode, done.stdout, len(store.all(time.time()))) == (2, "", 1)
+    assert "locked" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--card",), "--card"),
+        (("--clear", "--card", ""), "leave it out"),
+        (("more",), "more"),
+        (("--set", "x=1"), "--set"),
+    ],
+)
+def test_a_wrong_request_is_a_sentence(three: LimitStore, arguments: tuple[str, ...], word: str) -> None:
+    done = orchestrator(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert word in done.stderr
+    assert "Traceback" not in done.stderr
+    assert only_object(orchestrator("--json", *arguments))["exit_code"] == 2
+    assert len(three.all(time.time())) == 3
+
+
+def test_the_verb_loads_neither_torch_nor_ray(three: LimitStore) -> None:
+    probe = (
+        "import sys\nfrom orchestrator.cli import main\nsys.argv[1:] = ['limits']\n"
+        "try: main()\nfinally: print(sorted({'ray', 'torch'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "[]\n")

@@ -1,0 +1,132 @@
+"""What the current CUDA card tells of memory around one call of a function, and giving memory back after a failure.
+
+Covers torch's allocator on the current device, from the moment CUDA is initialised in this process; before that and on
+a CPU there is nothing to tell, and all of it is `None`. Never loads torch and never initialises CUDA, so it costs
+nothing to those who use neither. Sets no cap (`workers.devices` does) and chooses no size (`workers.sizing` does).
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from dataclasses import dataclass
+from types import ModuleType, TracebackType
+
+from workers import oom
+from workers.messages import FailureKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What the allocator and the driver said at one moment."""
+
+    device: int
+    """Index of the device that was current."""
+    allocated_bytes: int
+    """Bytes in live tensors."""
+    free_bytes: int
+    """What more tensors could take: free on the card or unused in the allocator's pool, within the process's cap."""
+
+
+def look() -> Look | None:
+    """Ask the current device; `None` where CUDA is not initialised."""
+    torch = _torch_with_cuda()
+    if torch is None:
+        return None
+    device = torch.cuda.current_device()
+    free_on_card_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    stats = torch.cuda.memory_stats(device)
+    allocated_bytes = int(stats.get("allocated_bytes.all.current", 0))
+    reserved_bytes = int(stats.get("reserved_bytes.all.current", 0))
+    # Gaps in segments that are partly in use: nobody can give those back. Not every backend counts them.
+    gaps_bytes = int(stats.get("inactive_split_bytes.all.current", 0))
+    cap_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes)
+    return Look(
+        device=device,
+        allocated_bytes=allocated_bytes,
+        free_bytes=max(
+            0, min(cap_bytes - reserved_bytes, free_on_card_bytes) + reserved_bytes - allocated_bytes - gaps_bytes
+        ),
+    )
+
+
+class Peak:
+    """The highest number of bytes that tensors took during a `with`, beyond those that were there before.
+
+    It restarts the device's own measurement (`torch.cuda.reset_peak_memory_stats`), which the whole process shares;
+    what was measured until then is first told to every other `Peak` under way, so that they may lie within one
+    another or in other threads. What other threads take on the same device counts as well.
+    """
+
+    __slots__ = ("_before_bytes", "_device", "_highest_bytes", "bytes")
+
+    def __init__(self, before: Look | None) -> None:
+        #: `None` as long as CUDA is not initialised; then no device holds a tensor.
+        self._device = None if before is None else before.device
+        self._before_bytes = 0 if before is None else before.allocated_bytes
+        self._highest_bytes = 0
+        self.bytes: int | None = None
+        """The result, once the `with` is over; `None` if this device's tensors never grew: it tells nothing."""
+
+    def __enter__(self) -> Peak:
+        with _lock:
+            torch = _torch_with_cuda()
+            if torch is not None and self._device is not None:
+                _tell_all(torch, self._device)
+                torch.cuda.reset_peak_memory_stats(self._device)
+            _under_way.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with _lock:
+            torch = _torch_with_cuda()
+            if torch is not None:
+                _tell_all(torch, torch.cuda.current_device() if self._device is None else self._device)
+            _under_way.remove(self)
+        grown_bytes = self._highest_bytes - self._before_bytes
+        self.bytes = grown_bytes if grown_bytes > 0 else None
+
+    def tell(self, device: int, highest_bytes: int) -> None:
+        """Take note of what a device measured; a `Peak` that began before CUDA takes the first one it hears of."""
+        if self._device is None:
+            self._device = device
+        if self._device == device:
+            self._highest_bytes = max(self._highest_bytes, highest_bytes)
+
+
+_lock = threading.Lock()
+_under_way: list[Peak] = []
+
+
+def _tell_all(torch: ModuleType, device: int) -> None:
+    highest_bytes = int(torch.cuda.max_memory_allocated(device))
+    for peak in _under_way:
+        peak.tell(device, highest_bytes)
+
+
+def release() -> None:
+    """Give back what a failed attempt no longer holds; call it outside the handler, when nothing holds its frames.
+
+    Raises:
+        Exception: The device no longer answers; an out-of-memory that only surfaces here is dropped.
+    """
+    gc.collect()
+    torch = _torch_with_cuda()
+    if torch is None:
+        return
+    try:
+        torch.cuda.synchronize()  # an error of an earlier launch surfaces here and not in the next attempt
+        torch.cuda.empty_cache()
+    except Exception as error:
+        if oom.classify(error).kind not in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
+            raise
+
+
+def _torch_with_cuda() -> ModuleType | None:
+    """Return torch if it is loaded and has a CUDA context in this process."""
+    torch = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)  # absent while another thread is still importing torch
+    return torch if cuda is not None and cuda.is_initialized() else None

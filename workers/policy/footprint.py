@@ -1,0 +1,158 @@
+"""How much memory a step of some size takes, learned from the peaks of steps that ended well.
+
+A line in x = size^power (power 2 for the n of an n x n product, 1 for a batch), drawn through two places: where the
+worker is now, smoothed, and the farthest place it has been. Near where it is, the line is right even when a library's
+workspace comes and goes elsewhere. Its margin is what steps were found to take beyond the line, so it widens when a
+prediction fails and narrows as predictions hold. Does not know how much memory there is, nor what to do about it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+#: Share of the way that one peak moves the smoothed place.
+_FOLLOW: Final = 0.1
+
+#: Share of the way that one deviation moves the mean deviation.
+_SPREAD_FOLLOW: Final = 0.03
+
+#: Mean deviations that the margin covers. A step that wobbles evenly by +-w deviates by w/2 on average, so 2 would
+#: just cover it; a failure costs ten times what the rest of the margin does.
+_COVERS: Final = 2.5
+
+#: What is assumed of a workload that was never measured, and the least that is ever believed.
+_FIRST_SPREAD: Final = 0.008
+_LEAST_SPREAD: Final = 0.0004
+
+#: A surprise beyond the margin is remembered whole and fades by this factor a step; one as large as no workspace is (a
+#: step that really changed) fades faster, because the line has followed it by then.
+_SURPRISE_FADES: Final = 0.9985
+_JUMP: Final = 0.08
+_JUMP_FADES: Final = 0.97
+
+#: After a failure the margin is this much of what it was; never more than this in all.
+_SURPRISED: Final = 1.3
+_LARGEST_SURPRISE: Final = 0.5
+
+#: Two sizes this close are one place.
+_SAME_PLACE: Final = 0.1
+
+#: The least of a step's memory that is believed to grow with its size, so that a flat line never promises the sky.
+_LEAST_GROWING_SHARE: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """What is worth remembering of a workload on a card: where to start, and how its memory grows."""
+
+    size: int
+    """The largest size that ended well lately."""
+    fixed_bytes: float | None = None
+    """A step takes `fixed_bytes + unit_bytes x size^power`; `None` if no peak was ever measured."""
+    unit_bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Bytes of a step as a function of x = size^power."""
+
+    here_x: float
+    here_bytes: float
+    """Where the worker was last, smoothed over the steps there."""
+    far_x: float
+    far_bytes: float
+    """The measured place with the largest distance from `here`; the same place while there is only one."""
+    unit_bytes: float
+    """Growth per unit of x."""
+    spread: float = _FIRST_SPREAD
+    """Mean deviation of a peak from the line, as a share."""
+    surprise: float = 0.0
+    """A deviation beyond the margin, fading."""
+
+    @property
+    def margin(self) -> float:
+        """Share by which a step may take more than the line says."""
+        return max(_COVERS * self.spread, self.surprise)
+
+    @property
+    def here_need_bytes(self) -> float:
+        """What a step takes at the place where it was last, wobble included: no surprise is to be feared there."""
+        return self.here_bytes * (1.0 + _COVERS * self.spread)
+
+    @property
+    def fixed_bytes(self) -> float:
+        """What a step of size 0 would take; never negative."""
+        return max(0.0, self.here_bytes - self.unit_bytes * self.here_x)
+
+    def bytes_at(self, x: float) -> float:
+        """Return the predicted peak, without the margin."""
+        return max(0.0, self.here_bytes + self.unit_bytes * (x - self.here_x))
+
+    def largest_x(self, limit_bytes: float) -> float:
+        """Return the x whose predicted peak, margin included, is `limit_bytes`; negative when nothing fits."""
+        return self.here_x + (limit_bytes / (1.0 + self.margin) - self.here_bytes) / self.unit_bytes
+
+    def surprised(self, x: float, limit_bytes: float) -> Footprint:
+        """Return the line after a step of `x` did not fit into `limit_bytes`, although this line said it would."""
+        beyond = limit_bytes / max(1.0, self.bytes_at(x)) - 1.0
+        return replace(self, surprise=min(_LARGEST_SURPRISE, max(self.margin, beyond) * _SURPRISED + _LEAST_SPREAD))
+
+
+def first_footprint(x: float, peak_bytes: float) -> Footprint:
+    """Draw the line through one peak and the origin: it overestimates all that is larger, whatever is fixed."""
+    peak_bytes = max(1.0, peak_bytes)
+    return Footprint(here_x=x, here_bytes=peak_bytes, far_x=x, far_bytes=peak_bytes, unit_bytes=peak_bytes / x)
+
+
+def footprint_of(learned: Learned, power: float) -> Footprint | None:
+    """Return the line that was remembered; `None` if no peak was ever measured."""
+    if learned.fixed_bytes is None or learned.unit_bytes is None or learned.unit_bytes <= 0:
+        return None
+    x = float(learned.size) ** power
+    here = learned.fixed_bytes + learned.unit_bytes * x
+    far_x = x / 16
+    far = learned.fixed_bytes + learned.unit_bytes * far_x
+    return Footprint(here_x=x, here_bytes=here, far_x=far_x, far_bytes=far, unit_bytes=learned.unit_bytes)
+
+
+def measured(line: Footprint | None, x: float, peak_bytes: float) -> Footprint:
+    """Return the line after a step of `x` that took `peak_bytes`."""
+    if line is None:
+        return first_footprint(x, peak_bytes)
+    peak_bytes = max(1.0, peak_bytes)
+    only_one = line.far_x == line.here_x
+    deviation = peak_bytes / max(1.0, line.bytes_at(x)) - 1.0
+    stayed = abs(x - line.here_x) <= _SAME_PLACE * line.here_x
+    if stayed:
+        # Smoothed along the line, so that a place slightly larger is not taken for a larger need.
+        along = line.here_bytes + line.unit_bytes * (x - line.here_x)
+        here_x, here_bytes = x, max(1.0, along + _FOLLOW * (peak_bytes - along))
+        far_x, far_bytes = (here_x, here_bytes) if only_one else (line.far_x, line.far_bytes)
+    else:
+        here_x, here_bytes = x, peak_bytes
+        farther = only_one or _ratio(line.here_x, x) > _ratio(line.far_x, x)
+        far_x, far_bytes = (line.here_x, line.here_bytes) if farther else (line.far_x, line.far_bytes)
+    unit_bytes = line.unit_bytes
+    if _ratio(far_x, here_x) > 1.0 + _SAME_PLACE:
+        unit_bytes = (here_bytes - far_bytes) / (here_x - far_x)
+    unit_bytes = min(max(unit_bytes, _LEAST_GROWING_SHARE * here_bytes / here_x), here_bytes / here_x)
+    spread, surprise = line.spread, line.surprise * (_SURPRISE_FADES if line.surprise < _JUMP else _JUMP_FADES)
+    if stayed or not only_one:  # from one place, what is larger is not predicted but bounded
+        spread = max(_LEAST_SPREAD, spread + _SPREAD_FOLLOW * (min(abs(deviation), 4 * spread) - spread))
+        if deviation > line.margin:
+            surprise = deviation
+    return Footprint(
+        here_x=here_x,
+        here_bytes=here_bytes,
+        far_x=far_x,
+        far_bytes=far_bytes,
+        unit_bytes=unit_bytes,
+        spread=spread,
+        surprise=surprise,
+    )
+
+
+def _ratio(one: float, other: float) -> float:
+    """Return how far two places are apart, as larger over smaller."""
+    return one / other if one > other else other / one

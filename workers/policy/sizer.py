@@ -1,0 +1,263 @@
+"""The largest size that fits, before anything fails: one number moved up and down as memory comes and goes.
+
+A pure reducer over three events (asked, ended well, ran out of memory) that carry their time. Two bounds meet in it:
+what memory promises, the footprint learned from measured peaks (`footprint.py`) against what the device's free memory
+allows now (`level.py`), less the margins that both have earned; and what experience forbids (`bracket.py`).
+
+A failure that the next sample explains (memory was taken) teaches nothing else. One that it does not explain widens
+the margins; two of them without a success near what was promised, and the signal is not believed until it proves
+itself. Once there have been as many failures within a minute as the bounds permit, nothing runs until the oldest is a
+minute ago. Does not know what a size means in tensors, and nothing of torch; `adaptive.py` makes a policy of it,
+`workers/sizing.py` a class for any loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple, TypeAlias
+
+from workers.policy import bracket as brackets
+from workers.policy.bounds import Bounds
+from workers.policy.bracket import Bracket
+from workers.policy.footprint import Footprint, Learned, footprint_of, measured
+from workers.policy.level import Level, doubted, sampled, trusted
+
+#: Failures within so long are counted against the allowance.
+WINDOW_S: Final = 60.0
+
+#: The first step of a workload that was never measured is this share of the largest size; a second one, so much
+#: larger, gives the slope. Small steps are cheap, and failures are not.
+_FIRST_SHARE: Final = 1 / 64
+_CALIBRATION_GROWTH: Final = 4.0
+
+#: While nobody knows how deep memory fell (a sample is due), this much of the failed size is kept.
+_KEPT_UNTIL_SAMPLED: Final = 0.25
+
+#: A sample that has not come by then will not come.
+_SAMPLE_DUE_S: Final = 5.0
+
+#: Unexplained failures after which a signal is not believed.
+_DOUBTS: Final = 2
+
+#: A step this close to what was promised, or this far above it, says whether the signal is right.
+_NEAR: Final = 0.9
+_ABOVE: Final = 1.1
+
+#: In an emergency the smallest size is tried again after so long, then after twice as long, whatever the signal says.
+_FIRST_WAIT_S: Final = 10.0
+_LONGEST_WAIT_S: Final = 60.0
+
+#: Or when so much more is there than when the smallest size failed.
+_WORTH_WAKING: Final = 1.1
+
+#: A size whose own peak is known may stay until the level has fallen by this much of its reserve, and grows only by
+#: this many spreads of the level: noise must not drive it up and down.
+_STAYS_WITHIN: Final = 0.5
+_SPREADS_WORTH_GROWING: Final = 0.5
+
+
+class Asked(NamedTuple):
+    """A step is about to begin, and wants a size."""
+
+    at_s: float
+    free_bytes: int | None
+    """All that the step may use, own memory counted back; `None` if nothing was measured since the last step."""
+
+
+class Succeeded(NamedTuple):
+    """A step ended well."""
+
+    at_s: float
+    size: int
+    peak_bytes: int | None
+    """`None` if it was not measured."""
+
+
+class Failed(NamedTuple):
+    """A step ran out of memory."""
+
+    at_s: float
+    size: int
+
+
+Event: TypeAlias = Asked | Succeeded | Failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizer:
+    """What is known after some events."""
+
+    bracket: Bracket = field(default_factory=Bracket)
+    line: Footprint | None = None
+    level: Level | None = None
+    told: bool = False
+    """Whether the last question came with a sample."""
+    unsure_since_s: float | None = None
+    """When a step failed since the last sample: what that said is no longer so."""
+    doubts: int = 0
+    """Failures that no sample explained, since a step came near to what was promised."""
+    failed_at_s: tuple[float, ...] = ()
+    """Failures of the last minute."""
+    wake_s: float | None = None
+    """In an emergency: when to try the smallest size again whatever the signal says."""
+    wait_s: float = _FIRST_WAIT_S
+    low_bytes: float | None = None
+    """What was usable when the smallest size failed."""
+    reason: str = ""
+    """Why nothing runs, in words; empty while something does."""
+
+
+def cold(bounds: Bounds, learned: Learned | None = None) -> Sizer:
+    """Return the state before the first event, with what was remembered of an earlier run."""
+    if learned is None:
+        return Sizer()
+    return Sizer(
+        bracket=brackets.started_at(bounds.down(learned.size)),
+        line=footprint_of(learned, bounds.power),
+    )
+
+
+def learned_of(state: Sizer) -> Learned | None:
+    """Return what is worth remembering; `None` while nothing is known to be good."""
+    good = state.bracket.good
+    if good is None or state.bracket.in_row:
+        return None
+    if state.line is None:
+        return Learned(size=good)
+    return Learned(size=good, fixed_bytes=state.line.fixed_bytes, unit_bytes=state.line.unit_bytes)
+
+
+def asked(state: Sizer, bounds: Bounds, event: Asked) -> tuple[Sizer, int | None]:
+    """Return the state, and the size of the next step: none while nothing may run."""
+    state = _sampled(state, bounds, event)
+    if len(state.failed_at_s) >= bounds.failures_per_minute:
+        reason = f"{len(state.failed_at_s)} failures within a minute, and no more are allowed"
+        return (state if state.reason == reason else replace(state, reason=reason)), None
+    promised = _promised(state, bounds)
+    if state.wake_s is not None:
+        return state, bounds.smallest if _may_wake(state, bounds, promised, event.at_s) else None
+    if promised is not None and promised < bounds.smallest:
+        reason = f"the smallest size ({bounds.smallest}) needs more than is free"
+        return replace(state, wake_s=event.at_s + state.wait_s, reason=reason), None
+    return state, _size(state, bounds, promised, event.at_s)
+
+
+def succeeded(state: Sizer, bounds: Bounds, event: Succeeded) -> Sizer:
+    """Return the state after a step that ended well."""
+    line, level, doubts = state.line, state.level, state.doubts
+    if event.peak_bytes is not None:
+        if level is not None and state.unsure_since_s is None:
+            level = trusted(level)
+            if event.peak_bytes > _ABOVE * level.level_bytes:
+                doubts = min(_DOUBTS, doubts + 1)
+            elif doubts and event.peak_bytes > _NEAR * level.usable_bytes:
+                doubts = 0
+        line = measured(line, float(event.size) ** bounds.power, event.peak_bytes)
+    return Sizer(
+        bracket=brackets.ended_well(state.bracket, event.size, event.at_s),
+        line=line,
+        level=level,
+        told=state.told,
+        unsure_since_s=state.unsure_since_s,
+        doubts=doubts,
+        failed_at_s=state.failed_at_s,
+    )
+
+
+def failed(state: Sizer, bounds: Bounds, event: Failed) -> Sizer:
+    """Return the state after a step that ran out of memory."""
+    state = replace(
+        state,
+        bracket=brackets.ran_out(state.bracket, bounds, event.size, event.at_s),
+        unsure_since_s=None if state.level is None else event.at_s,
+        failed_at_s=(*state.failed_at_s, event.at_s)[-bounds.failures_per_minute :],
+    )
+    if event.size > bounds.smallest:
+        return state
+    return replace(
+        state,
+        wake_s=event.at_s + state.wait_s,
+        wait_s=min(_LONGEST_WAIT_S, 2 * state.wait_s),
+        low_bytes=None if state.level is None else state.level.usable_bytes,
+        reason=f"out of memory at the smallest size ({event.size})",
+    )
+
+
+def _sampled(state: Sizer, bounds: Bounds, event: Asked) -> Sizer:
+    """Take in what was measured, and let failures of more than a minute ago go."""
+    if state.failed_at_s and event.at_s >= state.failed_at_s[0] + WINDOW_S:
+        lately = tuple(at_s for at_s in state.failed_at_s if event.at_s < at_s + WINDOW_S)
+        state = replace(state, failed_at_s=lately)
+    level = state.level
+    if event.free_bytes is None:
+        if level is None or not (state.told or level.fresh):
+            return state
+        return replace(state, level=replace(level, fresh=False), told=False)
+    before, level = level, sampled(level, float(event.free_bytes), every_step=state.told)
+    if state.unsure_since_s is not None:
+        return _judged(replace(state, level=level, told=True, unsure_since_s=None), bounds)
+    if level is before and state.told:
+        return state
+    return replace(state, level=level, told=True)
+
+
+def _judged(state: Sizer, bounds: Bounds) -> Sizer:
+    """Return the state after the first sample since a failure, which explains that or does not."""
+    bad, line, level = state.bracket.bad, state.line, state.level
+    if bad is None or line is None or level is None:
+        return state
+    x = float(bad) ** bounds.power
+    if level.usable_bytes < line.bytes_at(x):
+        return replace(state, bracket=brackets.forgiven(state.bracket), doubts=0)
+    if level.exact:
+        line = line.surprised(x, level.usable_bytes)
+    return replace(state, line=line, level=doubted(level), doubts=min(_DOUBTS, state.doubts + 1))
+
+
+def _may_wake(state: Sizer, bounds: Bounds, promised: float | None, now_s: float) -> bool:
+    if state.wake_s is None or now_s >= state.wake_s:
+        return True
+    level = state.level
+    if level is None or promised is None or promised < bounds.smallest:
+        return False
+    return state.low_bytes is None or level.usable_bytes >= _WORTH_WAKING * state.low_bytes
+
+
+def _promised(state: Sizer, bounds: Bounds) -> float | None:
+    """Return the largest size that memory promises; `None` when nobody knows."""
+    line, level = state.line, state.level
+    if line is None or level is None or state.unsure_since_s is not None or state.doubts >= _DOUBTS:
+        return None
+    x = line.largest_x(level.usable_bytes)
+    if x <= 0:
+        return 0.0
+    power = 1.0 / bounds.power
+    if line.far_x == line.here_x:
+        return min(x**power, _CALIBRATION_GROWTH * line.here_x**power)  # type: ignore[no-any-return]  # float ** float
+    return x**power  # type: ignore[no-any-return]  # float ** float may be complex, not above 0
+
+
+def _size(state: Sizer, bounds: Bounds, promised: float | None, now_s: float) -> int:
+    bracket, level = state.bracket, state.level
+    good = bracket.good
+    if good is None:
+        return bounds.down(bounds.largest * _FIRST_SHARE)
+    if state.unsure_since_s is not None and bracket.bad is not None and now_s < state.unsure_since_s + _SAMPLE_DUE_S:
+        return min(good, bounds.down(bracket.bad * _KEPT_UNTIL_SAMPLED))
+    allowed = brackets.allowed(bracket, good, bounds, now_s, promised=promised is not None)
+    if promised is None or level is None:
+        return allowed
+    size = bounds.down(min(promised, allowed))
+    if level.exact or size == good:
+        return good if good < size < min(bounds.largest, good * (1.0 + bounds.worth_growing)) else size
+    # A noisy level drives the size up and down for nothing, and into sizes that were never tried.
+    if size > good:
+        worth = max(bounds.worth_growing, _SPREADS_WORTH_GROWING * level.spread)
+        return good if size < min(bounds.largest, good * (1.0 + worth)) else size
+    return good if good <= allowed and _still_fits(state.line, level, float(good) ** bounds.power) else size
+
+
+def _still_fits(line: Footprint | None, level: Level, x: float) -> bool:
+    """Whether the size of the last good step, whose own peak is known, may stay where it is."""
+    still_bytes = level.level_bytes * (1.0 - _STAYS_WITHIN * level.reserve * level.spread)
+    return line is not None and line.here_x == x and line.here_need_bytes <= still_bytes

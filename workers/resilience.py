@@ -1,0 +1,235 @@
+"""`resilient`: a function that takes a batch size first is called with the largest that fits in memory.
+
+    @resilient(starting_batch_size=512)
+    def train(batch_size, model): ...
+
+    train(model)          # not train(512, model)
+
+The calling convention is that of accelerate's `find_executable_batch_size`.
+
+Covers the decorator and the types of what it returns. What it can be put on is in `workers.calling`, the course of a
+call in `workers.attempts`, the choice of a size in `workers.sizing`. Does not cover a loop that keeps its own hands on
+the batch size: that uses `AdaptiveSize` directly. Caps no memory, loads neither torch nor ray, and works for whatever
+raises an out-of-memory of Python's or torch's.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
+
+from workers.attempts import Attempts
+from workers.batches import OutOfBatchError, Retry, Rules
+from workers.calling import name_of, refuse_what_cannot_be_repeated, shape_of
+from workers.limits import workload_fingerprint
+
+__all__ = ["OutOfBatchError", "Resilient", "ResilientMethod", "Retry", "resilient"]
+
+P = ParamSpec("P")
+R_co = TypeVar("R_co", covariant=True)
+S_contra = TypeVar("S_contra", contravariant=True)
+R = TypeVar("R")
+S = TypeVar("S")
+
+
+class Resilient(Protocol[P, R_co]):
+    """What `resilient` makes of a function: the same one, called without its batch size."""
+
+    batch_size: int | None
+    """The size of the last success; `None` before the first."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        """Call the function with a batch size and these arguments."""
+
+    def reset(self) -> None:
+        """Forget what was learned: the next call begins at `starting_batch_size`."""
+
+
+class ResilientMethod(Protocol[S_contra, P, R_co]):
+    """What `resilient` makes of a method: each object learns for itself."""
+
+    batch_size: int | None
+    """The size of the last call that went well, whichever object's it was."""
+
+    def __call__(self, owner: S_contra, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        """Call the method of `owner` with a batch size and these arguments."""
+
+    def reset(self) -> None:
+        """Forget what was learned, of all objects."""
+
+    @overload
+    def __get__(self, owner: None, kind: type, /) -> ResilientMethod[S_contra, P, R_co]: ...
+
+    @overload
+    def __get__(self, owner: S_contra, kind: type | None = None, /) -> Resilient[P, R_co]: ...
+
+
+class Decorator(Protocol):
+    """`resilient` with its options, waiting for the function."""
+
+    @overload
+    def __call__(  # type: ignore[overload-overlap]  # a first argument that is a number is no owner
+        self, function: Callable[Concatenate[int, P], R], /
+    ) -> Resilient[P, R]: ...
+
+    @overload
+    def __call__(self, function: Callable[Concatenate[S, int, P], R], /) -> ResilientMethod[S, P, R]: ...
+
+
+@overload
+def resilient(
+    function: None = None,
+    starting_batch_size: int = 128,
+    *,
+    smallest_batch_size: int = 1,
+    multiple_of: int = 1,
+    failures_per_minute: int = 6,
+    max_wait_s: float = 120.0,
+    remember: bool | str = False,
+    on_retry: Callable[[Retry], None] | None = None,
+) -> Decorator: ...
+
+
+@overload
+def resilient(  # type: ignore[overload-overlap]  # see `Decorator`
+    function: Callable[Concatenate[int, P], R],
+    starting_batch_size: int = 128,
+    *,
+    smallest_batch_size: int = 1,
+    multiple_of: int = 1,
+    failures_per_minute: int = 6,
+    max_wait_s: float = 120.0,
+    remember: bool | str = False,
+    on_retry: Callable[[Retry], None] | None = None,
+) -> Resilient[P, R]: ...
+
+
+@overload
+def resilient(
+    function: Callable[Concatenate[S, int, P], R],
+    starting_batch_size: int = 128,
+    *,
+    smallest_batch_size: int = 1,
+    multiple_of: int = 1,
+    failures_per_minute: int = 6,
+    max_wait_s: float = 120.0,
+    remember: bool | str = False,
+    on_retry: Callable[[Retry], None] | None = None,
+) -> ResilientMethod[S, P, R]: ...
+
+
+def resilient(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    *,
+    smallest_batch_size: int = 1,
+    multiple_of: int = 1,
+    failures_per_minute: int = 6,
+    max_wait_s: float = 120.0,
+    remember: bool | str = False,
+    on_retry: Callable[[Retry], None] | None = None,
+) -> object:
+    """Call `function` with the largest batch size that fits in memory.
+
+    Each call begins with the size that experience allows: `starting_batch_size` at first, later what was learned. After
+    an out-of-memory everything is given back and the function is called anew, smaller, from its beginning, so it must
+    bear being called twice. Once memory is there again, later calls grow back. All other errors pass unchanged.
+
+    Args:
+        function: Takes the batch size as its first argument; a method, known by the name `self` or `cls` of its first
+            parameter, as its second. Left out, a decorator is returned.
+        starting_batch_size: The largest that is ever tried, and where the first call begins.
+        smallest_batch_size: If this one fails, so does the call.
+        multiple_of: Sizes are multiples of this, apart from the two above.
+        failures_per_minute: Never more failed attempts within any 60 s, over all calls; a call that has to go on waits.
+            Frequent failures are harmful under WSL2, and slow everywhere.
+        max_wait_s: How long one call waits in all, for that or for memory that others hold. When it is over, the
+            smallest size is tried once, whatever the outlook.
+        remember: Begin with what an earlier run learned, and keep what this one learns, in this user's store
+            (`workers.limit_store`), under the function's name and source, or under this text.
+        on_retry: Is told of each failed attempt, when the next one begins. What it raises ends the call.
+
+    Returns:
+        The function without its batch size, with `batch_size` and `reset()`; see `Resilient`.
+
+    Raises:
+        TypeError: `function` cannot be called like this: it takes no argument, is a coroutine function or a generator
+            function, or a `staticmethod` or `classmethod` object (put `resilient` below those).
+        ValueError: The options leave no size to try.
+    """
+    rules = Rules(
+        name="resilient" if function is None else name_of(function),
+        starting_batch_size=starting_batch_size,
+        smallest_batch_size=smallest_batch_size,
+        multiple_of=multiple_of,
+        failures_per_minute=failures_per_minute,
+        max_wait_s=max_wait_s,
+        on_retry=on_retry,
+    )
+    decorate = functools.partial(_wrapped, rules=rules, remember=remember)
+    return decorate if function is None else decorate(function)
+
+
+def _wrapped(function: Callable[..., R], /, *, rules: Rules, remember: bool | str) -> Resilient[..., R]:
+    refuse_what_cannot_be_repeated(function)
+    shape = shape_of(function)
+    workload = workload_fingerprint(function) if remember is True else remember or None
+    states = _States(replace(rules, name=shape.name, workload=workload))
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> R:  # noqa: ANN401 - whatever the function takes
+        shape.refuse_size_by_hand(args, kwargs)
+        owner, rest = args[: shape.owners], args[shape.owners :]
+        attempts = states.of(*owner)
+        result = attempts.run(lambda size: function(*owner, size, *rest, **kwargs))
+        surface.batch_size = attempts.batch_size
+        return result
+
+    def reset() -> None:
+        states.reset()
+        surface.batch_size = None
+
+    if shape.without_size is not None:
+        call.__signature__ = shape.without_size  # type: ignore[attr-defined]  # what `inspect.signature` looks for
+    surface = cast("Resilient[..., R]", call)
+    surface.batch_size = None
+    surface.reset = reset  # type: ignore[method-assign]  # a function's attribute: typed as what it acts like
+    return surface
+
+
+class _States:
+    """What is known of a function; of a method, for each object by itself: each has tensors of its own."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._lock = threading.Lock()
+        self._shared = Attempts(rules)
+        self._own: dict[int, tuple[weakref.ref[object], Attempts]] = {}
+
+    def __reduce__(self) -> tuple[type[_States], tuple[Rules]]:
+        # A function that was defined in the main script travels to other processes by value, with all it refers to.
+        return type(self), (self._rules,)
+
+    def reset(self) -> None:
+        """Forget all."""
+        with self._lock:
+            for attempts in [self._shared, *(own for _, own in list(self._own.values()))]:
+                attempts.reset()
+
+    def of(self, *owner: object) -> Attempts:
+        """Return what is known of the method of this object, or of the function that has none."""
+        if not owner:
+            return self._shared
+        with self._lock:
+            own, key = self._own, id(owner[0])
+            if key not in own:
+                try:
+                    gone = weakref.ref(owner[0], lambda _: own.pop(key, None))
+                except TypeError:  # its class has slots and none for this
+                    return self._shared
+                own[key] = gone, Attempts(self._rules)
+            return own[key][1]
