@@ -42,7 +42,7 @@ class Appetite:
     """What is known of how much one process wants to hold."""
 
     held_bytes: int = 0
-    """At its last report."""
+    """The most in the slice that it reported last."""
     untaken: int = 0
     """Reports in a row in which it left its lease, although the bytes were free, and did not grow."""
     patience: int = _PATIENCE
@@ -60,10 +60,14 @@ class Appetite:
         return min(cap_bytes, int(_ROOM * self.content_bytes + _ROOM_OF_CAP * cap_bytes))
 
     def offered(self, share_bytes: int) -> Appetite:
-        """Return the appetite for a share: whole again if it was never offered as much."""
-        if self.content_bytes is None or share_bytes <= _WORTH_OFFERING * self.left_bytes:
+        """Return the appetite for a share: whole again if what it left was less."""
+        if share_bytes <= _WORTH_OFFERING * self.left_bytes:
             return self
         return replace(self, content_bytes=None, untaken=0)
+
+
+#: Of a process that has not reported yet.
+FRESH: Final = Appetite()
 
 
 def heard(
@@ -75,7 +79,7 @@ def heard(
         appetite: Before it.
         cap_bytes: What the worker may ever hold.
         lease_bytes: What it may hold now.
-        held_bytes: What it holds.
+        held_bytes: The most that it held since the report before.
         free_bytes: What the card has free besides: what is not there was not left.
         starving: Whether it could run nothing.
     """

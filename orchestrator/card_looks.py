@@ -27,6 +27,8 @@ class Look:
     slot: str
     at_s: float
     held_bytes: int
+    most_bytes: int
+    """The most that it held since its look before."""
     free_bytes: int | None
     """On the card, for anybody; `None` for a process that has ended: it saw nothing, and holds nothing."""
 
@@ -45,21 +47,21 @@ class Looks:
 NO_LOOKS: Final = Looks()
 
 
-def looked(looks: Looks, slot: str, now_s: float, held_bytes: int, free_bytes: int | None) -> Looks:
+def looked(looks: Looks, look: Look) -> Looks:
     """Add a look, and drop what is too old to matter."""
-    taken = (*looks.taken, Look(slot=slot, at_s=now_s, held_bytes=held_bytes, free_bytes=free_bytes))
+    taken = (*looks.taken, look)
     last = {look.slot: place for place, look in enumerate(taken)}
     kept = tuple(
-        look
-        for place, look in enumerate(taken)
-        if look.at_s > now_s - WINDOW_S or (last[look.slot] == place and look.free_bytes is not None)
+        old
+        for place, old in enumerate(taken)
+        if old.at_s > look.at_s - WINDOW_S or (last[old.slot] == place and old.free_bytes is not None)
     )
     return replace(looks, taken=kept)
 
 
 def gone(looks: Looks, slot: str, now_s: float) -> Looks:
     """Note that a worker's process has ended, and what it held with it."""
-    return looked(looks, slot, now_s, 0, None)
+    return looked(looks, Look(slot=slot, at_s=now_s, held_bytes=0, most_bytes=0, free_bytes=None))
 
 
 def available(looks: Looks, total_bytes: int) -> tuple[int, int] | None:
@@ -82,20 +84,25 @@ def available(looks: Looks, total_bytes: int) -> tuple[int, int] | None:
 
 def _bounds(looks: Looks) -> list[tuple[str, int, int]]:
     """Return for each look who took it, and the least and the most that there was for our workers then."""
-    slots = {look.slot for look in looks.taken}
-    before: dict[str, int] = dict.fromkeys(slots, 0)
-    held_before: list[dict[str, int]] = []
+    most: dict[str, int] = {}
+    before: list[int] = []
     for look in looks.taken:
-        before[look.slot] = look.held_bytes
-        held_before.append(dict(before))
-    # What comes after the last report is bounded by what was allowed.
-    after = {slot: max(before[slot], looks.granted.get(slot, 0)) for slot in slots}
+        before.append(most.get(look.slot, 0))
+        most[look.slot] = look.most_bytes
+    # Backwards from now, of each worker the least and the most that it may have held; what it has come to hold since
+    # its last report is bounded by what it was allowed.
+    spans = {slot: (bytes_, max(bytes_, looks.granted.get(slot, 0))) for slot, bytes_ in most.items()}
+    low_bytes, high_bytes = (sum(span[end] for span in spans.values()) for end in (0, 1))
     bounds = []
-    for look, held in zip(reversed(looks.taken), reversed(held_before), strict=True):
-        after[look.slot] = look.held_bytes
+    for look, before_bytes in zip(reversed(looks.taken), reversed(before), strict=True):
+        low_bytes -= spans[look.slot][0]
+        high_bytes -= spans[look.slot][1]
         if look.free_bytes is not None:
-            low = sum(min(held[slot], after[slot]) for slot in slots)
-            high = sum(max(held[slot], after[slot]) for slot in slots)
-            bounds.append((look.slot, look.free_bytes + low, look.free_bytes + high))
+            seen_bytes = look.free_bytes + look.held_bytes
+            bounds.append((look.slot, seen_bytes + low_bytes, seen_bytes + high_bytes))
+        span = (min(before_bytes, look.most_bytes), max(before_bytes, look.most_bytes))
+        low_bytes += span[0]
+        high_bytes += span[1]
+        spans[look.slot] = span
     bounds.reverse()
     return bounds

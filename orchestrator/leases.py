@@ -27,8 +27,8 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
-from orchestrator.appetite import Appetite, heard
-from orchestrator.card_looks import NO_LOOKS, Looks, available, gone, looked
+from orchestrator.appetite import FRESH, Appetite, heard
+from orchestrator.card_looks import NO_LOOKS, Look, Looks, available, gone, looked
 
 #: Share of a card that is not promised where the caps do not fit: what changes between two reports comes out of it.
 _SPARE: Final = 0.01
@@ -58,6 +58,8 @@ class Claimant:
     """Incarnation and sequence of the last report of its present process; `None` before the first."""
     held_bytes: int | None = None
     """What its allocator held at that report; `None` if that did not say."""
+    peak_bytes: int | None = None
+    """The most that its tensors took in that slice; `None` if that did not say."""
     free_bytes: int | None = None
     """What the card had free at that report, for anybody; `None` if that did not say."""
     total_bytes: int | None = None
@@ -73,7 +75,7 @@ class Account:
     report: tuple[int, int]
     """The last one taken in."""
     lease_bytes: int = 0
-    appetite: Appetite = Appetite()
+    appetite: Appetite = FRESH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,12 +154,19 @@ def _taken_in(book: CardBook, sharing: Sequence[Claimant], now_s: float) -> Card
         account = replace(known or Account(report=claimant.report), report=claimant.report)
         if claimant.held_bytes is not None and claimant.free_bytes is not None:
             total_bytes = claimant.total_bytes or total_bytes
-            looks = looked(looks, claimant.slot, now_s, claimant.held_bytes, claimant.free_bytes)
+            look = Look(
+                slot=claimant.slot,
+                at_s=now_s,
+                held_bytes=claimant.held_bytes,
+                most_bytes=max(claimant.held_bytes, claimant.peak_bytes or 0),
+                free_bytes=claimant.free_bytes,
+            )
+            looks = looked(looks, look)
             appetite = heard(
                 account.appetite,
                 cap_bytes=claimant.cap_bytes,
                 lease_bytes=account.lease_bytes,
-                held_bytes=claimant.held_bytes,
+                held_bytes=look.most_bytes,
                 free_bytes=claimant.free_bytes,
                 starving=claimant.starving,
             )
@@ -215,6 +224,8 @@ def _offered(appetites: Mapping[str, Appetite], caps: dict[str, int], pool_bytes
     """Offer each worker that left its share what that would be now."""
     after = dict(appetites)
     for slot, appetite in appetites.items():
+        if appetite.content_bytes is None:
+            continue
         share_bytes = fair_shares(pool_bytes, {**_wanted(after, caps), slot: caps[slot]})[slot]
         after[slot] = appetite.offered(share_bytes)
     return after

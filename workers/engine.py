@@ -8,6 +8,7 @@ request to stop the process: failures travel as text in the report.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from workers import oom
 from workers.errors import MisfitError, PoisonedError
@@ -22,6 +23,11 @@ from workers.workloads.base import StepResult
 #: How many probable out-of-memory errors in a row are believed. Their texts (cuBLAS, cuDNN) can also mean a bug of
 #: the workload, and shrinking does not cure a bug.
 MAX_PROBABLE_IN_A_ROW = 2
+
+
+#: Factor between two steps that is an event, and the share of its cap below which a worker says why.
+_WORTH_TELLING = 1.1
+_WORTH_SAYING = 0.9
 
 
 class Engine:
@@ -133,15 +139,17 @@ def _work(life: Life, tally: Tally) -> None:
                 event = _step(life, tally, decision)
         if event is None:
             return
-        decision = life.ask(event)
         if isinstance(event, StepOk):
             _owe_sleep(life, event.seconds)
             _pay_sleep(life, tally)
+            # Looked at after the sleep: what was free before it may have been taken meanwhile.
+            decision = life.ask(replace(event, at_s=time.monotonic(), room_bytes=life.room_bytes_if_due()))
             if tally.remaining_s <= 0:
                 if isinstance(decision, Release):
                     life.device.release()  # the next slice asks anew, and the policy counts this one as done
                 return
         else:
+            decision = life.ask(event)
             _note_backoff(tally, event, decision)
             if tally.remaining_s <= 0 and tally.directive.duration_s > 0:
                 return
@@ -151,6 +159,7 @@ def _step(life: Life, tally: Tally, run: Run) -> Event | None:
     """Run one step; return what to tell the policy, or `None` if the workload failed by its own fault."""
     failure: Failure | None = None
     traceback: str | None = None
+    _note_change(life, tally, run)
     life.last_run = run
     if run.hold_bytes is not None and run.hold_bytes != life.claim_bytes:
         life.hold(run.hold_bytes)
@@ -169,14 +178,14 @@ def _step(life: Life, tally: Tally, run: Run) -> Event | None:
         tally.steps_ok += 1
         tally.work_flop += flop
         tally.busy_s += seconds
-        tally.settle(WorkerState.RUNNING, "")
+        tally.settle(WorkerState.RUNNING, _squeeze(life))
         return StepOk(
             at_s=time.monotonic(),
             size=run.size,
             batch=run.batch,
             peak_bytes=life.device.step_peak_bytes(),
             seconds=seconds,
-            room_bytes=life.room_bytes_if_due(),
+            room_bytes=None,
         )
     if failure.kind is FailureKind.PROBABLE:
         life.probable_in_a_row += 1
@@ -206,6 +215,38 @@ def _flop(result: object) -> float:
     if isinstance(result, StepResult):
         return result.flop
     raise TypeError(f"a step must return a StepResult or None, not {type(result).__name__}")
+
+
+def _note_change(life: Life, tally: Tally, run: Run) -> None:
+    """Tell of a step that is much smaller or larger than the last one told of. After a failure `backoff` tells it."""
+    told = life.told_run
+    if told is None or run == told:
+        life.told_run = run
+        return
+    now, before = (each.hold_bytes or each.size * each.size * each.batch for each in (run, told))
+    if max(now, before) < _WORTH_TELLING * min(now, before):
+        return
+    life.told_run = run
+    tally.event(
+        "gave_way" if now < before else "grew",
+        from_size=told.size,
+        from_batch=told.batch,
+        from_hold_bytes=told.hold_bytes,
+        size=run.size,
+        batch=run.batch,
+        hold_bytes=run.hold_bytes,
+        room_bytes=life.room,
+    )
+
+
+def _squeeze(life: Life) -> str:
+    """Say why a worker has much less than its cap, if it has; empty otherwise."""
+    most_bytes = life.device.most_bytes
+    if life.room is None or life.room >= _WORTH_SAYING * most_bytes:
+        return ""
+    leased = life.lease_bytes is not None and life.lease_bytes <= life.room
+    why = "its share while the card is short" if leased else "all that others leave on the device"
+    return f"{life.room / 2**20:.0f} of {most_bytes / 2**20:.0f} MiB: {why}"
 
 
 def _note_backoff(tally: Tally, event: Event, decision: Decision) -> None:

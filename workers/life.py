@@ -26,7 +26,7 @@ from workers.workloads.base import Workload, WorkloadContext
 from workers.workloads.loading import load_workload
 
 #: How often a device is asked at most how much memory there is: it takes up to a fifth of a millisecond.
-_MEASURE_EVERY_S: Final = 0.1
+_MEASURE_EVERY_S: Final = 0.02
 
 
 @dataclass(slots=True)
@@ -47,6 +47,10 @@ class Life:
     wants held."""
     lease_bytes: int | None = None
     """What the head lets this worker hold now; `None` does not limit it."""
+    room: int | None = None
+    """What `room_bytes` found last."""
+    told_run: Run | None = None
+    """The last run whose size was worth an event."""
     claim_share: float = 1.0
     """Below 1 after steps that should have fitted into the claim and did not."""
     probable_in_a_row: int = 0
@@ -71,7 +75,8 @@ class Life:
         """Measure what a step may hold in all: bounded by the cap and the lease, less what is to stay free."""
         self.measured_at_s = time.monotonic()
         room_bytes = self.device.room_bytes(self.spec.memory.leave_free_bytes)
-        return room_bytes if self.lease_bytes is None else min(room_bytes, self.lease_bytes)
+        self.room = room_bytes if self.lease_bytes is None else min(room_bytes, self.lease_bytes)
+        return self.room
 
     def room_bytes_if_due(self) -> int | None:
         """Measure as `room_bytes` does, unless that was a moment ago: short steps should not pay for it each time."""

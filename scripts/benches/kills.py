@@ -31,6 +31,7 @@ from orchestrator.briefing import RunInfo
 from orchestrator.cluster.base import Fleet, SliceOutcome
 from orchestrator.cluster.janitor import start_time
 from orchestrator.config import dump_config, load_config
+from orchestrator.lessons import Lessons
 from orchestrator.modes import Stage
 from orchestrator.screen import own_screen
 from orchestrator.supervisor import Supervisor
@@ -142,6 +143,7 @@ class _Head:
             fleet=self.fleet,
             outlets=Outlets(watchers=(), events=self._events, store=self._store),
             interrupted=self._stop.is_set,
+            lessons=Lessons(None, self._events),
         )
         self._thread = threading.Thread(target=self._run, name="head")
         self._thread.start()

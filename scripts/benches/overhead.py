@@ -163,6 +163,7 @@ def run(rounds: int, seconds: float, size: int, dtype: str, slice_s: float) -> R
 
 def _product(fleet: Fleet, config: Any, plan: SlotPlan, seconds: float) -> Turn:  # noqa: ANN401 - the head's Config
     from orchestrator.briefing import RunInfo
+    from orchestrator.lessons import Lessons
     from orchestrator.supervisor import Supervisor
     from orchestrator.watch.events import EventLog
     from orchestrator.watch.outlets import Outlets
@@ -179,6 +180,7 @@ def _product(fleet: Fleet, config: Any, plan: SlotPlan, seconds: float) -> Turn:
             fleet=recording,
             outlets=Outlets(watchers=(), events=events, store=store),
             interrupted=lambda: False,
+            lessons=Lessons(None, events),
         ).run()
         store.end("good", 0, None, ())
         events.close()

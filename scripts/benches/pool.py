@@ -1,9 +1,20 @@
 """Four workers on one simulated card: what the head's leases are worth.
 
-Each worker is driven by an `AdaptiveSize` of its own and reports once a second; the head leases what the card has, and
-a lease travels with the next directive, behind one slice that runs and one that is queued, as in a real run. Played with
-leases and without, on the same card with the same tenants. Virtual clock, no torch, no Ray; the card is told in
-`pool_card.py`, what happens on it in `pool_scenes.py`.
+Each worker is driven by an `AdaptiveSize` of its own and reports once a second. The head leases what the card has, and
+a lease travels with the next directive, behind one slice that runs and one that is queued, as in a real run. The same
+scene is played with leases and without, by workers that keep what a step took (as torch does) and by such that give it
+back. Virtual clock, no torch, no Ray; the card is told in `pool_card.py`, what happens on it in `pool_scenes.py`.
+
+Measured over a scene, the start included:
+
+- `jain_bytes`, `jain_work`: Jain's index of what each worker holds, and does, as a share of what it would with its
+  max-min fair share of what tenants leave.
+- `used`: bytes in use by anybody, of those that anybody could use.
+- `work`: as a share of what steps of the largest size that fits the fair share would do; the mean over the workers.
+- `failures_per_minute`: of all workers together.
+- `changes_per_minute`, `quiet_changes_per_minute`: changes of a step's size by more than 2 %, of the worker that has
+  most; and those while nothing has happened for 20 s, per minute of such quiet.
+- `tenants_waited_s_per_minute`: seconds in which a tenant lacked more than 1 % of the card.
 """
 
 from __future__ import annotations
@@ -11,11 +22,13 @@ from __future__ import annotations
 import heapq
 import random
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-from benches.pool_card import CARD_BYTES, MIB, Card, Tenant, Worker
+from benches.pool_card import CARD_BYTES, MIB, Card, Habits, Tenant, Worker
 from benches.pool_scenes import Scene, jobs, scenes
 from orchestrator.leases import NO_BOOKS, Books, Claimant, fair_shares, leased
 
@@ -23,7 +36,7 @@ from orchestrator.leases import NO_BOOKS, Books, Claimant, fair_shares, leased
 BUDGETED = 0.97
 CONTEXT_BYTES = 300 * MIB
 
-#: Loading torch takes a process so long; opening the card is done by one worker at a time.
+#: Loading torch takes a process so long; one at a time opens the card, which takes this.
 START_S = 3.0
 OPEN_S = 0.4
 #: From the end of a slice to its report at the head.
@@ -32,12 +45,16 @@ TRAVEL_S = 0.005
 TENANTS_LOOK_S = 0.1
 SAMPLE_S = 0.25
 
-#: Nothing counts as quiet sooner after somebody outside took or gave more than noise, or a process ended.
+#: Nothing counts as quiet sooner after a tenant came or went, or had to wait, or a process ended.
 SETTLED_S = 20.0
 #: A smaller change of size is the policy following the wobble of its own steps.
 WORTH_COUNTING = 0.02
 #: A tenant that lacks less of the card than this has what it wants.
 NOISE = 0.01
+
+#: What leases shall reach in every scene.
+LEAST = {"jain_bytes": 0.95, "jain_work": 0.95, "used": 0.92}
+MOST = {"quiet_changes_per_minute": 6.0}
 
 
 class Head:
@@ -86,86 +103,78 @@ class Head:
 class Sums:
     """What is added up over the samples of a play."""
 
-    samples: int = 0
     used_bytes: float = 0.0
     usable_bytes: float = 0.0
     tenants_waited_s: float = 0.0
     quiet_at: list[bool] = field(default_factory=list)
-    held_bytes: dict[str, float] = field(default_factory=dict)
-    fair_bytes: dict[str, float] = field(default_factory=dict)
-    oracle_items: dict[str, float] = field(default_factory=dict)
+    """Of each sample."""
+    held_bytes: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    fair_bytes: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    best_items: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
 class Play:
     """One scene, from beginning to end."""
 
-    def __init__(self, scene: Scene, *, seed: int, workers: int, leasing: bool, looks_every_step: bool) -> None:
+    def __init__(self, scene: Scene, *, seed: int, workers: int, habits: Habits, leasing: bool) -> None:
         self._scene = scene
+        self._draw = random.Random(f"{seed}/{scene.name}/play")  # noqa: S311 - a simulation, no secret
         self._now_s = 0.0
-        draw = random.Random(f"{seed}/{scene.name}/steps")  # noqa: S311 - a simulation, no secret
         budget_bytes = int(BUDGETED * CARD_BYTES / workers)
-        self.workers = [
+        self._workers = [
             Worker(
                 slot=f"pc1/{index}",
                 job=job,
                 budget_bytes=budget_bytes,
                 context_bytes=CONTEXT_BYTES,
-                draw=random.Random(draw.random()),  # noqa: S311
+                habits=habits,
+                draw=random.Random(self._draw.random()),  # noqa: S311
                 clock=lambda: self._now_s,
-                looks_every_step=looks_every_step,
             )
-            for index, job in enumerate(jobs(seed, workers, modest=scene.modest))
+            for index, job in enumerate(jobs(seed, workers, budget_bytes - CONTEXT_BYTES, modest=scene.modest))
         ]
-        self._card = Card(
-            total_bytes=CARD_BYTES, tenants=[Tenant(wishes=wishes) for wishes in scene.tenants], workers=self.workers
-        )
-        self._head = Head(self.workers, leasing=leasing)
-        self._draw = draw
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = 0
-        self._card_is_opened_until_s = 0.0
+        tenants = [Tenant(wishes=wishes) for wishes in scene.tenants]
+        self._card = Card(total_bytes=CARD_BYTES, tenants=tenants, workers=self._workers)
+        self._head = Head(self._workers, leasing=leasing)
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._noted = 0
+        self._card_is_taken_until_s = 0.0
         self._disturbed_at_s = 0.0
-        self.sums = Sums()
+        self._sums = Sums()
 
-    def run(self) -> Play:
-        """Play it."""
-        for tenant in self._card.tenants:
-            tenant.taken_bytes = tenant.wants_bytes(0.0)
-        for worker in self.workers:
+    def run(self) -> dict[str, float]:
+        """Play it, and return what came out."""
+        self._look_after_tenants()
+        for worker in self._workers:
             self._start(worker)
         for at_s, index in self._scene.deaths:
-            self._at(at_s, lambda worker=self.workers[index]: self._die(worker))
+            self._note(at_s, partial(self._die, self._workers[index]))
         for at_s in self._scene.disturbed_at_s:
-            self._at(at_s, self._disturb)
-        self._tenants_look()
+            self._note(at_s, self._disturb)
         self._sample()
-        while self._heap[0][0] < self._scene.duration_s:
-            self._now_s, _, what = heapq.heappop(self._heap)
+        while self._agenda[0][0] < self._scene.duration_s:
+            self._now_s, _, what = heapq.heappop(self._agenda)
             what()
-        return self
+        return self._figures()
 
-    def _at(self, at_s: float, what: Callable[[], None]) -> None:
-        self._order += 1
-        heapq.heappush(self._heap, (at_s, self._order, what))
+    def _note(self, at_s: float, what: Callable[[], None]) -> None:
+        self._noted += 1  # what is due at the same moment is done in the order in which it was noted
+        heapq.heappush(self._agenda, (at_s, self._noted, what))
 
     def _disturb(self) -> None:
         self._disturbed_at_s = self._now_s
 
-    def _tenants_look(self) -> None:
-        self._card.serve_tenants(self._now_s)
-        if any(
-            tenant.wants_bytes(self._now_s) - tenant.taken_bytes > NOISE * CARD_BYTES for tenant in self._card.tenants
-        ):
-            self.sums.tenants_waited_s += TENANTS_LOOK_S
+    def _look_after_tenants(self) -> None:
+        if self._card.serve_tenants(self._now_s) > NOISE * CARD_BYTES:
+            self._sums.tenants_waited_s += TENANTS_LOOK_S
             self._disturb()
-        self._at(self._now_s + TENANTS_LOOK_S, self._tenants_look)
+        self._note(self._now_s + TENANTS_LOOK_S, self._look_after_tenants)
 
     def _start(self, worker: Worker) -> None:
         self._head.send_for(worker, self._now_s)
-        ready_s = self._now_s + START_S + self._draw.uniform(0.0, 1.0)
-        self._card_is_opened_until_s = max(ready_s, self._card_is_opened_until_s) + OPEN_S
-        incarnation = worker.incarnation
-        self._at(self._card_is_opened_until_s, lambda: self._open(worker, incarnation))
+        loaded_s = self._now_s + START_S + self._draw.uniform(0.0, 1.0)
+        self._card_is_taken_until_s = max(loaded_s, self._card_is_taken_until_s) + OPEN_S
+        self._note(self._card_is_taken_until_s, partial(self._open, worker, worker.incarnation))
 
     def _open(self, worker: Worker, incarnation: int) -> None:
         if worker.incarnation != incarnation:
@@ -173,7 +182,7 @@ class Play:
         if worker.open(self._card):
             self._go_on(worker, incarnation)
         else:
-            self._at(self._now_s + 1.0, lambda: self._open(worker, incarnation))
+            self._note(self._now_s + OPEN_S, partial(self._open, worker, incarnation))
 
     def _die(self, worker: Worker) -> None:
         worker.die()
@@ -184,82 +193,69 @@ class Play:
     def _go_on(self, worker: Worker, incarnation: int) -> None:
         if worker.incarnation != incarnation:
             return
-        again_s, reported = worker.go_on(self._card, self._now_s)
-        if not reported:
-            self._at(again_s, lambda: self._go_on(worker, incarnation))
+        again_s, has_ended = worker.go_on(self._card, self._now_s)
+        if not has_ended:
+            self._note(again_s, partial(self._go_on, worker, incarnation))
             return
         claimant = Claimant(
             slot=worker.slot,
             card="card",
             cap_bytes=worker.cap_bytes,
-            report=(worker.incarnation, worker.sequence),
+            report=(incarnation, worker.sequence),
             held_bytes=worker.held_bytes,
+            peak_bytes=worker.peak_bytes,
             free_bytes=self._card.free_bytes,
             total_bytes=CARD_BYTES,
             starving=worker.starving,
         )
         idle = not worker.leases
-        self._at(again_s + TRAVEL_S, lambda: self._arrive(worker, claimant, idle=idle))
+        self._note(again_s + TRAVEL_S, partial(self._arrive, worker, incarnation, claimant, idle=idle))
         if not idle:
             self._go_on(worker, incarnation)
 
-    def _arrive(self, worker: Worker, claimant: Claimant, *, idle: bool) -> None:
-        assert claimant.report is not None
-        if claimant.report[0] != worker.incarnation:
+    def _arrive(self, worker: Worker, incarnation: int, claimant: Claimant, *, idle: bool) -> None:
+        if worker.incarnation != incarnation:
             return
         self._head.hear(worker, claimant, self._now_s)
         if idle:
-            self._go_on(worker, worker.incarnation)
+            self._go_on(worker, incarnation)
 
     def _sample(self) -> None:
-        sums, card = self.sums, self._card
-        wants = {worker.slot: worker.wants_bytes for worker in self.workers}
-        contexts = sum(worker.open_bytes for worker in self.workers)
-        fair = fair_shares(CARD_BYTES - card.outside_bytes - contexts, wants)
-        sums.samples += 1
+        sums, card = self._sums, self._card
+        taken_bytes = card.outside_bytes + card.context_bytes
+        wants = {worker.slot: worker.wants_bytes for worker in self._workers}
+        fair = fair_shares(CARD_BYTES - taken_bytes, wants)
         sums.used_bytes += CARD_BYTES - card.free_bytes
-        sums.usable_bytes += min(CARD_BYTES, card.outside_bytes + contexts + sum(wants.values()))
+        sums.usable_bytes += min(CARD_BYTES, taken_bytes + sum(wants.values()))
         sums.quiet_at.append(self._now_s >= self._disturbed_at_s + SETTLED_S)
-        for worker in self.workers:
-            slot, share = worker.slot, fair[worker.slot]
-            sums.held_bytes[slot] = sums.held_bytes.get(slot, 0.0) + worker.held_bytes
-            sums.fair_bytes[slot] = sums.fair_bytes.get(slot, 0.0) + share
-            items = worker.job.items_per_s(worker.job.largest_in(share)) * SAMPLE_S
-            sums.oracle_items[slot] = sums.oracle_items.get(slot, 0.0) + items
-        self._at(self._now_s + SAMPLE_S, self._sample)
+        for worker in self._workers:
+            # Where nothing is kept between steps, the most of a slice stands for what is held in it.
+            held_bytes = worker.held_bytes if worker.habits.keeps_pool else worker.peak_bytes
+            sums.held_bytes[worker.slot] += held_bytes
+            sums.fair_bytes[worker.slot] += fair[worker.slot]
+            sums.best_items[worker.slot] += worker.job.best_per_s(fair[worker.slot]) * SAMPLE_S
+        self._note(self._now_s + SAMPLE_S, self._sample)
 
-    def figures(self) -> dict[str, Any]:
-        """Return what came out."""
-        sums, minutes = self.sums, self._scene.duration_s / 60
+    def _figures(self) -> dict[str, float]:
+        sums, minutes = self._sums, self._scene.duration_s / 60
         quiet_minutes = sum(sums.quiet_at) * SAMPLE_S / 60
-        changes = [self._changes(worker) for worker in self.workers]
-        works = [worker.items / sums.oracle_items[worker.slot] for worker in self.workers]
+        changes = [_changes(worker.sizes) for worker in self._workers]
+        quiet_changes = max(sum(map(self._is_quiet, moments_s)) for moments_s in changes)
+        works = [worker.items / sums.best_items[worker.slot] for worker in self._workers]
         return {
             "jain_bytes": jain([sums.held_bytes[slot] / sums.fair_bytes[slot] for slot in sums.held_bytes]),
             "jain_work": jain(works),
             "used": sums.used_bytes / sums.usable_bytes,
             "work": statistics.fmean(works),
-            "failures_per_minute": sum(len(worker.failed_at_s) for worker in self.workers) / minutes,
-            "changes_per_minute": max(len(moments) for moments in changes) / minutes,
-            "quiet_changes_per_minute": (
-                max(sum(map(self._is_quiet, moments)) for moments in changes) / quiet_minutes if quiet_minutes else 0.0
-            ),
+            "failures_per_minute": sum(len(worker.failed_at_s) for worker in self._workers) / minutes,
+            "changes_per_minute": max(map(len, changes)) / minutes,
+            "quiet_changes_per_minute": quiet_changes / quiet_minutes if quiet_minutes else 0.0,
             "quiet_minutes": quiet_minutes,
             "tenants_waited_s_per_minute": sums.tenants_waited_s / minutes,
         }
 
     def _is_quiet(self, at_s: float) -> bool:
-        return self.sums.quiet_at[min(int(at_s / SAMPLE_S), len(self.sums.quiet_at) - 1)]
-
-    def _changes(self, worker: Worker) -> list[float]:
-        moments, last = [], None
-        for at_s, size in worker.sizes:
-            if last is not None and abs(size - last) > WORTH_COUNTING * max(size, last):
-                moments.append(at_s)
-            elif last is not None:
-                continue
-            last = size
-        return moments
+        return self._sums.quiet_at[int(at_s / SAMPLE_S)]
 
 
 def jain(values: Sequence[float]) -> float:
@@ -268,8 +264,8 @@ def jain(values: Sequence[float]) -> float:
     return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
 
 
-def run(seed: int, workers: int = 4, minutes: float = 10.0, *, looks_every_step: bool = True) -> dict[str, Any]:
-    """Play every scene of a seed with leases and without.
+def run(seed: int, workers: int = 4, minutes: float = 10.0) -> dict[str, Any]:
+    """Play every scene of a seed with leases and without, by workers that keep their pool and by others.
 
     Args:
         seed: Another one, other jobs and tenants.
@@ -277,11 +273,42 @@ def run(seed: int, workers: int = 4, minutes: float = 10.0, *, looks_every_step:
         minutes: Length of each scene.
 
     Returns:
-        The arguments, and under `scenes` a row for each scene and way, numbers flat.
+        The arguments; under `pool` a row for each play; under `pool_targets` what leases shall reach, and do.
     """
-    rows = []
-    for scene in scenes(seed, workers, 60.0 * minutes):
-        for leasing in (True, False):
-            play = Play(scene, seed=seed, workers=workers, leasing=leasing, looks_every_step=looks_every_step).run()
-            rows.append({"scene": scene.name, "leases": "yes" if leasing else "no", **play.figures()})
-    return {"seed": seed, "workers": workers, "minutes": minutes, "scenes": rows}
+    rows: list[dict[str, Any]] = []
+    for keeps_pool in (True, False):
+        for scene in scenes(seed, workers, 60.0 * minutes):
+            for leasing in (True, False):
+                habits = Habits(keeps_pool=keeps_pool)
+                play = Play(scene, seed=seed, workers=workers, habits=habits, leasing=leasing)
+                ways = {"memory": "kept" if keeps_pool else "given back", "leases": "yes" if leasing else "no"}
+                rows.append({"scene": scene.name, **ways, **play.run()})
+    return {"seed": seed, "workers": workers, "minutes": minutes, "pool": rows, "pool_targets": _targets(rows)}
+
+
+def _targets(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+    """Judge the worst of the plays with leases."""
+    with_leases = [row for row in rows if row["leases"] == "yes"]
+    judged = []
+    for key, least in LEAST.items():
+        found = min(row[key] for row in with_leases)
+        judged.append({"target": key, "asked": f">= {least:g}", "found": f"{found:.4g}", "met": _word(found >= least)})
+    for key, most in MOST.items():
+        found = max(row[key] for row in with_leases)
+        judged.append({"target": key, "asked": f"<= {most:g}", "found": f"{found:.4g}", "met": _word(found <= most)})
+    return judged
+
+
+def _word(met: bool) -> str:
+    return "yes" if met else "NO"
+
+
+def _changes(sizes: Sequence[tuple[float, int]]) -> list[float]:
+    """Return when a worker's size moved by more than the policy does to follow the wobble of its steps."""
+    moments_s: list[float] = []
+    last = sizes[0][1] if sizes else 0
+    for at_s, size in sizes:
+        if abs(size - last) > WORTH_COUNTING * max(size, last):
+            moments_s.append(at_s)
+            last = size
+    return moments_s

@@ -1,16 +1,16 @@
 """A simulated card with one pool of memory, tenants who come and go on it, and workers who share it.
 
-A worker asks its `AdaptiveSize` before each step and holds afterwards what the step took, as torch's allocator does,
-until it gives the pool back: after a failure, or when its lease is below what it holds. A step that does not fit takes
-all there is before it fails, as real ones do, and so takes others down with it. Tenants take what is free and no more,
-and wait for the rest. Does not imitate fragmentation, and takes no time to allocate. Times are virtual.
+A worker asks its `AdaptiveSize` before each step. What the step took it holds until it gives it back: after a failure,
+when its lease is below what it holds, or after every step where it keeps no pool. A step that does not fit takes all
+there is before it fails, as real ones do, and so may take others down with it. Tenants take what is free and wait for
+the rest. No fragmentation, and allocating takes no time. Seconds are virtual.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from random import Random
 
 from workers.sizing import AdaptiveSize, Learned
 
@@ -23,7 +23,7 @@ LARGEST = 16_000
 #: What a failure costs beside half of its step: the cleanup.
 FAILURE_S = 0.05
 SLICE_S = 1.0
-#: A worker without a lease yet, and one that can run nothing, look again after this.
+#: The slice of a worker that may hold nothing: a look at the card.
 GLANCE_S = 0.1
 
 
@@ -32,7 +32,7 @@ class Tenant:
     """Somebody else on the card."""
 
     wishes: Sequence[tuple[float, int]]
-    """(second, bytes it wants from then on)."""
+    """(second, bytes it wants from then on), the first at 0."""
     taken_bytes: int = 0
     _place: int = 0
 
@@ -40,13 +40,12 @@ class Tenant:
         """Return what it wants; the clock only goes forward."""
         while self._place + 1 < len(self.wishes) and self.wishes[self._place + 1][0] <= now_s:
             self._place += 1
-        at_s, wish = self.wishes[self._place]
-        return wish if at_s <= now_s else 0
+        return self.wishes[self._place][1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a worker's steps take: `fixed + item x size` bytes give or take 1 %, `(half_items + size) / rate` seconds."""
+    """What a worker's steps take: fixed + item x size bytes give or take 1 %, and (half_items + size) / rate seconds."""
 
     fixed_bytes: int
     item_bytes: int
@@ -58,13 +57,15 @@ class Job:
         """Return the bytes of a step, without its wobble."""
         return self.fixed_bytes + self.item_bytes * size
 
-    def largest_in(self, limit_bytes: float) -> int:
-        """Return the size whose steps all fit."""
-        return max(0, min(self.largest, int((limit_bytes / (1 + WOBBLE) - self.fixed_bytes) / self.item_bytes)))
+    def step_s(self, size: int) -> float:
+        """Return how long a step takes that fits."""
+        return (self.half_items + size) / self.rate_per_s
 
-    def items_per_s(self, size: int) -> float:
-        """Return the throughput at a size."""
-        return size * self.rate_per_s / (self.half_items + size)
+    def best_per_s(self, limit_bytes: float) -> float:
+        """Return the items per second of the largest size whose steps all fit."""
+        size = int((limit_bytes / (1 + WOBBLE) - self.fixed_bytes) / self.item_bytes)
+        size = max(0, min(self.largest, size))
+        return size / self.step_s(size)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class Card:
 
     total_bytes: int
     tenants: Sequence[Tenant]
-    workers: list[Worker] = field(default_factory=list)
+    workers: Sequence[Worker]
 
     @property
     def outside_bytes(self) -> int:
@@ -81,54 +82,70 @@ class Card:
         return sum(tenant.taken_bytes for tenant in self.tenants)
 
     @property
-    def held_bytes(self) -> int:
-        """What workers have, contexts included."""
-        return sum(worker.held_bytes + worker.open_bytes for worker in self.workers)
+    def context_bytes(self) -> int:
+        """What the workers' contexts take."""
+        return sum(worker.open_bytes for worker in self.workers)
 
     @property
     def free_bytes(self) -> int:
         """What anybody may take."""
-        return self.total_bytes - self.outside_bytes - self.held_bytes
+        held_bytes = sum(worker.held_bytes for worker in self.workers)
+        return self.total_bytes - self.outside_bytes - self.context_bytes - held_bytes
 
-    def serve_tenants(self, now_s: float) -> None:
-        """Let tenants give back, and take of what is free."""
+    def serve_tenants(self, now_s: float) -> int:
+        """Let tenants give back, and take of what is free; return the most that one of them lacks then."""
+        lacks_bytes = 0
         for tenant in self.tenants:
-            more_bytes = tenant.wants_bytes(now_s) - tenant.taken_bytes
-            tenant.taken_bytes += min(more_bytes, max(0, self.free_bytes))
+            wants_bytes = tenant.wants_bytes(now_s)
+            tenant.taken_bytes += min(wants_bytes - tenant.taken_bytes, self.free_bytes)
+            lacks_bytes = max(lacks_bytes, wants_bytes - tenant.taken_bytes)
+        return lacks_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Habits:
+    """How workers treat the card's memory."""
+
+    keeps_pool: bool = True
+    """Whether what a step took is held till the next, as torch's allocator does it."""
+    looks_every_step: bool = True
+    """Whether a worker asks the card what is free before each step, or once in a slice and after a failure."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Worker:
-    """One worker process, from step to step. Whoever drives it calls `go_on` at the time that it returned."""
+    """A slot and the process in it. Whoever drives it calls `go_on` again at the time that it returned."""
 
     slot: str
     job: Job
     budget_bytes: int
     context_bytes: int
-    draw: random.Random
+    habits: Habits
+    draw: Random
     clock: Callable[[], float]
-    looks_every_step: bool = True
-    """Whether it asks the card what is free before each step, or once a slice and after a failure."""
-    failures_per_minute: int = 6
     incarnation: int = 0
     sequence: int = 0
-    open_bytes: int = 0
-    held_bytes: int = 0
-    ready: bool = False
-    """Whether it has a process that works, or would if the card had room for its context."""
-    starving: bool = False
     leases: list[int | None] = field(default_factory=list)
     """Of the slice that runs, and of those queued behind it."""
+    ready: bool = False
+    """Whether its process works, or would if the card had room for its context."""
+    open_bytes: int = 0
+    """Its context, once it is open."""
+    held_bytes: int = 0
+    peak_bytes: int = 0
+    """The most it held in this slice."""
+    starving: bool = False
+    """Whether it could run nothing in this slice."""
     items: float = 0.0
     failed_at_s: list[float] = field(default_factory=list)
     sizes: list[tuple[float, int]] = field(default_factory=list)
-    """Every size it ran, and when."""
-    _sizes: AdaptiveSize | None = None
+    """Every step: when it began, and its size."""
+    _sizes: AdaptiveSize = field(init=False)
     _learned: Learned | None = None
     _slice_ends_s: float | None = None
-    _look_due: bool = True
-    _step: tuple[int, int, bool, float] | None = None
-    """Under way: size, bytes, whether it will end well, and when."""
+    _look_is_due: bool = True
+    _step: tuple[int, int, bool] | None = None
+    """Under way: size, bytes, and whether it will end well."""
 
     @property
     def cap_bytes(self) -> int:
@@ -146,77 +163,66 @@ class Worker:
         if card.free_bytes < self.context_bytes:
             return False
         self.open_bytes = self.context_bytes
-        self._sizes = AdaptiveSize(
-            self.job.largest,
-            failures_per_minute=self.failures_per_minute,
-            learned=self._learned,
-            clock=self.clock,
-        )
+        self._sizes = AdaptiveSize(self.job.largest, learned=self._learned, clock=self.clock)
         return True
 
     def die(self) -> None:
-        """End the process; another one will know what this one learned."""
-        self._learned = None if self._sizes is None else self._sizes.learned
-        self._sizes = self._step = self._slice_ends_s = None
-        self.open_bytes = self.held_bytes = 0
-        self.ready = False
+        """End the process; the next one will know what this one has learned."""
+        self._learned = self._sizes.learned if self.open_bytes else self._learned
+        self._step = self._slice_ends_s = None
+        self.open_bytes = self.held_bytes = self.peak_bytes = 0
+        self.ready = self.starving = False
         self.leases.clear()
         self.incarnation += 1
 
     def go_on(self, card: Card, now_s: float) -> tuple[float, bool]:
-        """End what is under way and begin what comes next; return when to call again, and whether a slice ended.
+        """End what is under way and begin what comes next. It must have a directive.
 
-        With no directive left it must not be called before it has one.
+        Returns:
+            When to call again, and whether a slice has ended: then it has begun nothing yet.
         """
-        assert self._sizes is not None, "only a process that has opened the card works"
         if self._step is not None:
-            size, need_bytes, good, _ = self._step
-            self._step = None
-            if good:
-                self._sizes.succeeded(size, need_bytes)
-                self.items += size
-            else:
-                self.held_bytes = 0
-                self.failed_at_s.append(now_s)
-                self._look_due = True
-                self._sizes.failed(size)
+            self._end_step(*self._step, now_s)
         if self._slice_ends_s is None:
-            self._slice_ends_s = now_s + SLICE_S
-            self._look_due = True
-            self.starving = False
-            if self.leases[0] == 0:
-                self.held_bytes = 0
-                self._slice_ends_s = now_s + GLANCE_S
-                return self._slice_ends_s, False
-        elif now_s >= self._slice_ends_s - 1e-9:
+            self.peak_bytes, self.starving, self._look_is_due = self.held_bytes, False, True
+            self._slice_ends_s = now_s + (GLANCE_S if self.leases[0] == 0 else SLICE_S)
+        elif now_s >= self._slice_ends_s:
             self._slice_ends_s = None
             self.leases.pop(0)
             self.sequence += 1
             return now_s, True
-        return self._begin_step(card, now_s), False
+        return self._begin_step(card, now_s, self._slice_ends_s), False
 
-    def _begin_step(self, card: Card, now_s: float) -> float:
-        assert self._sizes is not None
-        assert self._slice_ends_s is not None
+    def _begin_step(self, card: Card, now_s: float, slice_ends_s: float) -> float:
         lease_bytes = self.leases[0]
         limit_bytes = self.cap_bytes if lease_bytes is None else min(self.cap_bytes, lease_bytes)
         if self.held_bytes > limit_bytes:
-            self.held_bytes = 0  # the step's tensors are gone, and the pool is given back
-        size = self._sizes.next(max(0, min(limit_bytes, self.held_bytes + card.free_bytes)) if self._look_due else None)
-        self._look_due = self.looks_every_step
+            self.held_bytes = 0
+        usable_bytes = min(limit_bytes, self.held_bytes + card.free_bytes)
+        size = self._sizes.next(usable_bytes if self._look_is_due else None) if limit_bytes else None
+        self._look_is_due = self.habits.looks_every_step
         if size is None:
             self.held_bytes = 0
-            self.starving = True
-            return self._slice_ends_s
+            self.starving = limit_bytes > 0
+            return slice_ends_s
         self.starving = False
         self.sizes.append((now_s, size))
         need_bytes = int(self.job.need_bytes(size) * (1 + self.draw.uniform(-WOBBLE, WOBBLE)))
-        there_bytes = min(self.cap_bytes, self.held_bytes + max(0, card.free_bytes))
-        step_s = (self.job.half_items + size) / self.job.rate_per_s
-        if need_bytes <= there_bytes:
-            self.held_bytes = max(self.held_bytes, need_bytes)
-            self._step = (size, need_bytes, True, now_s + step_s)
+        there_bytes = min(self.cap_bytes, self.held_bytes + card.free_bytes)
+        good = need_bytes <= there_bytes
+        self.held_bytes = max(self.held_bytes, need_bytes) if good else there_bytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        self._step = (size, need_bytes, good)
+        return now_s + (self.job.step_s(size) if good else self.job.step_s(size) / 2 + FAILURE_S)
+
+    def _end_step(self, size: int, need_bytes: int, good: bool, now_s: float) -> None:
+        self._step = None
+        if good:
+            self.items += size
+            self._sizes.succeeded(size, need_bytes)
         else:
-            self.held_bytes = there_bytes
-            self._step = (size, need_bytes, False, now_s + step_s / 2 + FAILURE_S)
-        return self._step[3]
+            self.failed_at_s.append(now_s)
+            self._look_is_due = True
+            self._sizes.failed(size)
+        if not good or not self.habits.keeps_pool:
+            self.held_bytes = 0

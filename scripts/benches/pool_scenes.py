@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
-from benches.pool_card import CARD_BYTES, GIB, LARGEST, MIB, Job
+from benches.pool_card import CARD_BYTES, LARGEST, MIB, Job
 
 Wishes = tuple[tuple[float, int], ...]
+Happenings = dict[str, Any]
+"""Fields of a scene."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,40 +30,39 @@ class Scene:
     """When a tenant comes or goes, beyond what it always does."""
 
 
-def jobs(seed: int, workers: int, *, modest: int | None) -> list[Job]:
-    """Draw the workers' jobs."""
+def jobs(seed: int, workers: int, cap_bytes: int, *, modest: int | None) -> list[Job]:
+    """Draw the workers' jobs: other fixed parts, other items, other times."""
     draw = Random(f"{seed}/jobs")  # noqa: S311 - a simulation, no secret
     made = []
     for index in range(workers):
-        fixed_bytes = int(draw.uniform(0.2, 0.8) * GIB)
+        fixed_bytes = int(draw.uniform(0.03, 0.15) * cap_bytes)
         item_bytes = int(draw.uniform(1.0, 4.0) * MIB)
-        at_cap = 5.5 * GIB / item_bytes
-        half_items = int(at_cap * draw.uniform(0.1, 0.5))
+        items_at_cap = cap_bytes / item_bytes
+        half_items = int(items_at_cap * draw.uniform(0.1, 0.5))
         step_s = draw.uniform(0.1, 1.2)
-        largest = int(0.5 * GIB / item_bytes) if index == modest else LARGEST
         made.append(
             Job(
                 fixed_bytes=fixed_bytes,
                 item_bytes=item_bytes,
                 half_items=half_items,
-                rate_per_s=(half_items + at_cap) / step_s,
-                largest=largest,
+                rate_per_s=(half_items + items_at_cap) / step_s,
+                largest=int(0.1 * items_at_cap) if index == modest else LARGEST,
             )
         )
     return made
 
 
-def _constant(_draw: Random, _workers: int, _duration_s: float) -> dict[str, object]:
+def _constant(_draw: Random, _workers: int, _duration_s: float) -> Happenings:
     """Nobody else: what the budgets allow is there."""
     return {}
 
 
-def _crowded(draw: Random, _workers: int, _duration_s: float) -> dict[str, object]:
+def _crowded(draw: Random, _workers: int, _duration_s: float) -> Happenings:
     """Somebody has a part of the card and keeps it."""
     return {"tenants": (((0.0, int(draw.uniform(0.2, 0.5) * CARD_BYTES)),),)}
 
 
-def _game(draw: Random, _workers: int, duration_s: float) -> dict[str, object]:
+def _game(draw: Random, _workers: int, duration_s: float) -> Happenings:
     """A game runs when the workers start, ends, comes back, and ends."""
     level = int(draw.uniform(0.3, 0.55) * CARD_BYTES)
     times = [duration_s * (quarter / 4 + draw.uniform(-0.05, 0.05)) for quarter in (1, 2, 3)]
@@ -68,7 +70,7 @@ def _game(draw: Random, _workers: int, duration_s: float) -> dict[str, object]:
     return {"tenants": (wishes,), "disturbed_at_s": tuple(times)}
 
 
-def _neighbour(draw: Random, _workers: int, duration_s: float) -> dict[str, object]:
+def _neighbour(draw: Random, _workers: int, duration_s: float) -> Happenings:
     """A job next door whose memory goes up and down by some percent of the card, every second."""
     level, jitter = draw.uniform(0.25, 0.4), draw.uniform(0.005, 0.015)
     wishes = tuple(
@@ -77,17 +79,17 @@ def _neighbour(draw: Random, _workers: int, duration_s: float) -> dict[str, obje
     return {"tenants": (wishes,)}
 
 
-def _visits(draw: Random, _workers: int, duration_s: float) -> dict[str, object]:
+def _visits(draw: Random, _workers: int, duration_s: float) -> Happenings:
     """A job that takes a part of the card for half a minute to two, ends, and comes again."""
     at_s, wishes, here = 0.0, [], True
     while at_s < duration_s:
-        wishes.append((at_s, int(here * draw.uniform(0.15, 0.4) * CARD_BYTES)))
+        wishes.append((at_s, int(draw.uniform(0.15, 0.4) * CARD_BYTES) if here else 0))
         at_s += draw.uniform(30.0, 120.0)
         here = not here
     return {"tenants": (tuple(wishes),), "disturbed_at_s": tuple(at_s for at_s, _ in wishes)}
 
 
-def _restart(draw: Random, workers: int, duration_s: float) -> dict[str, object]:
+def _restart(draw: Random, workers: int, duration_s: float) -> Happenings:
     """Somebody has a part of the card, and a worker's process dies now and then."""
     deaths, at_s = [], draw.uniform(60.0, 90.0)
     while at_s < duration_s:
@@ -96,13 +98,13 @@ def _restart(draw: Random, workers: int, duration_s: float) -> dict[str, object]
     return {"tenants": (((0.0, int(draw.uniform(0.2, 0.5) * CARD_BYTES)),),), "deaths": tuple(deaths)}
 
 
-def _modest(draw: Random, workers: int, _duration_s: float) -> dict[str, object]:
+def _modest(draw: Random, workers: int, _duration_s: float) -> Happenings:
     """Somebody has a part of the card, and one worker wants little of the rest."""
     tenants = (((0.0, int(draw.uniform(0.2, 0.5) * CARD_BYTES)),),)
     return {"tenants": tenants, "modest": draw.randrange(workers)}
 
 
-SCENES: dict[str, Callable[[Random, int, float], dict[str, object]]] = {
+SCENES: dict[str, Callable[[Random, int, float], Happenings]] = {
     "constant": _constant,
     "crowded": _crowded,
     "game": _game,
@@ -118,5 +120,5 @@ def scenes(seed: int, workers: int, duration_s: float) -> list[Scene]:
     made = []
     for name, draw_scene in SCENES.items():
         draw = Random(f"{seed}/{name}/scene")  # noqa: S311 - a simulation, no secret
-        made.append(Scene(name=name, duration_s=duration_s, **draw_scene(draw, workers, duration_s)))  # type: ignore[arg-type]
+        made.append(Scene(name=name, duration_s=duration_s, **draw_scene(draw, workers, duration_s)))
     return made

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from workers.messages import FailureKind, MemorySettings, WorkloadSpec
-from workers.policy.base import Decision, Emergency, Event, Pressure, Release, Run, StepOk, StepOom
+from workers.policy.base import Decision, Emergency, Event, Growth, Pressure, Release, Run, StepOk, StepOom
 from workers.policy.classic import (
     GOOD_STEPS_PER_RETRY,
     PRESSURES_PER_BLIND_TRY,
@@ -30,6 +30,9 @@ GUIDE = MemorySettings(
     cleanup_every=15,
 )
 PC2 = WorkloadSpec(name="matmul", dtype="fp16", size=4096, batch=128, seed=0)
+GROWTH = Growth(
+    size_power=2.0, batch_power=0.0, fills_claim=True, needed_bytes=lambda size, _: 6 * size**2, most_bytes=1 << 30
+)
 
 GUIDE_SIZES = [4096, 2867, 2007, 1404, 983, 688, 481, 337, 256]
 GUIDE_BATCHES = [128, 112, 96, 80, 64, 48, 32, 32, 32]

@@ -17,12 +17,12 @@ from workers.messages import MemorySettings, Scalar, WorkloadSpec
 from workers.policy import sizer
 from workers.policy.base import Decision, Emergency, Event, Growth, Pressure, Release, Run, StepOk, StepOom
 from workers.policy.bounds import Bounds
-from workers.policy.footprint import Learned
+from workers.policy.footprint import Footprint, Learned
 from workers.policy.ladder import ladder_of
 from workers.policy.sizer import Asked, Failed, Sizer, Succeeded
 
 #: A workload that fills its claim grows only by so much: it writes all of its memory anew.
-_WORTH_REFILLING: Final = 0.02
+_WORTH_REFILLING: Final = 0.01
 
 #: How far what was obtained in one block may be from what a step then takes, on average.
 _PROVEN_SPREAD: Final = 0.002
@@ -41,6 +41,8 @@ class AdaptiveState:
     sizer: Sizer
     units: int
     """Of the last step asked for; 0 before the first and after an emergency."""
+    calibrated: bool = True
+    """Whether a step has shown what a workload that fills its claim takes beside it."""
 
 
 class AdaptivePolicy:
@@ -73,11 +75,10 @@ class AdaptivePolicy:
         """Return the state of a worker that starts at what was learned, or at its claim, or small."""
         if not self._growth.fills_claim or claim_bytes < self._bounds.smallest:
             return AdaptiveState(sizer=sizer.cold(self._bounds, learned), units=0)
-        # The climb of progressive allocation was the calibration: a byte held takes a byte, and that many were there.
-        climbed = Learned(size=claim_bytes, fixed_bytes=0.0, unit_bytes=1.0)
-        sized = sizer.cold(self._bounds, climbed if learned is None else learned)
-        line = None if sized.line is None else replace(sized.line, spread=_PROVEN_SPREAD)
-        return AdaptiveState(sizer=replace(sized, line=line), units=0)
+        # The climb of progressive allocation was a calibration: a byte held takes a byte, and that many were there.
+        start = Learned(size=claim_bytes) if learned is None else learned
+        sized = replace(sizer.cold(self._bounds, start), line=_filled(start.size, start.size))
+        return AdaptiveState(sizer=sized, units=0, calibrated=False)
 
     def decide(self, state: AdaptiveState, event: Event) -> tuple[AdaptiveState, Decision]:
         """Return the state after `event` and what to do next."""
@@ -87,11 +88,13 @@ class AdaptivePolicy:
                 return self._next(replace(state, units=0), event.at_s, event.room_bytes)
             case StepOk():
                 ended = Succeeded(event.at_s, state.units, event.peak_bytes)
-                state = AdaptiveState(sizer=sizer.succeeded(state.sizer, bounds, ended), units=state.units)
-                return self._next(state, event.at_s, event.room_bytes)
+                sized = sizer.succeeded(state.sizer, bounds, ended)
+                if not state.calibrated:
+                    sized = replace(sized, line=_filled(ended.size, event.peak_bytes))
+                return self._next(AdaptiveState(sizer=sized, units=state.units), event.at_s, event.room_bytes)
             case StepOom():
                 sized = sizer.failed(state.sizer, bounds, Failed(event.at_s, state.units))
-                return self._next(AdaptiveState(sizer=sized, units=0), event.at_s, event.room_bytes)
+                return self._next(replace(state, sizer=sized, units=0), event.at_s, event.room_bytes)
             case _:
                 assert_never(event)
 
@@ -137,18 +140,31 @@ class AdaptivePolicy:
     def _next(self, state: AdaptiveState, at_s: float, room_bytes: int | None) -> tuple[AdaptiveState, Decision]:
         sized, units = sizer.asked(state.sizer, self._bounds, Asked(at_s, room_bytes))
         if units is None:
-            return AdaptiveState(sizer=sized, units=0), Emergency(reason=sized.reason)
+            return replace(state, sizer=sized, units=0), Emergency(reason=sized.reason)
         run = self._ladder.run(units)
         needed_bytes = self._growth.needed_bytes(run.size, run.batch)
         if room_bytes is not None and needed_bytes is not None and needed_bytes > room_bytes:
             # The workload itself says so; the sizer would have to learn it by failing.
             within = self._ladder.within(room_bytes, self._growth.needed_bytes)
             if within is None:
-                return AdaptiveState(sizer=sized, units=0), Emergency(reason=self._too_little(room_bytes))
+                return replace(state, sizer=sized, units=0), Emergency(reason=self._too_little(room_bytes))
             units, run = within, self._ladder.run(within)
         if run.hold_bytes is None and units < state.units * (1.0 - _WORTH_RELEASING):
-            return AdaptiveState(sizer=sized, units=0), Release()
-        return AdaptiveState(sizer=sized, units=units), run
+            return replace(state, sizer=sized, units=0), Release()
+        return replace(state, sizer=sized, units=units), run
+
+
+def _filled(hold_bytes: int, peak_bytes: int) -> Footprint:
+    """Return the footprint of a workload that fills its claim: each byte of that, and what it takes beside."""
+    far_bytes = min(hold_bytes, peak_bytes) // 16
+    return Footprint(
+        here_x=hold_bytes,
+        here_bytes=peak_bytes,
+        far_x=hold_bytes - far_bytes,
+        far_bytes=peak_bytes - far_bytes,
+        unit_bytes=1.0,
+        spread=_PROVEN_SPREAD,
+    )
 
 
 def _bytes(data: Mapping[str, Scalar], key: str) -> float | None:

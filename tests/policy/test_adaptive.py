@@ -1,0 +1,640 @@
+"""The adaptive policy on a card of so many bytes: gives way before anything fails, and grows back."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from workers.messages import FailureKind, MemorySettings, Scalar, WorkloadSpec
+from workers.policy.adaptive import AdaptivePolicy, AdaptiveState
+from workers.policy.base import Decision, Emergency, Event, Growth, Pressure, Release, Run, StepOk, StepOom
+from workers.policy.footprint import Learned
+from workers.policy.registry import make_policy
+
+MIB = 2**20
+
+MEMORY = MemorySettings(
+    first_fraction=0.20,
+    retry_reduction=0.10,
+    floor_bytes=100 * MIB,
+    size_decay=0.7,
+    size_floor=256,
+    batch_step=16,
+    batch_floor=32,
+    emergency_size=128,
+    cleanup_every=15,
+)
+ASKED = WorkloadSpec(name="mine:Mlp", dtype="fp16", size=4096, batch=1024, seed=0)
+
+#: What a step of the simulated workloads takes, as footprint of (size, batch).
+Footprint = Callable[[int, int], int]
+
+FIXED_BYTES = 100 * MIB
+ROW_BYTES = MIB
+
+
+def by_batch(size: int, batch: int) -> int:
+    """Return the bytes of a model and of so many rows."""
+    return FIXED_BYTES + ROW_BYTES * batch
+
+
+def by_both(size: int, batch: int) -> int:
+    """Return the bytes of weights of size x size, and as much for every 256 rows of activations."""
+    return 4 * size * size + 4 * size * size * batch // 256
+
+
+def three_squares(size: int, batch: int) -> int:
+    """Return what matmul needs at the least."""
+    return 3 * 2 * (size // 64 * 64) ** 2
+
+
+BATCH_ONLY = Growth(
+    size_power=0.0, batch_power=1.0, fills_claim=False, needed_bytes=lambda _size, _batch: None, most_bytes=1 << 40
+)
+BOTH = replace(BATCH_ONLY, size_power=2.0)
+MATMUL = Growth(size_power=2.0, batch_power=0.0, fills_claim=True, needed_bytes=three_squares, most_bytes=200 * MIB)
+
+
+def adaptive(growth: Growth, workload: WorkloadSpec = ASKED, **memory: Any) -> AdaptivePolicy:  # noqa: ANN401
+    return AdaptivePolicy(replace(MEMORY, **memory), workload, growth)
+
+
+@dataclass
+class Card:
+    """Follows the policy as the engine does, on memory that is counted and not taken. Steps take a second."""
+
+    policy: AdaptivePolicy
+    takes: Footprint
+    room_bytes: int
+    shows_bytes: Callable[[int], int] = lambda room_bytes: room_bytes
+    """What the policy is told of the room."""
+    state: AdaptiveState = field(init=False)
+    now_s: float = 100.0
+    good: list[Run] = field(default_factory=list)
+    failed: list[tuple[float, Run]] = field(default_factory=list)
+    releases: int = 0
+    log: list[tuple[Event, Decision]] = field(default_factory=list)
+
+    def begin(self, claim_bytes: int = 0, learned: Learned | None = None) -> Card:
+        self.state = self.policy.initial(claim_bytes, learned)
+        return self
+
+    def tell(self, event: Event) -> Decision:
+        self.state, decision = self.policy.decide(self.state, event)
+        self.log.append((event, decision))
+        return decision
+
+    def slice(self, steps: int = 1) -> Decision:
+        """Run a slice of so many good steps; return the last decision, which is an emergency if it ended so."""
+        decision, done = self.look(), 0
+        while not isinstance(decision, Emergency):
+            if isinstance(decision, Release):
+                self.releases += 1
+                decision = self.look()
+                continue
+            self.now_s += 1.0
+            if self.bytes_of(decision) <= self.room_bytes:
+                self.good.append(decision)
+                decision = self.tell(self.ended_well(decision))
+                done += 1
+                if done == steps:
+                    return decision
+            else:
+                self.failed.append((self.now_s, decision))
+                decision = self.tell(self.ran_out(decision))
+        self.now_s += 1.0
+        return decision
+
+    def bytes_of(self, run: Run) -> int:
+        return self.takes(run.size, run.batch) if run.hold_bytes is None else run.hold_bytes
+
+    def look(self) -> Decision:
+        floor = self.policy.floor
+        return self.tell(
+            Pressure(
+                at_s=self.now_s,
+                free_bytes=self.room_bytes,
+                room_bytes=self.shows_bytes(self.room_bytes),
+                needed_at_floor_bytes=self.takes(floor.size, floor.batch),
+            )
+        )
+
+    def ended_well(self, run: Run) -> StepOk:
+        return StepOk(
+            at_s=self.now_s,
+            size=run.size,
+            batch=run.batch,
+            peak_bytes=self.bytes_of(run),
+            seconds=1.0,
+            room_bytes=self.shows_bytes(self.room_bytes),
+        )
+
+    def ran_out(self, run: Run) -> StepOom:
+        return StepOom(
+            at_s=self.now_s,
+            size=run.size,
+            batch=run.batch,
+            kind=FailureKind.DEFINITE,
+            needed_bytes=None,
+            free_bytes=self.room_bytes,
+            room_bytes=self.shows_bytes(self.room_bytes),
+        )
+
+    @property
+    def last(self) -> Run:
+        return self.good[-1]
+
+    @property
+    def last_bytes(self) -> int:
+        return self.bytes_of(self.last)
+
+
+def matmul(room_bytes: int = 200 * MIB, claim_bytes: int = 200 * MIB, size: int = 4096) -> Card:
+    policy = adaptive(MATMUL, replace(ASKED, name="matmul", size=size))
+    return Card(policy, three_squares, room_bytes).begin(claim_bytes)
+
+
+def mlp(room_bytes: int, **memory: Any) -> Card:  # noqa: ANN401 - MemorySettings has many types
+    return Card(adaptive(BATCH_ONLY, **memory), by_batch, room_bytes).begin()
+
+
+class TestFilling:
+    """A workload that holds all of its claim: what it holds follows the room, and its size what it holds."""
+
+    def test_the_first_step_holds_the_claim(self) -> None:
+        card = matmul()
+        card.slice()
+        assert 0.98 * 200 * MIB <= card.last_bytes <= 200 * MIB
+        assert card.last.batch == ASKED.batch
+
+    def test_the_size_is_the_one_asked_for_where_that_fits(self) -> None:
+        card = matmul(size=2048)
+        card.slice()
+        assert (card.last.size, three_squares(2048, 1) <= card.last_bytes) == (2048, True)
+
+    def test_a_size_that_does_not_fit_is_the_largest_that_does(self) -> None:
+        card = matmul(size=65536)
+        card.slice(10)
+        assert three_squares(card.last.size, 1) <= card.last_bytes < three_squares(card.last.size + 256, 1)
+        assert card.failed == []
+
+    def test_it_gives_way_in_the_very_next_step_and_the_size_follows(self) -> None:
+        card = matmul(size=65536)
+        card.slice(5)
+        card.room_bytes = 90 * MIB
+        card.slice(1)
+        assert 0.95 * 90 * MIB <= card.last_bytes <= 90 * MIB
+        assert three_squares(card.last.size, 1) <= card.last_bytes
+        assert card.failed == []
+
+    def test_it_gives_way_within_a_slice_too(self) -> None:
+        card = matmul()
+        card.slice()
+        run = card.look()
+        assert isinstance(run, Run)
+        decision = card.tell(replace(card.ended_well(run), room_bytes=90 * MIB))
+        assert isinstance(decision, Run)
+        assert decision.hold_bytes is not None
+        assert decision.hold_bytes <= 90 * MIB
+
+    def test_it_grows_back_within_a_few_steps(self) -> None:
+        card = matmul(size=65536)
+        card.slice(5)
+        full = card.last
+        card.room_bytes = 90 * MIB
+        card.slice(5)
+        card.room_bytes = 200 * MIB
+        card.slice(5)
+        assert card.last == full
+        assert card.failed == []
+
+    def test_it_grows_no_further_than_its_cap(self) -> None:
+        card = matmul(room_bytes=1 << 34)
+        card.slice(20)
+        assert card.last_bytes <= MATMUL.most_bytes
+
+    def test_no_release_is_needed_because_the_engine_gives_back_what_it_holds_less(self) -> None:
+        card = matmul()
+        card.slice(3)
+        card.room_bytes = 90 * MIB
+        card.slice(3)
+        assert card.releases == 0
+
+    def test_less_than_the_floor_needs_is_an_emergency_that_says_so_and_ends(self) -> None:
+        card = matmul()
+        card.slice(3)
+        full = card.last
+        card.room_bytes = three_squares(256, 1) - 1
+        for _ in range(100):
+            assert isinstance(emergency := card.slice(), Emergency)
+            assert emergency.reason
+        assert card.last == full, "nothing ran"
+        card.room_bytes = 200 * MIB
+        card.slice(5)
+        assert card.last == full
+        assert card.failed == []
+
+    def test_a_claim_that_was_not_obtained_starts_where_it_ended(self) -> None:
+        card = matmul(room_bytes=120 * MIB, claim_bytes=120 * MIB)
+        card.slice()
+        assert 0.98 * 120 * MIB <= card.last_bytes <= 120 * MIB
+
+    def test_what_was_learned_counts_more_than_the_claim(self) -> None:
+        card = matmul(claim_bytes=200 * MIB)
+        card.begin(200 * MIB, Learned(size=150 * MIB, fixed_bytes=20 * MIB, unit_bytes=1.1))
+        run = card.look()
+        assert isinstance(run, Run)
+        assert run.hold_bytes is not None
+        assert run.hold_bytes <= (200 - 20) * MIB / 1.1, "a byte held was learned to take more than one"
+
+    @given(
+        rooms=st.lists(st.integers(0, 300 * MIB), min_size=1, max_size=30),
+        claim_bytes=st.integers(0, 200 * MIB),
+        size=st.integers(1, 70_000),
+        steps=st.integers(1, 4),
+    )
+    def test_it_never_asks_for_more_than_the_room_and_so_never_fails(
+        self, rooms: list[int], claim_bytes: int, size: int, steps: int
+    ) -> None:
+        card = matmul(claim_bytes=claim_bytes, size=size)
+        floor_bytes = three_squares(card.policy.floor.size, 1)
+        for room_bytes in rooms:
+            card.room_bytes = room_bytes
+            before = len(card.good)
+            ended = card.slice(steps)
+            if room_bytes < min(floor_bytes, MATMUL.most_bytes):
+                assert isinstance(ended, Emergency)
+            for run in card.good[before:]:
+                assert run.hold_bytes is not None
+                assert run.hold_bytes <= min(room_bytes, MATMUL.most_bytes)
+                assert three_squares(run.size, 1) <= run.hold_bytes
+        assert card.failed == []
+
+
+class TestStepping:
+    """A workload that takes what its step takes, and says nothing about it: learned from the peaks of its steps."""
+
+    def test_a_cold_start_finds_the_largest_batch_without_a_failure(self) -> None:
+        card = mlp(room_bytes=700 * MIB)
+        card.slice(12)
+        assert card.failed == []
+        assert card.good[0].batch <= ASKED.batch / 16, "the first step of all is small"
+        assert 0.97 * 600 <= card.last.batch <= 600
+
+    def test_what_fits_as_asked_is_run_as_asked(self) -> None:
+        card = mlp(room_bytes=2000 * MIB)
+        card.slice(12)
+        assert (card.last.size, card.last.batch) == (ASKED.size, ASKED.batch)
+        assert card.failed == []
+
+    def test_only_what_moves_memory_is_moved(self) -> None:
+        card = mlp(room_bytes=300 * MIB)
+        card.slice(20)
+        assert {run.size for run in card.good} == {ASKED.size}
+        by_size = replace(BATCH_ONLY, size_power=2.0, batch_power=0.0)
+        card = Card(adaptive(by_size), lambda size, _: 4 * size * size, 32 * MIB).begin()
+        card.slice(20)
+        assert {run.batch for run in card.good} == {ASKED.batch}
+        assert 0.95 * 32 * MIB <= card.last_bytes <= 32 * MIB
+
+    def test_the_batch_gives_way_before_the_size(self) -> None:
+        card = Card(adaptive(BOTH), by_both, 400 * MIB).begin()
+        card.slice(20)
+        assert (card.last.size, card.last.batch) == (ASKED.size, ASKED.batch)
+        card.room_bytes = 150 * MIB
+        card.slice(10)
+        assert card.last.size == ASKED.size
+        assert MEMORY.batch_floor < card.last.batch < ASKED.batch
+        card.room_bytes = 40 * MIB
+        card.slice(10)
+        assert card.last.batch == MEMORY.batch_floor
+        assert MEMORY.size_floor < card.last.size < ASKED.size
+        assert card.failed == []
+
+    def test_it_gives_way_before_anything_fails_and_gives_memory_back_first(self) -> None:
+        card = mlp(room_bytes=700 * MIB)
+        card.slice(12)
+        assert card.releases == 0
+        card.room_bytes = 400 * MIB
+        card.slice(1)
+        assert 0.95 * 300 <= card.last.batch <= 300
+        card.slice(10)
+        assert card.failed == []
+        assert card.releases <= 1, "what it gave up already is not given back again"
+
+    def test_within_a_slice_it_gives_memory_back_before_the_smaller_step(self) -> None:
+        card = mlp(room_bytes=700 * MIB)
+        card.slice(12)
+        run = card.look()
+        assert isinstance(run, Run)
+        card.room_bytes = 400 * MIB
+        assert card.tell(card.ended_well(run)) == Release()
+        smaller = card.look()
+        assert isinstance(smaller, Run)
+        assert by_batch(smaller.size, smaller.batch) <= 400 * MIB
+
+    def test_it_grows_back_within_a_few_steps(self) -> None:
+        card = mlp(room_bytes=700 * MIB)
+        card.slice(12)
+        before = card.last.batch
+        card.room_bytes = 400 * MIB
+        card.slice(3)
+        card.room_bytes = 700 * MIB
+        card.slice(4)
+        assert card.last.batch >= 0.98 * before
+        assert card.failed == []
+
+    def test_a_step_that_grew_is_followed_at_the_cost_of_one_failure_at_most(self) -> None:
+        card = mlp(room_bytes=700 * MIB)
+        card.slice(40)
+        card.takes = lambda _size, batch: 200 * MIB + ROW_BYTES * batch
+        card.slice(40)
+        assert len(card.failed) <= 1
+        assert 0.95 * 500 <= card.last.batch <= 500
+
+    def test_where_the_floor_does_not_fit_it_waits_and_comes_back(self) -> None:
+        card = mlp(room_bytes=700 * MIB)
+        card.slice(12)
+        card.room_bytes = 120 * MIB
+        endings = [card.slice() for _ in range(120)]
+        assert all(isinstance(ending, Emergency) and ending.reason for ending in endings)
+        assert card.last.batch > MEMORY.batch_floor, "nothing ran"
+        assert len(card.failed) <= 4, "the floor is tried again now and then, ever more rarely"
+        card.room_bytes = 700 * MIB
+        card.slice(12)
+        assert card.last.batch >= 0.97 * 600
+
+    def test_a_floor_that_never_fitted_is_tried_ever_more_rarely(self) -> None:
+        card = mlp(room_bytes=50 * MIB)
+        for _ in range(300):
+            card.slice()
+        assert card.good == []
+        times_s = [at_s for at_s, _ in card.failed]
+        assert 4 <= len(times_s) <= 8
+        assert all(run.batch == MEMORY.batch_floor for _, run in card.failed[1:])
+
+    def test_without_any_need_told_it_never_goes_beyond_what_was_asked_for(self) -> None:
+        card = Card(adaptive(BATCH_ONLY), lambda _size, _batch: 1, 1 << 40).begin()
+        card.slice(50)
+        assert (card.last.size, card.last.batch) == (ASKED.size, ASKED.batch)
+
+
+class TestWhatTheWorkloadSays:
+    def test_is_respected_without_a_single_failure(self) -> None:
+        growth = replace(BATCH_ONLY, needed_bytes=lambda size, batch: 8 * by_batch(size, batch))
+        card = Card(adaptive(growth), lambda _size, _batch: 1000, 3200 * MIB).begin()
+        card.slice(30)
+        assert card.last.batch == 300, "the steps it measures look tiny, and it is believed all the same"
+        card.room_bytes = 1600 * MIB
+        card.slice()
+        assert card.last.batch == 100
+
+    def test_a_floor_that_is_said_not_to_fit_is_an_emergency_at_once_and_says_by_how_much(self) -> None:
+        growth = replace(BATCH_ONLY, needed_bytes=by_batch)
+        card = Card(adaptive(growth), by_batch, 100 * MIB).begin()
+        assert card.slice() == Emergency(
+            reason="the smallest step (size 4096 batch 32) needs 132.0 MiB, 100.0 MiB are there"
+        )
+        assert card.failed == []
+        card.room_bytes = 132 * MIB
+        assert isinstance(card.slice(), Run)
+        assert card.last.batch == MEMORY.batch_floor
+
+    @given(
+        rooms=st.lists(st.integers(0, 1200), min_size=1, max_size=30),
+        learned=st.none() | st.builds(Learned, size=st.integers(1, 1 << 40)),
+    )
+    def test_nothing_is_run_that_is_said_not_to_fit(self, rooms: list[int], learned: Learned | None) -> None:
+        card = Card(adaptive(replace(BATCH_ONLY, needed_bytes=by_batch)), by_batch, 0).begin(0, learned)
+        for room_mib in rooms:
+            card.room_bytes = room_mib * MIB
+            ended = card.slice(2)
+            assert isinstance(ended, Emergency) == (room_mib < 132)
+        assert card.failed == []
+
+
+class TestLearned:
+    def test_the_next_run_starts_there_in_one_step(self) -> None:
+        first = mlp(room_bytes=700 * MIB)
+        first.slice(12)
+        learned = first.policy.learned(first.state)
+        assert learned is not None
+        assert learned.size == first.last.batch
+        assert (learned.fixed_bytes, learned.unit_bytes) == (
+            pytest.approx(FIXED_BYTES, rel=0.01),
+            pytest.approx(ROW_BYTES, rel=0.01),
+        )
+        second = mlp(room_bytes=700 * MIB)
+        second.begin(0, learned)
+        second.slice(1)
+        assert second.last.batch >= 0.97 * first.last.batch
+        assert second.failed == []
+
+    def test_it_is_checked_against_the_room_first(self) -> None:
+        card = mlp(room_bytes=300 * MIB)
+        card.begin(0, Learned(size=600, fixed_bytes=FIXED_BYTES, unit_bytes=ROW_BYTES))
+        card.slice(1)
+        assert 0.9 * 200 <= card.last.batch <= 200
+        assert card.failed == []
+
+    def test_a_size_without_a_footprint_is_believed_until_it_fails(self) -> None:
+        card = mlp(room_bytes=700 * MIB)
+        card.begin(0, Learned(size=500))
+        card.slice(1)
+        assert card.last.batch == 500
+
+    def test_what_no_longer_fits_costs_one_failure_and_is_unlearned(self) -> None:
+        card = mlp(room_bytes=700 * MIB)
+        card.takes = lambda _size, batch: FIXED_BYTES + 2 * ROW_BYTES * batch
+        card.begin(0, Learned(size=590, fixed_bytes=FIXED_BYTES, unit_bytes=ROW_BYTES))
+        card.slice(30)
+        assert len(card.failed) <= 2
+        assert 0.9 * 300 <= card.last.batch <= 300
+        learned = card.policy.learned(card.state)
+        assert learned is not None
+        assert learned.size == card.last.batch
+
+    def test_nothing_is_learned_before_a_step_has_ended_well(self) -> None:
+        card = mlp(room_bytes=50 * MIB)
+        assert card.policy.learned(card.state) is None
+        card.slice()
+        assert card.policy.learned(card.state) is None
+
+    @given(size=st.integers(1, 10**15), fixed=st.floats(0, 1e15), unit=st.floats(0, 1e12))
+    @example(size=10**15, fixed=0.0, unit=0.0)
+    def test_whatever_was_learned_it_finds_its_way(self, size: int, fixed: float, unit: float) -> None:
+        card = mlp(room_bytes=700 * MIB)
+        card.begin(0, Learned(size=size, fixed_bytes=fixed, unit_bytes=unit))
+        for _ in range(240):
+            card.slice()
+        assert len(card.failed) <= 6
+        assert card.last.batch >= 0.8 * 600
+
+
+class TestFailuresPerMinute:
+    @given(allowed=st.integers(1, 8), takes_mib=st.lists(st.integers(1, 3000), min_size=20, max_size=200))
+    def test_never_more_than_allowed_however_wild_the_steps(self, allowed: int, takes_mib: list[int]) -> None:
+        card = mlp(room_bytes=700 * MIB, failures_per_minute=allowed)
+        for mib in takes_mib:
+            card.takes = lambda _size, batch, mib=mib: mib * MIB * batch // 512  # type: ignore[misc]
+            card.slice()
+        times_s = [at_s for at_s, _ in card.failed]
+        for earlier, later in zip(times_s, times_s[allowed:], strict=False):
+            assert later - earlier >= 60.0
+
+    def test_what_rests_says_why_and_goes_on_a_minute_later(self) -> None:
+        card = mlp(room_bytes=700 * MIB, failures_per_minute=2)
+        card.slice(12)
+        card.takes = lambda _size, _batch: 1 << 40
+        while not isinstance(ended := card.slice(), Emergency):
+            pass
+        assert len(card.failed) <= 2
+        card.takes = by_batch
+        card.now_s += 60.0
+        assert isinstance(card.slice(), Run)
+        assert "within a minute" in ended.reason or "smallest" in ended.reason
+
+
+class TestResume:
+    @pytest.mark.parametrize("growth", [BATCH_ONLY, BOTH, MATMUL], ids=["batch", "both", "filling"])
+    def test_a_fresh_process_goes_on_at_the_same_step(self, growth: Growth) -> None:
+        takes = {id(BATCH_ONLY): by_batch, id(BOTH): by_both, id(MATMUL): three_squares}[id(growth)]
+        card = Card(adaptive(growth), takes, 150 * MIB).begin(150 * MIB)
+        card.slice(30)
+        dumped = json.loads(json.dumps(card.policy.dump(card.state)))
+        fresh = Card(adaptive(growth), takes, 150 * MIB)
+        fresh.state = fresh.policy.load(dumped)
+        assert fresh.policy.dump(fresh.state) == dumped
+        fresh.slice()
+        assert card.bytes_of(fresh.last) == pytest.approx(card.last_bytes, rel=0.02)
+        assert fresh.failed == []
+
+    def test_a_state_that_knows_nothing_starts_afresh(self) -> None:
+        policy = adaptive(BATCH_ONLY)
+        dumped = policy.dump(policy.initial(0, None))
+        assert policy.load(dumped) == policy.initial(0, None)
+
+    def test_what_was_learned_under_larger_settings_is_cut_to_the_new_ones(self) -> None:
+        card = mlp(room_bytes=2000 * MIB)
+        card.slice(12)
+        smaller = AdaptivePolicy(MEMORY, replace(ASKED, batch=200), BATCH_ONLY)
+        state = smaller.load(card.policy.dump(card.state))
+        assert smaller.decide(state, card.log[0][0])[1] == Run(size=ASKED.size, batch=200)
+
+    @pytest.mark.parametrize(
+        ("damage", "complaint"),
+        [
+            ({"policy": "classic"}, "written by policy 'classic'"),
+            ({"policy": None}, "written by policy None"),
+            ({"units": 0}, "units must be"),
+            ({"units": -5}, "units must be"),
+            ({"units": 1.5}, "units must be"),
+            ({"units": True}, "units must be"),
+            ({"units": "600"}, "units must be"),
+            ({"fixed_bytes": -1.0}, "fixed_bytes must be"),
+            ({"fixed_bytes": float("nan")}, "fixed_bytes must be"),
+            ({"fixed_bytes": True}, "fixed_bytes must be"),
+            ({"unit_bytes": float("inf")}, "unit_bytes must be"),
+            ({"unit_bytes": "many"}, "unit_bytes must be"),
+            ({"surprise": 1}, "surprise"),
+        ],
+    )
+    def test_a_foreign_or_damaged_mapping_is_refused(self, damage: dict[str, Any], complaint: str) -> None:
+        card = mlp(room_bytes=700 * MIB)
+        card.slice(12)
+        with pytest.raises(ValueError, match=complaint):
+            card.policy.load({**card.policy.dump(card.state), **damage})
+
+    @pytest.mark.parametrize("key", ["units", "fixed_bytes", "unit_bytes"])
+    def test_a_missing_key_is_refused_by_name(self, key: str) -> None:
+        policy = adaptive(BATCH_ONLY)
+        data = policy.dump(policy.initial(0, None))
+        del data[key]
+        with pytest.raises(ValueError, match=key):
+            policy.load(data)
+
+    def test_an_empty_mapping_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="written by policy None"):
+            adaptive(BATCH_ONLY).load({})
+
+    @given(
+        units=st.none() | st.integers() | st.floats() | st.booleans() | st.text(),
+        fixed=st.none() | st.integers() | st.floats() | st.text(),
+        unit=st.none() | st.integers() | st.floats() | st.text(),
+    )
+    @example(units=600, fixed=10**400, unit=1.0)
+    @example(units=600, fixed=1e308, unit=1e308)
+    @example(units=600, fixed=0.0, unit=5e-324)
+    def test_any_damage_is_refused_or_survived(self, units: Scalar, fixed: Scalar, unit: Scalar) -> None:
+        card = mlp(room_bytes=700 * MIB)
+        try:
+            card.state = card.policy.load(
+                {"policy": "adaptive", "units": units, "fixed_bytes": fixed, "unit_bytes": unit}
+            )
+        except ValueError:
+            return
+        for _ in range(240):
+            card.slice()
+        assert card.last.batch >= 0.8 * 600
+
+
+class TestConstruction:
+    @pytest.mark.parametrize(("settings", "key"), [({"size": 0}, "workload.size"), ({"batch": 0}, "workload.batch")])
+    def test_settings_that_cannot_work_are_refused_by_name(self, settings: dict[str, Any], key: str) -> None:
+        with pytest.raises(ValueError, match=key):
+            adaptive(BATCH_ONLY, replace(ASKED, **settings))
+
+    def test_no_failures_at_all_cannot_be_asked_for(self) -> None:
+        with pytest.raises(ValueError, match="failures_per_minute"):
+            adaptive(BATCH_ONLY, failures_per_minute=0)
+
+    def test_the_floor_is_the_smallest_step_there_is(self) -> None:
+        assert adaptive(BOTH).floor == Run(size=256, batch=32)
+        assert adaptive(MATMUL).floor == Run(size=256, batch=1024, hold_bytes=three_squares(256, 1))
+
+    def test_the_registry_builds_it_by_its_name(self) -> None:
+        policy = make_policy("adaptive", MEMORY, ASKED, BATCH_ONLY)
+        assert policy.name == "adaptive"
+
+
+growths = st.sampled_from([BATCH_ONLY, BOTH, MATMUL, replace(BATCH_ONLY, needed_bytes=by_batch)])
+
+
+@given(
+    growth=growths,
+    rooms=st.lists(st.integers(0, 1 << 31), min_size=1, max_size=40),
+    wobbles=st.lists(st.floats(0.5, 1.5), min_size=1, max_size=20),
+    lies=st.floats(0.5, 2.0),
+    claim_bytes=st.integers(0, 1 << 31),
+)
+def test_the_same_events_give_the_same_decisions(
+    growth: Growth, rooms: list[int], wobbles: list[float], lies: float, claim_bytes: int
+) -> None:
+    """Whatever happened: what was asked for is within what was asked of it, and a log replays."""
+    card = Card(adaptive(growth), by_both, 0, shows_bytes=lambda room_bytes: int(lies * room_bytes))
+    card.begin(claim_bytes)
+    for number, room_bytes in enumerate(rooms):
+        wobble = wobbles[number % len(wobbles)]
+        card.takes = lambda size, batch, wobble=wobble: math.ceil(wobble * by_both(size, batch))  # type: ignore[misc]
+        card.room_bytes = room_bytes
+        card.slice(3)
+    floor = card.policy.floor
+    state = card.policy.initial(claim_bytes, None)
+    for event, decision in card.log:
+        state, again = card.policy.decide(state, event)
+        assert again == decision
+        if isinstance(decision, Run):
+            assert floor.size <= decision.size <= ASKED.size
+            assert floor.batch <= decision.batch <= ASKED.batch
+            assert (decision.hold_bytes is not None) == growth.fills_claim
+        if isinstance(decision, Emergency):
+            assert decision.reason
+    assert state == card.state
+    json.dumps(card.policy.dump(state), allow_nan=False)
