@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 #: A worker that holds less than this share of its lease has left it untaken.
-_TAKEN: Final = 0.7
+_TAKEN: Final = 0.8
 
 #: More than it held at the report before by this share, and it is growing.
 _GROWING: Final = 0.03
@@ -24,10 +24,10 @@ _LONGEST_PATIENCE: Final = 80
 
 #: The room that is left to it, as a multiple of what it holds and a share of its cap; and how far it must have grown
 #: into that to want more. The gap between the two is wider than the margin that a policy keeps below its lease.
-_ROOM: Final = 1.3
-_ROOM_OF_CAP: Final = 1 / 16
-_GROWN: Final = 1.1
-_GROWN_OF_CAP: Final = 1 / 64
+_ROOM: Final = 1.2
+_ROOM_OF_CAP: Final = 1 / 32
+_GROWN: Final = 1.08
+_GROWN_OF_CAP: Final = 1 / 128
 
 #: A share that was left is offered again once it is larger by this.
 _WORTH_OFFERING: Final = 1.1

@@ -45,7 +45,7 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What a worker's steps take: fixed + item x size bytes give or take 1 %, and (half_items + size) / rate seconds."""
+    """What steps take: fixed + item x size bytes, give or take 1 %, and (half_items + size) / rate seconds."""
 
     fixed_bytes: int
     item_bytes: int

@@ -39,7 +39,7 @@ def jobs(seed: int, workers: int, cap_bytes: int, *, modest: int | None) -> list
         item_bytes = int(draw.uniform(1.0, 4.0) * MIB)
         items_at_cap = cap_bytes / item_bytes
         half_items = int(items_at_cap * draw.uniform(0.1, 0.5))
-        step_s = draw.uniform(0.1, 1.2)
+        step_s = draw.uniform(0.1, 2.5)
         made.append(
             Job(
                 fixed_bytes=fixed_bytes,

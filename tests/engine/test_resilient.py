@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -175,15 +177,16 @@ def to_the_last_byte(spec: WorkerSpec) -> list[int]:
     @resilient(starting_batch_size=4)
     def work(batch_size: int) -> int:
         tried.append(batch_size)
-        kept: list[object] = []
-        # Small things as well as large ones: nothing is left to judge the failure with.
-        for size in (MIB, 64 * 1024, 4096, 256, 16):
+        kept: object = None
+        # Small things as well as large ones, and no list that would be refused first: little is left to judge it with.
+        for size in (MIB, 64 * 1024, 4096, *range(512, 0, -16)):
             try:
                 while batch_size > 1:
-                    kept.append(bytearray(size))
+                    kept = (bytes(size), kept)
             except MemoryError:
-                if size == 16:
-                    raise
+                continue
+        while batch_size > 1:
+            kept = (kept,)
         return batch_size
 
     with device.enforced():
@@ -320,6 +323,26 @@ def test_failures_are_rationed(starting: int, failures_per_minute: int, calls: i
         assert last - first >= 59.9
 
 
+def test_who_calls_again_after_the_final_error_does_not_wait() -> None:
+    """He may have made room, as an outer resilient function does."""
+    clock, failed_at_s = Clock(), list[float]()
+    attempts = Attempts(Rules(name="work", starting_batch_size=2, clock=clock, sleep=clock.sleep))
+    with pytest.raises(OutOfBatchError):
+        attempts.run(refused_above(0, clock, failed_at_s))
+    assert attempts.run(refused_above(1, clock, failed_at_s)) == 1
+    assert clock.slept_s == 0.0
+
+
+def test_who_calls_again_and_again_waits_for_the_allowance() -> None:
+    clock, failed_at_s = Clock(), list[float]()
+    rules = Rules(name="work", starting_batch_size=1, failures_per_minute=3, clock=clock, sleep=clock.sleep)
+    attempts = Attempts(rules)
+    for _ in range(12):
+        with pytest.raises(OutOfBatchError):
+            attempts.run(refused_above(0, clock, failed_at_s))
+    assert all(later - first >= 59.9 for first, later in zip(failed_at_s, failed_at_s[3:], strict=False))
+
+
 def test_without_patience_the_smallest_size_is_the_last_resort() -> None:
     clock = Clock()
     rules = Rules(
@@ -341,6 +364,44 @@ def test_a_call_that_waits_says_so(caplog: pytest.LogCaptureFixture) -> None:
     Attempts(rules).run(refused_above(100, clock, []))
     assert "work waits for memory, 120 s at the most: " in caplog.text
     assert 0 < clock.slept_s <= 120
+
+
+# --- the document --------------------------------------------------------------------------------------------------
+
+
+def example(spec: WorkerSpec, source: str) -> Found:
+    device = CpuDevice(spec)
+    scope: Found = {}
+    with device.enforced():
+        exec(source, scope)  # noqa: S102 - our own document
+    return {name: value for name, value in scope.items() if isinstance(value, int | float | list)} | {
+        "train": getattr(scope.get("train"), "batch_size", None)
+    }
+
+
+class TestDocument:
+    @pytest.fixture(scope="module")
+    @staticmethod
+    def examples() -> list[str]:
+        document = Path(__file__).parents[2] / "docs" / "resilient.md"
+        return re.findall(r"^```python\n(.*?)^```", document.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+    def test_the_function_survives(self, examples: list[str], in_child: InChild, make_spec: MakeSpec) -> None:
+        found = in_child(example, make_spec(budget_bytes=BUDGET_BYTES), examples[0])
+        assert 1024 <= found["train"] < 16384
+        assert found["loss"] < 2.0
+
+    def test_the_loop_does_all_its_work(self, examples: list[str], in_child: InChild, make_spec: MakeSpec) -> None:
+        found = in_child(example, make_spec(budget_bytes=BUDGET_BYTES), examples[1])
+        assert sum(found["steps"]) == 20_000
+        assert max(found["steps"]) > found["steps"][0]
+
+    def test_every_option_is_in_the_table(self) -> None:
+        document = (Path(__file__).parents[2] / "docs" / "resilient.md").read_text(encoding="utf-8")
+        options = inspect.signature(resilient).parameters
+        for name, parameter in list(options.items())[1:]:
+            default = f"{parameter.default:g}" if isinstance(parameter.default, float) else str(parameter.default)
+            assert re.search(rf"^\| `{name}` \| `?{default}`? \|", document, re.MULTILINE), name
 
 
 # --- signals and memory across processes -------------------------------------------------------------------------

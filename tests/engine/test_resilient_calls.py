@@ -451,6 +451,13 @@ class TestMethods:
         assert large.step() == 64
         assert small.step() == size
 
+    def test_reset_forgets_what_every_object_learned(self) -> None:
+        trainer = Trainer(fits=10)
+        trainer.step()
+        trainer.fits = 100
+        trainer.step.reset()
+        assert trainer.step() == 64
+
     def test_the_method_tells_the_size_of_its_last_call(self) -> None:
         trainer = Trainer(fits=100)
         trainer.step()

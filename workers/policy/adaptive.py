@@ -62,6 +62,7 @@ class AdaptivePolicy:
             largest=units[-1],
             smallest=units[0],
             rungs=units,
+            first=self._ladder.first,
             worth_growing=_WORTH_REFILLING if growth.fills_claim else 0.0,
             failures_per_minute=memory.failures_per_minute,
         )

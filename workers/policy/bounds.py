@@ -20,6 +20,8 @@ class Bounds:
     """Sizes are multiples of this; `smallest` and `largest` themselves are always allowed."""
     rungs: tuple[int, ...] = ()
     """The only sizes there are, ascending, from `smallest` to `largest`; empty for all multiples of `quantum`."""
+    first: int | None = None
+    """Where a workload that was never measured begins; `None` for a small share of `largest`."""
     power: float = 1.0
     """Memory grows with size^power."""
     worth_growing: float = 0.01

@@ -32,6 +32,8 @@ class Ladder:
     """Of each rung; strictly ascending."""
     run: Callable[[int], Run]
     """From units, which must be those of a rung, to the step."""
+    first: int | None = None
+    """Rung of a gentle start; `None` where the ladder knows none."""
 
     def __post_init__(self) -> None:
         if not self.units:
@@ -90,7 +92,9 @@ def _stepping(memory: MemorySettings, workload: WorkloadSpec, growth: Growth) ->
     for size, batch in path:
         units = round(size**growth.size_power * batch**growth.batch_power)
         steps[max(units, 1)] = Run(size=size, batch=batch)  # of two that take the same the larger
-    return Ladder(units=tuple(steps), run=steps.__getitem__)
+    # The smallest batch at the full size: a change of size makes most workloads build their model anew.
+    first = list(steps)[-len(batches)] if len(batches) > 1 else None
+    return Ladder(units=tuple(steps), run=steps.__getitem__, first=first)
 
 
 def _spread(lowest: int, highest: int, quantum: int) -> Iterator[int]:

@@ -241,7 +241,7 @@ def _size(state: Sizer, bounds: Bounds, promised: float | None, now_s: float) ->
     bracket, level = state.bracket, state.level
     good = bracket.good
     if good is None:
-        return bounds.down(bounds.largest * _FIRST_SHARE)
+        return bounds.down(bounds.largest * _FIRST_SHARE if bounds.first is None else bounds.first)
     if state.unsure_since_s is not None and bracket.bad is not None and now_s < state.unsure_since_s + _SAMPLE_DUE_S:
         return min(good, bounds.down(bracket.bad * _KEPT_UNTIL_SAMPLED))
     allowed = brackets.allowed(bracket, good, bounds, now_s, promised=promised is not None)
