@@ -35,7 +35,7 @@ _SPARE: Final = 0.01
 
 #: Doubled, up to this, with every cut that comes so soon after the last one.
 _MOST_SPARE: Final = 0.08
-_PRESSED_S: Final = 10.0
+_PRESSED_S: Final = 20.0
 
 #: A lease moves only by more than this share of itself, unless more is promised than there is.
 _WORTH_MOVING: Final = 0.03

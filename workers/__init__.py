@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 __all__ = ["AdaptiveSize", "OutOfBatchError", "Retry", "resilient"]
 
 if TYPE_CHECKING:
-    from workers.batches import OutOfBatchError, Retry
-    from workers.resilience import resilient
+    from workers.resilience.batches import OutOfBatchError, Retry
+    from workers.resilience.decorator import resilient
     from workers.sizing import AdaptiveSize
 else:
     _HOMES = {
         "AdaptiveSize": "workers.sizing",
-        "OutOfBatchError": "workers.batches",
-        "Retry": "workers.batches",
-        "resilient": "workers.resilience",
+        "OutOfBatchError": "workers.resilience.batches",
+        "Retry": "workers.resilience.batches",
+        "resilient": "workers.resilience.decorator",
     }
 
     def __getattr__(name: str) -> object:

@@ -202,7 +202,7 @@ def contest(connection: Connection, turn: Turn) -> None:
     # As the engine does: modules live for ever, and no collection must walk them.
     gc.collect()
     gc.freeze()
-    ground.give_back()
+    ground.settle(lambda: job.step(turn.scouted.fits))
     connection.send((os.getpid(), ground.base_bytes()))
     connection.recv()  # the cap stands
     run = Run(turn, ground, job, connection)

@@ -7,7 +7,10 @@ large the tables are says how precious memory is. Does not choose sizes.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
+import mmap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +34,9 @@ _FIRST_ITEMS = 64
 
 _SMALL_BYTES = MIB // 2
 """What a step takes of `RLIMIT_DATA` beside its tensors: a page for each mapping, small things on the heap."""
+
+_PROT_NONE, _MAP_FIXED_NOREPLACE = 0, 0x100000
+"""Of mmap(2); Python's module has no names for them."""
 
 _CONTEXT_BYTES = 1024 * MIB
 """More than a CUDA context takes. What is left of it widens the allocator's cap; the neighbour stays where it is."""
@@ -72,6 +78,9 @@ class Ground(Protocol):
 
     def give_back(self) -> None:
         """Let go of what no tensor needs."""
+
+    def settle(self, step: Callable[[], object]) -> None:
+        """Take now what a step or a failure leaves behind once, so that it is not charged to who runs then."""
 
     def lift(self) -> None:
         """End the cap, where it is this process that is capped."""
@@ -125,6 +134,16 @@ class CpuGround:
         """See `Ground.give_back`: on a CPU there is no pool."""
         gc.collect()
 
+    def settle(self, step: Callable[[], object]) -> None:
+        """See `Ground.settle`."""
+        _fence_heap()
+        soft, hard = self._resource.getrlimit(self._resource.RLIMIT_DATA)
+        self._resource.setrlimit(self._resource.RLIMIT_DATA, (_status_bytes("VmData") + MIB, hard))
+        with contextlib.suppress(RuntimeError):
+            step()
+        self._resource.setrlimit(self._resource.RLIMIT_DATA, (soft, hard))
+        self.give_back()
+
     def lift(self) -> None:
         """See `Ground.lift`."""
         hard = self._resource.getrlimit(self._resource.RLIMIT_DATA)[1]
@@ -173,6 +192,11 @@ class CudaGround:
     def give_back(self) -> None:
         """See `Ground.give_back`."""
         self._device.release()
+
+    def settle(self, step: Callable[[], object]) -> None:
+        """See `Ground.settle`: torch's pool is given back after each step, and after this one."""
+        step()
+        self.give_back()
 
     def lift(self) -> None:
         """See `Ground.lift`: nothing to do; the neighbour is ended by whoever started it."""
@@ -255,3 +279,17 @@ def _status_bytes(key: str) -> int:
             if line.startswith(key):
                 return int(line.split()[1]) * 1024
     raise RuntimeError(f"/proc/self/status has no {key}; this benchmark needs Linux")
+
+
+def _fence_heap() -> None:
+    """Map a page that nobody may touch right behind the heap, so that it never grows again.
+
+    Where the kernel refuses a block its own mapping, malloc puts it on the heap if that still fits, a small thing
+    settles behind it, and the heap stays so large: up to 5 MiB after a thousand refusals, half of what a game leaves.
+    """
+    libc = ctypes.CDLL(None)
+    libc.sbrk.restype = ctypes.c_void_p
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    end = -(-libc.sbrk(ctypes.c_long(0)) // mmap.PAGESIZE) * mmap.PAGESIZE
+    libc.mmap(end, mmap.PAGESIZE, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE, -1, 0)

@@ -117,8 +117,7 @@ class TestStep:
         workload = matmul(torch.float32)
         products = [workload.step(64, 3).flop / (2.0 * 64**3) for _ in range(12)]
         assert products[0] == 1, "the first step of a size says how long one product takes"
-        assert products[-1] == 3
-        assert all(count <= 3 for count in products)
+        assert max(products) == 3, "a step that was interrupted may queue fewer, and none queues more"
 
     def test_a_new_size_starts_afresh(self) -> None:
         workload = matmul(torch.float32, claim_bytes=MIB)

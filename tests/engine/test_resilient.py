@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers import OutOfBatchError, Retry, resilient
-from workers.attempts import Attempts
-from workers.batches import Rules
-from workers.card_memory import Peak, look
 from workers.devices.cpu import CpuDevice
 from workers.limit_store import LimitStore
 from workers.messages import WorkerSpec
+from workers.resilience.attempts import Attempts
+from workers.resilience.batches import Rules
+from workers.resilience.card_memory import Peak, look
 
 InChild: TypeAlias = Callable[..., Any]
 MakeSpec: TypeAlias = Callable[..., WorkerSpec]

@@ -547,12 +547,12 @@ def test_threads_may_share_a_function() -> None:
 LAZY = """
 import sys
 import workers
-assert not {"torch", "ray", "workers.resilience", "workers.sizing"} & set(sys.modules)
+assert not {"torch", "ray", "workers.resilience.decorator", "workers.sizing"} & set(sys.modules)
 assert {"resilient", "AdaptiveSize", "OutOfBatchError", "Retry"} <= set(dir(workers))
-import workers.resilience, workers.sizing
+import workers.resilience.decorator, workers.sizing
 for _ in range(2):
     from workers import AdaptiveSize, resilient
-    assert resilient is workers.resilient is workers.resilience.resilient
+    assert resilient is workers.resilient is workers.resilience.decorator.resilient
     assert AdaptiveSize is workers.sizing.AdaptiveSize
 assert not {"torch", "ray"} & set(sys.modules)
 assert not hasattr(workers, "unheard_of")
@@ -562,3 +562,45 @@ assert not hasattr(workers, "unheard_of")
 def test_importing_the_package_loads_nothing_and_the_names_are_there() -> None:
     done = subprocess.run([sys.executable, "-c", LAZY], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+#: Every line that says so is wrong, and only those are.
+TYPED = """
+from workers import AdaptiveSize, resilient
+
+@resilient
+def bare(batch_size: int, model: str) -> float:
+    return batch_size * 0.1
+
+@resilient(starting_batch_size=512)
+def with_options(batch_size: int, model: str, *, rate: float = 0.1) -> float:
+    return batch_size * rate
+
+class Trainer:
+    @resilient(starting_batch_size=64)
+    def step(self, batch_size: int, rows: list[int]) -> list[int]:
+        return rows[:batch_size]
+
+loss: float = bare("m") + with_options("m", rate=0.2)
+rows: list[int] = Trainer().step([1]) + Trainer.step(Trainer(), [1])
+size: int | None = bare.batch_size or Trainer().step.batch_size or AdaptiveSize(4).next()
+bare.reset()
+bare(64, "m")  # wrong
+bare(3)  # wrong
+with_options("m", rate="fast")  # wrong
+Trainer().step(64, [1])  # wrong
+name: str = bare("m")  # wrong
+resilient(starting_batch_size="many")  # wrong
+resilient.unheard_of  # wrong
+"""
+
+
+@pytest.mark.torch
+def test_a_type_checker_sees_the_function_without_its_batch_size(tmp_path: Path) -> None:
+    source = tmp_path / "typed.py"
+    source.write_text(TYPED, encoding="utf-8")
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", str(source)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    told = {int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error: " in line}
+    wrong = {number for number, line in enumerate(TYPED.splitlines(), start=1) if "# wrong" in line}
+    assert told == wrong, done.stdout

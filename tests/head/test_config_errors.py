@@ -91,8 +91,8 @@ def test_the_text_these_tests_break_is_good(tmp_path: Path) -> None:
             *("'my step' is not in the right form", "matmul, or your own as package.module:Class (default matmul)"),
         ),
         (
-            *("run:\n", "memory: {policy: adaptive}\nrun:\n", 13, "memory.policy"),
-            *("'adaptive' is not one of the choices", "classic (default classic)"),
+            *("run:\n", "memory: {policy: adaptative}\nrun:\n", 13, "memory.policy"),
+            *("'adaptative' is not one of the choices", "adaptive, classic (default adaptive)"),
         ),
         ("address: auto", "address: 10.0.0.1", 2, "cluster.address", "'10.0.0.1' is not", "auto, or HOST:PORT"),
         ("address: auto", "address: pc1:99999", 2, "cluster.address", "pc1:99999 has a port that", "1 to 65535"),

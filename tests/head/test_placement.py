@@ -51,7 +51,7 @@ def test_a_worker_of_the_reference_pair_gets_the_numbers_of_its_guide(
     plan = {plan.seat.slot: plan for plan in plan_slots(REFERENCE, Ground())}[slot]
     spec = plan.spec
     assert (plan.seat, plan.gpu) == (seat, gpu)
-    assert (spec.slot, spec.node, spec.device, spec.policy) == (slot, seat.node, "cuda", "classic")
+    assert (spec.slot, spec.node, spec.device, spec.policy) == (slot, seat.node, "cuda", "adaptive")
     assert spec.budget_bytes == int(budget_gib * GIB)
     assert (spec.duty, spec.workload.size, spec.workload.batch, spec.workload.dtype) == (duty, size, 128, "fp16")
 
@@ -92,6 +92,8 @@ def test_the_memory_section_reaches_every_worker_in_bytes() -> None:
         batch_floor=32,
         emergency_size=128,
         cleanup_every=15,
+        failures_per_minute=6,
+        leave_free_bytes=128 * MIB,
     )
     assert memory_settings(REFERENCE) == expected
     assert {plan.spec.memory for plan in plan_slots(REFERENCE, Ground())} == {expected}

@@ -166,7 +166,7 @@ def test_before_the_first_report_only_the_plan_is_known() -> None:
         "device": "cuda",
         "state": "STARTING",
         "reason": "waiting for its node",
-        "policy": "classic",
+        "policy": "adaptive",
         "dtype": "fp16",
         "budget_bytes": PLAN.spec.budget_bytes,
         "duty_requested": 0.6,

@@ -36,6 +36,7 @@ def test_the_reference_pair_at_the_rehearsal_scale() -> None:
         ("nodes.pc2.vram_gib", "7.67 GiB", "491 MiB"),
         ("nodes.pc2.size", "4096", "1024"),
         ("memory.floor_mib", "100 MiB", "6.25 MiB"),
+        ("memory.leave_free_mib", "128 MiB", "8 MiB"),
         ("memory.size_floor", "256", "128"),
     ]
 
@@ -44,7 +45,7 @@ def test_everything_else_stays() -> None:
     before = load_config(SHIPPED)
     after = scale_config(before, REHEARSAL_SCALE, None).config
     assert (after.cluster, after.run, after.workload) == (before.cluster, before.run, before.workload)
-    memory_changes = {"floor_mib": 6.25, "size_floor": 128}
+    memory_changes = {"floor_mib": 6.25, "leave_free_mib": 8.0, "size_floor": 128}
     assert after.memory == before.memory.model_copy(update=memory_changes)
     for name, node in before.nodes.items():
         kept = {"gpu", "gpus", "workers", "cpus_per_worker", "gpu_share", "memory_fraction", "dtype", "host"}

@@ -2,7 +2,7 @@
 
 Covers the course of a call: which size comes next (asked of `workers.sizing.AdaptiveSize`, which remembers it for the
 next call), what a failure means (`workers.oom`), the way back after one, how long to wait and when to give up. Does not
-cover how a function gets to be called like this (`workers.resilience`). Needs no torch.
+cover how a function gets to be called like this (`workers.resilience.decorator`). Needs no torch.
 
 A call always ends. A size is tried, given back and followed by the next one at most `_ATTEMPT_LIMIT` times, waiting at
 most `max_wait_s` in all, and no call ends in `OutOfBatchError` before its smallest size has really failed: an error
@@ -19,16 +19,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from workers.batches import OutOfBatchError, Retry, Rules
-from workers.blame import judged
-from workers.card_memory import Look, Peak, look, release
 from workers.messages import FailureKind
 from workers.oom import Failure
 from workers.policy.footprint import Learned
+from workers.resilience.batches import OutOfBatchError, Retry, Rules
+from workers.resilience.blame import judged
+from workers.resilience.card_memory import Look, Peak, look, release
 from workers.sizing import AdaptiveSize
 
 if TYPE_CHECKING:
-    from workers.recall import Recall
+    from workers.resilience.recall import Recall
 
 R = TypeVar("R")
 
@@ -56,7 +56,8 @@ class Attempts:
         self._lock = threading.Lock()
         self._recall: Recall | None = None
         if rules.workload is not None:
-            from workers.recall import Recall  # noqa: PLC0415 - the store needs Unix; who does not use it, does not
+            # The store needs Unix; who does not use it, does not.
+            from workers.resilience.recall import Recall  # noqa: PLC0415
 
             self._recall = Recall(rules.workload, rules.clock)
         self.reset()

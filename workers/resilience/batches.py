@@ -1,6 +1,6 @@
 """What is asked of a function that takes a batch size, and what its user is told: options, retries, the final error.
 
-Covers values and their checks alone. What becomes of them is in `workers.attempts`.
+Covers values and their checks alone. What becomes of them is in `workers.resilience.attempts`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Retry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What a function's user asked for. See `workers.resilience.resilient`.
+    """What a function's user asked for. See `workers.resilience.decorator.resilient`.
 
     Raises:
         TypeError: A batch size is no whole number.

@@ -7,9 +7,9 @@
 
 The calling convention is that of accelerate's `find_executable_batch_size`.
 
-Covers the decorator and the types of what it returns. What it can be put on is in `workers.calling`, the course of a
-call in `workers.attempts`, the choice of a size in `workers.sizing`. Does not cover a loop that keeps its own hands on
-the batch size: that uses `AdaptiveSize` directly. Caps no memory, loads neither torch nor ray, and works for whatever
+Covers the decorator and the types of what it returns. What it can be put on is in `calling.py`, the course of a call in
+`attempts.py`, the choice of a size in `workers.sizing`. Does not cover a loop that keeps its own hands on the batch
+size: that uses `AdaptiveSize` directly. Caps no memory, loads neither torch nor ray, and works for whatever
 raises an out-of-memory of Python's or torch's.
 """
 
@@ -22,10 +22,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
-from workers.attempts import Attempts
-from workers.batches import OutOfBatchError, Retry, Rules
-from workers.calling import name_of, refuse_what_cannot_be_repeated, shape_of
 from workers.limits import workload_fingerprint
+from workers.resilience.attempts import Attempts
+from workers.resilience.batches import OutOfBatchError, Retry, Rules
+from workers.resilience.calling import name_of, refuse_what_cannot_be_repeated, shape_of
 
 __all__ = ["OutOfBatchError", "Resilient", "ResilientMethod", "Retry", "resilient"]
 
@@ -145,8 +145,8 @@ def resilient(
         starting_batch_size: The largest that is ever tried, and where the first call begins.
         smallest_batch_size: If this one fails, so does the call.
         multiple_of: Sizes are multiples of this, apart from the two above.
-        failures_per_minute: Never more failed attempts within any 60 s, over all calls; a call that has to go on waits.
-            Frequent failures are harmful under WSL2, and slow everywhere.
+        failures_per_minute: Never more failed attempts within any 60 s, over all calls, but for the last resort of
+            `max_wait_s`; a call that has to go on waits. Frequent failures are harmful under WSL2, and slow everywhere.
         max_wait_s: How long one call waits in all, for that or for memory that others hold. When it is over, the
             smallest size is tried once, whatever the outlook.
         remember: Begin with what an earlier run learned, and keep what this one learns, in this user's store

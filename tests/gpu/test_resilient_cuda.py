@@ -1,0 +1,237 @@
+"""`resilient` on a real card: torch's own out-of-memory under a cap, measured peaks, and making room before it fails.
+
+Run as `test_cuda.py` is. Every scenario has a process of its own, because a cap stays with its process.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+
+from workers import Retry, resilient
+from workers.resilience.attempts import Attempts
+from workers.resilience.batches import Rules
+from workers.resilience.card_memory import Peak, look
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card here"),
+]
+
+Found: TypeAlias = dict[str, Any]
+
+MIB = 2**20
+ROOT = Path(__file__).resolve().parents[2]
+
+#: What a scenario's process may hold.
+CAP_BYTES = 2 * 2**30
+
+#: Of one item of a batch: large enough that each tensor has segments of its own in the allocator's pool.
+ITEM_BYTES = 16 * MIB
+
+CHILD = """
+import os, sys
+sys.path[:0] = sys.argv[1:3]
+import importlib
+importlib.import_module(sys.argv[3]).answer(*sys.argv[4:])
+sys.stderr.flush()
+os._exit(0)  # a poisoned context aborts the process when it is taken down
+"""
+
+
+def answer(function: str, wanted: str) -> None:
+    """Run one scenario in the child."""
+    module = importlib.import_module(Path(__file__).stem)
+    Path(wanted).write_bytes(pickle.dumps(getattr(module, function)()))
+
+
+@pytest.fixture(scope="module")
+def in_child(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Run a function of this module in a fresh process and return what it returns."""
+
+    def run(function: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever the function returns
+        wanted = tmp_path_factory.mktemp("child") / "wanted"
+        here = Path(__file__).resolve()
+        command = [sys.executable, "-c", CHILD, str(ROOT), str(here.parent), here.stem, function.__name__, str(wanted)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=240, check=False, env={**os.environ, "PYTHONWARNINGS": ""}
+        )
+        assert done.returncode == 0, f"{function.__name__} ended with {done.returncode}:\n{done.stderr[-4000:]}"
+        return pickle.loads(wanted.read_bytes())  # noqa: S301 - written by our own child
+
+    return run
+
+
+def cap() -> None:
+    total_bytes = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(CAP_BYTES / total_bytes)
+
+
+def block(size_bytes: int) -> torch.Tensor:
+    return torch.empty(size_bytes, dtype=torch.uint8, device="cuda")
+
+
+# --- shrinking ---------------------------------------------------------------------------------------------------
+
+
+def two_calls() -> Found:
+    cap()
+    told: list[Retry] = []
+
+    @resilient(starting_batch_size=512, on_retry=told.append)
+    def work(batch_size: int) -> int:
+        return block(batch_size * ITEM_BYTES).nbytes // ITEM_BYTES
+
+    first = work()
+    failures = len(told)
+    return {"told": told, "failures": failures, "first": first, "second": work()}
+
+
+def test_it_shrinks_under_torchs_own_cap_and_the_next_call_does_not_fail(in_child: Callable[..., Any]) -> None:
+    found = in_child(two_calls)
+    fits = CAP_BYTES // ITEM_BYTES
+    assert 0.45 * fits <= found["first"] <= found["second"] <= fits
+    assert found["failures"] == len(found["told"]) > 0
+    assert all("out of memory" in retry.reason for retry in found["told"])
+
+
+class Model:
+    """Holds memory and itself: only the collector finds that it is garbage."""
+
+    def __init__(self) -> None:
+        self.weights = block(CAP_BYTES // 2)
+        self.myself = self
+
+
+def held_at_each_attempt() -> list[tuple[int, int]]:
+    gc.disable()  # nobody else shall tidy up
+    cap()
+    models: list[weakref.ref[Model]] = []
+    seen: list[tuple[int, int]] = []
+
+    @resilient(starting_batch_size=256)
+    def work(batch_size: int) -> None:
+        seen.append((sum(model() is not None for model in models), torch.cuda.memory_reserved()))
+        model = Model()
+        models.append(weakref.ref(model))
+        block(batch_size * ITEM_BYTES)
+
+    work()
+    return seen
+
+
+def test_the_card_has_everything_back_before_the_next_attempt(in_child: Callable[..., Any]) -> None:
+    seen = in_child(held_at_each_attempt)
+    assert len(seen) >= 2
+    assert all(seen_there == (0, 0) for seen_there in seen)
+
+
+# --- what is measured --------------------------------------------------------------------------------------------
+
+
+def room_and_peaks() -> Found:
+    cap()
+    kept = block(256 * MIB)
+    before = look()
+    assert before is not None
+    with Peak(before) as outer:
+        block(512 * MIB)
+        with Peak(look()) as inner:
+            block(128 * MIB)
+    with Peak(look()) as nothing:
+        pass
+    return {
+        "free": before.free_bytes,
+        "kept": kept.nbytes,
+        "outer": outer.bytes,
+        "inner": inner.bytes,
+        "none": nothing.bytes,
+    }
+
+
+class TestMeasuring:
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def found(in_child: Callable[..., Any]) -> Found:
+        return in_child(room_and_peaks)
+
+    def test_free_is_what_the_cap_leaves(self, found: Found) -> None:
+        assert found["free"] == pytest.approx(CAP_BYTES - found["kept"], abs=4 * MIB)
+
+    def test_a_peak_is_what_came_on_top(self, found: Found) -> None:
+        assert found["inner"] == 128 * MIB
+        assert found["none"] is None
+
+    def test_one_within_another_hides_nothing(self, found: Found) -> None:
+        assert found["outer"] == 512 * MIB
+
+
+def first_use() -> int | None:
+    with Peak(look()) as peak:  # CUDA is not initialised yet
+        block(64 * MIB)
+    return peak.bytes
+
+
+def test_the_call_that_initialises_cuda_is_measured_too(in_child: Callable[..., Any]) -> None:
+    assert in_child(first_use) == 64 * MIB
+
+
+def a_neighbour_comes_and_goes() -> Found:
+    cap()
+    failures: list[Retry] = []
+    attempts = Attempts(Rules(name="work", starting_batch_size=100, on_retry=failures.append))
+
+    def work(batch_size: int) -> int:
+        return block(batch_size * ITEM_BYTES).nbytes // ITEM_BYTES
+
+    alone = [attempts.run(work) for _ in range(10)]
+    torch.cuda.empty_cache()  # else the neighbour lies in what is kept for our own work
+    neighbour = block(CAP_BYTES * 6 // 10)
+    crowded = [attempts.run(work) for _ in range(10)]
+    del neighbour
+    again = [attempts.run(work) for _ in range(10)]
+    return {"alone": alone, "crowded": crowded, "again": again, "failures": len(failures)}
+
+
+def test_it_makes_room_before_it_fails_and_comes_back(in_child: Callable[..., Any]) -> None:
+    found = in_child(a_neighbour_comes_and_goes)
+    fits = CAP_BYTES // ITEM_BYTES
+    assert found["failures"] == 0
+    assert found["alone"] == [100] * 10
+    assert all(0.25 * fits <= size <= 0.4 * fits for size in found["crowded"])
+    assert found["again"][-1] == 100
+
+
+# --- errors that are not ours ------------------------------------------------------------------------------------
+
+
+def poisoned() -> Found:
+    calls: list[int] = []
+
+    @resilient
+    def work(batch_size: int) -> None:
+        calls.append(batch_size)
+        torch.zeros(4, device="cuda")[torch.tensor([batch_size], device="cuda")].sum().item()
+
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001 - its type is told
+        return {"calls": calls, "type": type(error).__name__, "text": str(error)}
+    raise AssertionError("an index out of bounds was accepted")
+
+
+def test_a_poisoned_context_is_raised_at_once(in_child: Callable[..., Any]) -> None:
+    found = in_child(poisoned)
+    assert found["calls"] == [128]
+    assert "device-side assert" in found["text"]
