@@ -30,7 +30,7 @@ _GROWN: Final = 1.08
 _GROWN_OF_CAP: Final = 1 / 128
 
 #: A share that was left is offered again once it is larger by this.
-_WORTH_OFFERING: Final = 1.1
+_WORTH_OFFERING: Final = 1.5
 
 #: A worker that can run nothing cannot grow, and what it needs may have changed: asked again after so many reports,
 #: about a minute.

@@ -8,12 +8,10 @@ less a little, is divided max-min fairly by what each may hold (its cap) and tak
    has no leases.
 2. Bytes are promised once. A promise that was not taken yet counts as used, and so does what a directive under way
    still allows after its lease was cut.
-3. A lease is cut when more is promised than there is, or when another worker has less than its share and what is free
-   does not make up for it. It grows only into bytes that were there in all of the last seconds, and small differences
-   move nobody.
+3. A lease is cut when hardly more is there than is promised, or when another worker has less than its share and what
+   is free does not make up for it. It grows only into bytes that were there in all of the last seconds, and small
+   differences move nobody.
 4. What a worker leaves untaken is lent to the others, and given back when it begins to grow (`appetite.py`).
-5. When the little that is spared is taken again and again, somebody outside wants more than is free: each time twice
-   as much is spared, so that he gets it from leases that are cut, and not from steps that fail.
 
 How much there is follows from reports that were made at different moments (`card_looks.py`). Does not enforce a lease
 (the worker keeps to it) and does not say when to start a process.
@@ -33,11 +31,10 @@ from orchestrator.card_looks import NO_LOOKS, Look, Looks, available, gone, look
 #: Share of a card that is not promised where the caps do not fit: what changes between two reports comes out of it.
 _SPARE: Final = 0.01
 
-#: Doubled, up to this, with every cut that comes so soon after the last one.
-_MOST_SPARE: Final = 0.08
-_PRESSED_S: Final = 20.0
+#: When no more than this is left of that, leases are cut: who takes all that is free may want more than that.
+_LEFT: Final = 0.25
 
-#: A lease moves only by more than this share of itself, unless more is promised than there is.
+#: Otherwise a lease moves only by more than this share of itself.
 _WORTH_MOVING: Final = 0.03
 
 
@@ -52,6 +49,8 @@ class Claimant:
     """What its allocator may ever hold; before it has reported, its budget less `unopened_bytes`."""
     granted_bytes: int = 0
     """The most that a directive under way lets it hold: the cap for one without a lease, 0 if none is under way."""
+    leave_free_bytes: int = 0
+    """What it leaves free on the card for everybody: it makes way by itself for whoever takes of that."""
     unopened_bytes: int = 0
     """What opening the card will cost it, its context; 0 once it has reported."""
     report: tuple[int, int] | None = None
@@ -83,9 +82,6 @@ class CardBook:
     """What is remembered of one card."""
 
     total_bytes: int | None = None
-    spare: float = _SPARE
-    cut_at_s: float = float("-inf")
-    """When more was promised than there was, the last time."""
     looks: Looks = NO_LOOKS
     accounts: Mapping[str, Account] = field(default_factory=lambda: MappingProxyType({}))
     """Of every slot whose present process has reported."""
@@ -121,7 +117,7 @@ def leased(books: Books, claimants: Sequence[Claimant], now_s: float) -> tuple[B
     for card, sharing in cards.items():
         book = _taken_in(books.get(card, CardBook()), sharing, now_s)
         if len(sharing) > 1 and book.total_bytes is not None:
-            book = _settled(book, book.total_bytes, sharing, now_s)
+            book = _settled(book, book.total_bytes, sharing)
             lent = {slot: account.lease_bytes for slot, account in book.accounts.items()}
             leases |= {claimant.slot: lent.get(claimant.slot, 0) for claimant in sharing}
         after[card] = book
@@ -176,22 +172,28 @@ def _taken_in(book: CardBook, sharing: Sequence[Claimant], now_s: float) -> Card
     return replace(book, total_bytes=total_bytes, looks=replace(looks, granted=granted), accounts=accounts)
 
 
-def _settled(book: CardBook, total_bytes: int, sharing: Sequence[Claimant], now_s: float) -> CardBook:
+def _settled(book: CardBook, total_bytes: int, sharing: Sequence[Claimant]) -> CardBook:
     """Cut leases and raise them."""
     bounds = available(book.looks, total_bytes)
     if bounds is None:
         return book
-    unopened_bytes = sum(claimant.unopened_bytes for claimant in sharing)
-    least_bytes, most_bytes = (bound - unopened_bytes for bound in bounds)
+    kept_bytes = sum(claimant.unopened_bytes for claimant in sharing)
+    kept_bytes += max(claimant.leave_free_bytes for claimant in sharing)
+    least_bytes, most_bytes = (bound - kept_bytes for bound in bounds)
     caps = {claimant.slot: claimant.cap_bytes for claimant in sharing}
+    caps_bytes = sum(caps.values())
     leases = {slot: min(account.lease_bytes, caps[slot]) for slot, account in book.accounts.items()}
-    overdrawn = sum(leases.values()) > most_bytes
-    book = _pressed(book, now_s, overdrawn=overdrawn)
-    spare_bytes = int(book.spare * total_bytes)
-    sure_bytes, hoped_bytes = (_pool(bound, sum(caps.values()), spare_bytes) for bound in (least_bytes, most_bytes))
+    spare_bytes = int(_SPARE * total_bytes)
+    overdrawn = sum(leases.values()) > _pool(most_bytes, caps_bytes, int(_LEFT * spare_bytes))
+    sure_bytes, hoped_bytes = (_pool(bound, caps_bytes, spare_bytes) for bound in (least_bytes, most_bytes))
     appetites = _offered({slot: account.appetite for slot, account in book.accounts.items()}, caps, sure_bytes)
     goals, limits = _goals(appetites, caps, sure_bytes), _goals(appetites, caps, hoped_bytes)
-    short = {slot: goals[slot] - lease for slot, lease in leases.items() if _is_worth(lease, goals[slot])}
+    everything_fits = sure_bytes >= caps_bytes
+    short = {
+        slot: goals[slot] - lease
+        for slot, lease in leases.items()
+        if _is_worth(lease, goals[slot]) or (everything_fits and lease < caps[slot])
+    }
     if overdrawn or sum(short.values()) > sure_bytes - _promised(leases, appetites, sharing):
         for slot, lease in leases.items():
             if lease > limits[slot] and (overdrawn or _is_worth(limits[slot], lease)):
@@ -200,19 +202,11 @@ def _settled(book: CardBook, total_bytes: int, sharing: Sequence[Claimant], now_
         # Rather a little later than in many small parts: each of them changes the size of a worker's steps.
         if grant == short[slot] or _is_worth(leases[slot], leases[slot] + grant):
             leases[slot] += grant
-            appetites[slot] = replace(appetites[slot], untaken=0)
     accounts = {
         slot: replace(account, lease_bytes=leases[slot], appetite=appetites[slot])
         for slot, account in book.accounts.items()
     }
     return replace(book, accounts=accounts)
-
-
-def _pressed(book: CardBook, now_s: float, *, overdrawn: bool) -> CardBook:
-    lately = now_s < book.cut_at_s + _PRESSED_S
-    if overdrawn:
-        return replace(book, cut_at_s=now_s, spare=min(_MOST_SPARE, 2 * book.spare) if lately else _SPARE)
-    return book if lately else replace(book, spare=_SPARE)
 
 
 def _pool(available_bytes: int, caps_bytes: int, spare_bytes: int) -> int:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from benches.pool_card import CARD_BYTES, MIB, Card, Habits, Tenant, Worker
+from benches.pool_card import CARD_BYTES, LEAVE_FREE_BYTES, MIB, Card, Habits, Tenant, Worker
 from benches.pool_scenes import Scene, jobs, scenes
 from orchestrator.leases import NO_BOOKS, Books, Claimant, fair_shares, leased
 
@@ -201,6 +201,7 @@ class Play:
             slot=worker.slot,
             card="card",
             cap_bytes=worker.cap_bytes,
+            leave_free_bytes=LEAVE_FREE_BYTES,
             report=(incarnation, worker.sequence),
             held_bytes=worker.held_bytes,
             peak_bytes=worker.peak_bytes,

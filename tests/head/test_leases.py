@@ -13,14 +13,15 @@ from orchestrator.leases import NO_BOOKS, Books, Claimant, fair_shares, leased
 
 GIB = 2**30
 CARD_BYTES = 24 * GIB
+LEAVE_BYTES = GIB // 8
 
 #: What may be missing from a fair share: a difference that is not worth moving a lease for, and what is spared.
 NEARLY = 0.96
 SPARED_BYTES = CARD_BYTES // 100
 
-#: Rounds of reports after which shares are fair. Two directives are under way when a lease is cut, bytes must have been
-#: there for five seconds before they are promised, and what is left untaken is lent out after five reports more.
-ROUNDS = 16
+#: Rounds of reports after which shares are fair, whoever wants little. Two directives are under way when a lease is
+#: cut, what is left untaken is lent out after five reports, and what is lent may be more than others want.
+ROUNDS = 24
 
 
 @dataclass
@@ -54,11 +55,12 @@ class World:
 
     @property
     def there_bytes(self) -> int:
-        return CARD_BYTES - self.outside_bytes
+        """What the workers may hold: all that is not used outside, nor left free."""
+        return CARD_BYTES - self.outside_bytes - LEAVE_BYTES
 
     @property
     def free_bytes(self) -> int:
-        return self.there_bytes - sum(person.held_bytes for person in self.people)
+        return CARD_BYTES - self.outside_bytes - sum(person.held_bytes for person in self.people)
 
     def report(self, person: Person, noise_bytes: int = 0, *, starving: bool = False) -> None:
         """Let its slice end: it reports, gets a directive, and begins the one that was queued."""
@@ -72,7 +74,7 @@ class World:
         while len(person.leases) < 2:
             person.leases.append(self.leases[person.slot])
         wanted_bytes = min(person.wants_bytes, person.may_hold_bytes())
-        room_bytes = person.held_bytes + self.free_bytes
+        room_bytes = max(0, person.held_bytes + self.free_bytes - LEAVE_BYTES)
         self.broken += wanted_bytes > room_bytes
         person.held_bytes = min(wanted_bytes, room_bytes)
 
@@ -83,6 +85,7 @@ class World:
             slot=person.slot,
             card="GPU-1",
             cap_bytes=person.cap_bytes,
+            leave_free_bytes=LEAVE_BYTES,
             granted_bytes=max(allowed, default=0),
             report=(0, person.reports) if person.reports else None,
             held_bytes=person.held_bytes,
@@ -122,6 +125,10 @@ def crowd(caps: list[int], wants: list[float] | None = None, outside: float = 0.
     return World(people=people, outside_bytes=int(outside * CARD_BYTES))
 
 
+def seeded(seed: int) -> Random:
+    return Random(seed)  # noqa: S311 - the order of reports is no secret
+
+
 def four(outside: float = 0.4) -> World:
     return crowd([int(0.24 * CARD_BYTES)] * 4, outside=outside)
 
@@ -133,7 +140,7 @@ worlds = st.builds(
     st.lists(st.one_of(st.just(1.0), st.floats(0.05, 1.0)), min_size=7, max_size=7),
     st.floats(0.0, 0.7),
 )
-draws = st.integers(0, 2**32).map(Random)
+draws = st.integers(0, 2**32).map(seeded)
 
 
 @given(pool_bytes=st.integers(0, 30 * GIB), more_bytes=st.integers(0, GIB), wanted=caps)
@@ -162,6 +169,19 @@ def test_what_is_promised_is_there_and_a_lease_is_never_above_its_cap(world: Wor
             assert world.broken == 0
 
 
+@given(caps=caps, outside=st.floats(0.0, 0.7), draw=draws)
+def test_who_all_want_more_have_fair_shares_at_once_and_keep_them(
+    caps: list[int], outside: float, draw: Random
+) -> None:
+    world = crowd(caps, outside=outside)
+    world.rounds(3, draw)
+    before = dict(world.leases)
+    world.rounds(30, draw)
+    assert world.leases == before
+    for person in world.people:
+        assert person.held_bytes >= world.least_fair_bytes(person)
+
+
 @given(world=worlds, draw=draws)
 def test_shares_are_fair_after_some_rounds_and_stay_as_they_are(world: World, draw: Random) -> None:
     world.rounds(ROUNDS, draw)
@@ -177,7 +197,7 @@ def test_where_all_caps_fit_every_lease_is_the_cap_from_the_first_report_on(
     caps: list[int], wants: list[float], spare: float, draw: Random
 ) -> None:
     world = crowd(caps, wants[: len(caps)])
-    world.outside_bytes = CARD_BYTES - int(sum(caps) * (1 + spare))
+    world.outside_bytes = CARD_BYTES - LEAVE_BYTES - int(sum(caps) * (1 + spare))
     for _ in range(12):
         for person in draw.sample(world.people, len(world.people)):
             # Who climbs takes more in every slice, so that no two looks agree.
@@ -187,9 +207,21 @@ def test_where_all_caps_fit_every_lease_is_the_cap_from_the_first_report_on(
                 assert world.leases[other.slot] == (other.cap_bytes if other.reports else 0)
 
 
-@given(world=worlds, more=st.floats(0.05, 0.5), draw=draws)
-def test_more_memory_takes_nothing_from_anybody(world: World, more: float, draw: Random) -> None:
-    world.rounds(ROUNDS, draw)
+def test_a_lease_that_is_hardly_below_its_cap_becomes_the_cap_when_all_fit() -> None:
+    world, draw = four(0.04), seeded(1)
+    world.rounds(3, draw)
+    assert all(0.97 < world.lease_of(person.slot) / person.cap_bytes < 1.0 for person in world.people)
+    world.outside_bytes = 0
+    world.rounds(8, draw)
+    assert all(world.lease_of(person.slot) == person.cap_bytes for person in world.people)
+
+
+@given(caps=caps, outside=st.floats(0.1, 0.7), more=st.floats(0.05, 1.0), draw=draws)
+def test_more_memory_takes_nothing_from_those_who_all_want_more(
+    caps: list[int], outside: float, more: float, draw: Random
+) -> None:
+    world = crowd(caps, outside=outside)
+    world.rounds(3, draw)
     before = dict(world.leases)
     world.outside_bytes = int((1.0 - more) * world.outside_bytes)
     for _ in range(ROUNDS):
@@ -209,7 +241,7 @@ def test_noise_of_less_than_is_spared_moves_nobody(draw: Random, outside: float,
 
 @pytest.mark.parametrize("seed", range(5))
 def test_noise_of_some_percent_moves_next_to_nobody(seed: int) -> None:
-    world, draw, moves = four(), Random(seed), 0
+    world, draw, moves = four(), seeded(seed), 0
     world.rounds(ROUNDS, draw, 0.02)
     for _ in range(300):
         before = dict(world.leases)
@@ -226,7 +258,7 @@ def test_a_newcomer_has_its_share_soon_although_the_others_are_at_their_leases(
     newcomer = world.people.pop()
     world.rounds(ROUNDS, draw)
     world.people.insert(int(at * 3), newcomer)
-    world.rounds(6, draw)
+    world.rounds(8, draw)
     assert world.broken == 0
     assert newcomer.held_bytes >= world.least_fair_bytes(newcomer)
 
@@ -243,7 +275,7 @@ def test_what_one_leaves_when_it_goes_is_shared_by_the_others(draw: Random, outs
 
 
 def test_a_worker_that_is_above_its_new_share_is_told_so_by_the_report_that_shows_it() -> None:
-    world, draw = four(0.1), Random(1)
+    world, draw = four(0.1), seeded(1)
     third = world.people.pop()
     world.rounds(ROUNDS, draw)
     before = {slot: world.lease_of(slot) for slot in world.leases}
@@ -254,30 +286,26 @@ def test_a_worker_that_is_above_its_new_share_is_told_so_by_the_report_that_show
     assert world.lease_of(third.slot) == 0, "the others still hold what it will have"
 
 
-def test_memory_that_somebody_takes_is_taken_from_leases_and_not_from_what_is_not_there() -> None:
-    world, draw = four(0.1), Random(1)
+def test_who_wants_more_than_is_free_gets_it_and_the_workers_share_the_rest() -> None:
+    world, draw = four(0.1), seeded(1)
     world.rounds(ROUNDS, draw)
-    # A game takes all there is, and goes on wanting.
-    world.outside_bytes += world.free_bytes
-    taken_from = world.outside_bytes
-    for _ in range(40):
-        world.rounds(1, draw)
-        world.outside_bytes += world.free_bytes
-    assert world.outside_bytes - taken_from > 0.25 * CARD_BYTES, "it gets what it wants, and sooner all the time"
-    # And once it has enough, the workers share the rest.
-    world.outside_bytes = int(0.5 * CARD_BYTES)
-    world.rounds(2 * ROUNDS, draw)
+    for _ in range(60):
+        for person in draw.sample(world.people, 4):
+            world.outside_bytes = min(int(0.5 * CARD_BYTES), world.outside_bytes + world.free_bytes)
+            world.report(person)
+    assert world.outside_bytes == int(0.5 * CARD_BYTES)
+    world.rounds(ROUNDS, draw)
     for person in world.people:
         assert person.held_bytes >= world.least_fair_bytes(person)
 
 
 def test_what_a_modest_worker_leaves_is_lent_out_and_given_back_when_it_wants_more() -> None:
-    world, draw = four(0.4), Random(1)
+    world, draw = four(0.4), seeded(1)
     modest = world.people[0]
     modest.wants_bytes = GIB
     world.rounds(ROUNDS, draw)
-    assert world.lease_of(modest.slot) < 1.3 * GIB
-    assert all(world.lease_of(person.slot) > 0.18 * CARD_BYTES for person in world.people[1:])
+    assert world.lease_of(modest.slot) < 1.25 * GIB + modest.cap_bytes / 16
+    assert all(world.lease_of(person.slot) > 0.17 * CARD_BYTES for person in world.people[1:])
     modest.wants_bytes = modest.cap_bytes
     world.rounds(8, draw)
     assert world.broken == 0
@@ -285,7 +313,7 @@ def test_what_a_modest_worker_leaves_is_lent_out_and_given_back_when_it_wants_mo
 
 
 def test_a_worker_of_changing_moods_moves_the_others_ever_less() -> None:
-    world, draw = four(0.4), Random(1)
+    world, draw = four(0.4), seeded(1)
     moody, other = world.people[0], world.people[1]
     moves = []
     for _ in range(6):
@@ -302,7 +330,7 @@ def test_a_worker_of_changing_moods_moves_the_others_ever_less() -> None:
 
 
 def test_a_worker_that_can_run_nothing_lends_its_share_and_is_asked_again() -> None:
-    world, draw = four(0.4), Random(1)
+    world, draw = four(0.4), seeded(1)
     stuck = world.people[0]
     stuck.wants_bytes = 0
     shares = []
@@ -314,7 +342,7 @@ def test_a_worker_that_can_run_nothing_lends_its_share_and_is_asked_again() -> N
     times_asked = sum(
         before < 0.1 < after for before, after in zip(shares[ROUNDS:], shares[ROUNDS + 1 :], strict=False)
     )
-    assert times_asked == 2, "about once a minute"
+    assert 2 <= times_asked <= 3, "about once a minute"
 
 
 def test_who_waits_for_nothing_has_no_lease() -> None:
@@ -334,7 +362,7 @@ def test_a_card_that_nobody_has_looked_at_has_no_leases() -> None:
 
 
 def test_a_process_that_is_about_to_open_the_card_has_its_share_kept_and_no_lease_yet() -> None:
-    world, draw = crowd([int(0.3 * CARD_BYTES)] * 2, outside=0.5), Random(1)
+    world, draw = crowd([int(0.3 * CARD_BYTES)] * 2, outside=0.5), seeded(1)
     world.rounds(ROUNDS, draw)
     there = [world.claimant(person, None) for person in world.people]
     coming = Claimant(slot="pc1/9", card="GPU-1", cap_bytes=int(0.3 * CARD_BYTES), unopened_bytes=GIB // 2)
@@ -346,7 +374,7 @@ def test_a_process_that_is_about_to_open_the_card_has_its_share_kept_and_no_leas
 
 
 def test_the_same_reports_told_twice_change_nothing() -> None:
-    world, draw = four(0.4), Random(1)
+    world, draw = four(0.4), seeded(1)
     world.rounds(ROUNDS, draw)
     claimants = [world.claimant(person, world.free_bytes) for person in world.people]
     once = leased(world.books, claimants, world.now_s)

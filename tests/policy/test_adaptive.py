@@ -317,6 +317,34 @@ class TestStepping:
         assert card.good[0].batch <= ASKED.batch / 16, "the first step of all is small"
         assert 0.97 * 600 <= card.last.batch <= 600
 
+    @given(
+        batch=st.integers(1, 1_000_000),
+        batch_floor=st.integers(1, 64),
+        fixed_mib=st.integers(0, 500),
+        row_bytes=st.integers(100, 4 * MIB),
+        room_mib=st.integers(100, 20_000),
+    )
+    @example(batch=65536, batch_floor=32, fixed_mib=10, row_bytes=10_000, room_mib=200)
+    def test_whatever_is_asked_for_and_whatever_is_there(
+        self, batch: int, batch_floor: int, fixed_mib: int, row_bytes: int, room_mib: int
+    ) -> None:
+        """Of the batches there are it ends at the largest that fits, or close to it, and nothing fails on the way."""
+        policy = adaptive(BATCH_ONLY, replace(ASKED, batch=batch), batch_floor=batch_floor)
+        card = Card(policy, lambda _size, rows: fixed_mib * MIB + row_bytes * rows, room_mib * MIB).begin()
+        smallest_bytes = card.takes(ASKED.size, min(batch, batch_floor))
+        for _ in range(20):
+            card.slice(2)
+        if smallest_bytes > room_mib * MIB:
+            assert card.good == []
+            assert card.failed
+            return
+        assert card.failed == []
+        if smallest_bytes > 0.97 * room_mib * MIB:
+            return  # within the margins of the floor nothing is promised but that nothing fails
+        between = max(1, batch // 256)  # two neighbouring batches
+        fits = (0.97 * room_mib * MIB - fixed_mib * MIB) / row_bytes
+        assert card.last.batch >= min(batch, 0.97 * fits - between)
+
     def test_what_fits_as_asked_is_run_as_asked(self) -> None:
         card = mlp(room_bytes=2000 * MIB)
         card.slice(12)
@@ -353,9 +381,23 @@ class TestStepping:
         assert (card.last.size, card.last.batch) == (ASKED.size, ASKED.batch)
         for changes, room_bytes in enumerate((150 * MIB, 40 * MIB, 300 * MIB, 100 * MIB), start=1):
             card.room_bytes = room_bytes
-            card.slice(20)
+            for _ in range(20):
+                card.slice()
             assert len(card.failed) <= 2 * changes
             assert 0.5 * room_bytes <= card.last_bytes <= room_bytes
+
+    @pytest.mark.parametrize("takes", [by_both, weights_and_rows])
+    @given(rooms=st.lists(st.integers(1, 400), min_size=1, max_size=20), steps=st.integers(1, 10))
+    def test_there_is_no_emergency_while_its_smallest_step_would_fit(
+        self, takes: Footprint, rooms: list[int], steps: int
+    ) -> None:
+        card = Card(adaptive(BOTH, failures_per_minute=1000), takes, 0).begin()
+        floor_bytes = takes(MEMORY.size_floor, MEMORY.batch_floor)
+        for room_mib in rooms:
+            card.room_bytes = room_mib * MIB
+            card.now_s += 60.0  # whatever it waited for is over
+            ended = card.slice(steps)
+            assert isinstance(ended, Run) or card.room_bytes < 1.05 * floor_bytes
 
     def test_it_gives_way_before_anything_fails_and_gives_memory_back_first(self) -> None:
         card = mlp(room_bytes=700 * MIB)

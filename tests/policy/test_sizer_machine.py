@@ -1,18 +1,19 @@
 """The sizer in worlds nobody would design: named invariants that hold whatever happens.
 
-Covers arbitrary sizes, footprints, courses of memory and signals, lying ones too, and what is promised once a world
-stays as it is. `SIZER_EXAMPLES` is how many times as many examples are tried. Does not cover how much work gets done
-on courses of memory as they are met in practice; that is `test_simulator.py`.
+Covers arbitrary sizes, footprints, courses of memory and signals, lying ones too; what is promised once a world stays
+as it is; and reports that no question led to. `SIZER_EXAMPLES=100` tries a hundred times as many examples. Does not
+cover how much work gets done while memory comes and goes as it does in practice; that is `test_simulator.py`.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from random import Random
-from typing import NamedTuple, Self
+from typing import Final, NamedTuple
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,68 +26,74 @@ from workers.policy.footprint import Learned
 from workers.policy.sizer import Asked, Event, Failed, Sizer, Succeeded
 from workers.sizing import AdaptiveSize
 
-EXAMPLES = int(os.environ.get("SIZER_EXAMPLES", "1"))
-IDLE_S = 1.0
+EXAMPLES: Final = int(os.environ.get("SIZER_EXAMPLES", "1"))
+IDLE_S: Final = 1.0
 """How long a loop waits that runs nothing."""
-MOST_BYTES = 10**15
+MOST_BYTES: Final = 10**15
+TRIFLE_S: Final = 1e-6
+"""What sums of times may be off by."""
+
+FORGOTTEN_S: Final = (
+    brackets._FORGET_LATEST_S + sizer.WINDOW_S + sizer._LONGEST_WAIT_S + brackets._PROBE_EVERY_S + 2 * IDLE_S
+)
+"""After so long without a failure no bad size is remembered, no failure counted, no emergency waited out, and a probe
+may be had again."""
+
+
+def steps_to_grow(ratio: float) -> int:
+    """Return the probes that gallop from one size to `ratio` times as much, and two more: into and out of the wait."""
+    bolder, reached, steps = brackets._FIRST_PROBE, 1.0, 2
+    while reached < ratio:
+        reached *= 1.0 + bolder
+        bolder = min(brackets._DOUBLING, bolder * brackets._GALLOP)
+        steps += 1
+    return steps
+
+
+def settling_s(bounds: Bounds, step_s: float) -> float:
+    """Return how long it may take from the largest size, failing all the way, to the smallest one that ends well."""
+    size, failures = bounds.largest, 2  # a probe beyond it may fail first, and leaves it where it is
+    while size > bounds.smallest:
+        size = bounds.down(min(size * brackets._KEPT_AFTER[-1 if failures > 6 else failures - 2], size - 1))
+        failures += 1
+    rests = math.ceil(failures / bounds.failures_per_minute) + 1
+    return rests * sizer.WINDOW_S + sizer._LONGEST_WAIT_S + failures * step_s + 2 * IDLE_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
-    """What a step needs, what there is, and what is said of it."""
+class Workload:
+    """What a step needs: `fixed + unit x size^power`, and what comes and goes."""
 
     fixed_bytes: float
     unit_bytes: float
     power: float
-    free_bytes: int
     wobble: float = 0.0
     workspace: float = 0.0
     """What a library adds at every other range of sizes."""
     workspace_sizes: int = 64
     factor: float = 1.0
-    """What became of all needs."""
-    told: bool = False
-    """Whether there is a signal."""
-    told_every: int = 1
-    """The signal comes with every question, or every second, ..."""
+    """A jump of all needs."""
+
+    def need_bytes(self, size: int, way: float) -> int:
+        """Return what a step needs that wobbles `way` of the way, -1 to 1."""
+        need = (self.fixed_bytes + self.unit_bytes * float(size) ** self.power) * self.factor
+        extra = self.workspace if (size // self.workspace_sizes) % 2 else 0.0
+        return math.ceil(need * (1.0 + extra) * (1.0 + way * self.wobble))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signal:
+    """What is said of free memory and of peaks."""
+
+    every: int = 0
+    """At every which question; 0: never."""
     lie: float = 1.0
     noise: float = 0.0
-    stuck_bytes: int | None = None
+    stuck_share: float | None = None
+    """What is said for ever, as a share of what the largest size needs."""
     garbage: bool = False
     peaks: bool = False
     garbage_peaks: bool = False
-
-    def need_bytes(self, size: int, share: float) -> int:
-        """Return what a step needs whose wobble is `share` of the widest, from -1 to 1."""
-        need = self.fixed_bytes + self.unit_bytes * float(size) ** self.power
-        if (size // self.workspace_sizes) % 2:
-            need *= 1.0 + self.workspace
-        return math.ceil(need * self.factor * (1.0 + share * self.wobble))
-
-    def surely_fits(self, size: int) -> bool:
-        return self.need_bytes(size, 1.0) <= self.free_bytes
-
-    def never_fits(self, size: int) -> bool:
-        return self.need_bytes(size, -1.0) > self.free_bytes
-
-    def signal_bytes(self, draw: Random, question: int) -> int | None:
-        """Return what is said to be free."""
-        if not self.told or question % self.told_every:
-            return None
-        if self.garbage:
-            return _garbage(draw)
-        if self.stuck_bytes is not None:
-            return self.stuck_bytes
-        return max(0, int(self.free_bytes * self.lie * (1.0 + self.noise * draw.gauss(0.0, 1.0))))
-
-    @property
-    def honest(self) -> bool:
-        """Whether all that is said is so."""
-        return (self.lie, self.noise, self.stuck_bytes) == (1.0, 0.0, None) and not self.garbage_peaks | self.garbage
-
-
-def _garbage(draw: Random) -> int:
-    return draw.choice([0, 1, MOST_BYTES, int(10 ** draw.uniform(0, 15))])
 
 
 class Try(NamedTuple):
@@ -96,23 +103,30 @@ class Try(NamedTuple):
     told_bytes: int | None
     size: int | None
     reason: str
-    ended_at_s: float = 0.0
-    failed: bool = False
+    ended_at_s: float
+    failed: bool
 
 
+@dataclass
 class Loop:
-    """Somebody's loop: asks for a size, runs the step in a world, says how it went."""
+    """Somebody's loop: asks for a size, runs the step, says how it went."""
 
-    def __init__(self, bounds: Bounds, world: World, learned: Learned | None, seed: int) -> None:
-        self.bounds = bounds
-        self.world = world
-        self.now_s = 0.0
-        self.draw = Random(seed)
-        self.first_state = self.state = sizer.cold(bounds, learned)
-        self.events: list[Event] = []
-        self.tries: list[Try] = []
-        self.questions = 0
-        self.shell: AdaptiveSize | None = None
+    bounds: Bounds
+    workload: Workload
+    signal: Signal
+    free_bytes: int
+    draw: Random
+    learned: Learned | None = None
+    now_s: float = 0.0
+    questions: int = 0
+    events: list[Event] = field(default_factory=list)
+    tries: list[Try] = field(default_factory=list)
+    state: Sizer = field(init=False)
+    shell: AdaptiveSize | None = None
+
+    def __post_init__(self) -> None:
+        bounds = self.bounds
+        self.state = sizer.cold(bounds, self.learned)
         if not bounds.rungs and bounds.worth_growing == Bounds(largest=1).worth_growing:
             self.shell = AdaptiveSize(
                 bounds.largest,
@@ -120,66 +134,357 @@ class Loop:
                 quantum=bounds.quantum,
                 power=bounds.power,
                 failures_per_minute=bounds.failures_per_minute,
-                learned=learned,
+                learned=self.learned,
                 clock=lambda: self.now_s,
             )
 
-    def fork(self) -> Self:
-        """Return a loop in the same state, whose future does not touch this one's."""
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__)
-        other.shell, other.tries, other.events = None, [], []
-        other.draw = Random()  # noqa: S311 - a simulation
-        other.draw.setstate(self.draw.getstate())
+    def fork(self, **changes: object) -> Loop:
+        """Return a loop in the same state, in a world of its own from now on."""
+        other = replace(self, events=[], tries=[], draw=Random(self.questions), **changes)  # type: ignore[arg-type]  # noqa: S311
+        other.state, other.shell = self.state, None
         return other
 
     def ask(self) -> int | None:
-        event = Asked(self.now_s, self.world.signal_bytes(self.draw, self.questions))
+        event = Asked(self.now_s, self._said_bytes())
         self.questions += 1
         self.events.append(event)
         self.state, size = sizer.asked(self.state, self.bounds, event)
-        self.tries.append(Try(self.now_s, event.free_bytes, size, self.state.reason))
         if self.shell is not None:
             assert self.shell.next(event.free_bytes) == size
+            assert self.shell.reason == self.state.reason
+        self.tries.append(Try(self.now_s, event.free_bytes, size, self.state.reason, self.now_s, failed=False))
         return size
 
-    def end_well(self, size: int, peak_bytes: int | None) -> None:
-        self.events.append(event := Succeeded(self.now_s, size, peak_bytes))
+    def ended_well(self, size: int, peak_bytes: int | None) -> None:
+        event = Succeeded(self.now_s, size, peak_bytes)
+        self.events.append(event)
         self.state = sizer.succeeded(self.state, self.bounds, event)
         if self.shell is not None:
             self.shell.succeeded(size, peak_bytes)
 
-    def run_out(self, size: int) -> None:
-        self.events.append(event := Failed(self.now_s, size))
+    def ran_out(self, size: int) -> None:
+        event = Failed(self.now_s, size)
+        self.events.append(event)
         self.state = sizer.failed(self.state, self.bounds, event)
         if self.shell is not None:
             self.shell.failed(size)
 
-    def turn(self, step_s: float, *, fails: bool | None = None) -> None:
-        """Ask and run one step; `fails` is for steps whose end the world does not decide."""
+    def turn(self, step_s: float, *, fails: bool | None = None, share: float = 1.0) -> Try:
+        """Ask, and run one step.
+
+        Args:
+            step_s: How long it takes.
+            fails: For steps whose end something else than their need decides.
+            share: Of the size asked for, what is run: the last batch of an epoch is smaller.
+        """
         size = self.ask()
         if size is None:
             self.now_s += max(step_s, IDLE_S)
-            return
+            return self.tries[-1]
         self.now_s += step_s
-        need_bytes = self.world.need_bytes(size, self.draw.uniform(-1.0, 1.0))
+        size = self.bounds.down(size * share)
+        need_bytes = self.workload.need_bytes(size, self.draw.uniform(-1.0, 1.0))
         if fails is None:
-            fails = need_bytes > self.world.free_bytes
-        self.tries[-1] = self.tries[-1]._replace(ended_at_s=self.now_s, failed=fails)
+            fails = need_bytes > self.free_bytes
+        self.tries[-1] = self.tries[-1]._replace(size=size, ended_at_s=self.now_s, failed=fails)
         if fails:
-            self.run_out(size)
+            self.ran_out(size)
         else:
-            peak_bytes = _garbage(self.draw) if self.world.garbage_peaks else need_bytes
-            self.end_well(size, peak_bytes if self.world.peaks else None)
+            peak_bytes = self._garbage_bytes() if self.signal.garbage_peaks else need_bytes
+            self.ended_well(size, peak_bytes if self.signal.peaks else None)
+        return self.tries[-1]
+
+    def turns_for(self, seconds: float, step_s: float) -> list[Try]:
+        """Take turns for so long and return them."""
+        first, until_s = len(self.tries), self.now_s + seconds
+        while self.now_s < until_s:
+            self.turn(step_s)
+        return self.tries[first:]
+
+    def surely_fits(self, size: int, times: float = 1.0) -> bool:
+        """Whether a step of this size fits, however it wobbles, so many times over."""
+        return times * self.workload.need_bytes(size, 1.0) <= self.free_bytes
+
+    def nothing_fits(self) -> bool:
+        """Whether no step fits, however it wobbles; it helps no size that it has no workspace."""
+        bare = replace(self.workload, workspace=0.0)
+        return bare.need_bytes(self.bounds.smallest, -1.0) > self.free_bytes
+
+    def _said_bytes(self) -> int | None:
+        signal = self.signal
+        if not signal.every or self.questions % signal.every:
+            return None
+        if signal.garbage:
+            return self._garbage_bytes()
+        if signal.stuck_share is not None:
+            return int(signal.stuck_share * self.workload.need_bytes(self.bounds.largest, 0.0))
+        return max(0, int(self.free_bytes * signal.lie * (1.0 + signal.noise * self.draw.gauss(0.0, 1.0))))
+
+    def _garbage_bytes(self) -> int:
+        return self.draw.choice([0, 1, MOST_BYTES, int(10 ** self.draw.uniform(0.0, 15.0))])
 
 
-def finite(value: object) -> Iterator[float]:
+def numbers(value: object) -> Iterator[float]:
     """Yield every number in a state."""
     if is_dataclass(value):
-        for field in fields(value):
-            yield from finite(getattr(value, field.name))
+        for part in fields(value):
+            yield from numbers(getattr(value, part.name))
     elif isinstance(value, tuple):
-        for part in value:
-            yield from finite(part)
+        for item in value:
+            yield from numbers(item)
     elif isinstance(value, (int, float)):
         yield value
+
+
+def replayed(bounds: Bounds, learned: Learned | None, events: list[Event]) -> tuple[Sizer, list[int | None]]:
+    """Return the state after these events, and the answers; a state goes through pickle between any two events."""
+    state, answers = sizer.cold(bounds, learned), []
+    for event in events:
+        state = pickle.loads(pickle.dumps(state))  # noqa: S301 - our own
+        match event:
+            case Asked():
+                state, size = sizer.asked(state, bounds, event)
+                answers.append(size)
+            case Succeeded():
+                state = sizer.succeeded(state, bounds, event)
+            case Failed():
+                state = sizer.failed(state, bounds, event)
+    return state, answers
+
+
+# From 1 to a million, small ones as often as large ones.
+magnitudes = st.floats(min_value=0.0, max_value=6.0).map(lambda power: int(10**power))
+steps_s = st.sampled_from([0.0, 1e-6, 1e-3, 0.05, 1.0, 20.0]) | st.floats(min_value=0.0, max_value=100.0)
+pauses_s = st.sampled_from([1e-6, 4.9, 5.0, 9.9, 10.0, 59.9, 60.0, 61.0, 3600.0]) | st.floats(0.0, 1e7)
+#: Free memory as a share of what the largest size needs.
+shares = st.sampled_from([0.0, 1.0]) | st.floats(0.0, 1.5) | st.floats(-5.0, 1.0).map(lambda power: 10.0**power)
+peaks = st.sampled_from([True, True, True, False])
+signals = st.one_of(
+    st.builds(Signal, peaks=peaks),
+    st.builds(Signal, every=st.sampled_from([1, 2, 10, 40]), peaks=peaks),
+    st.builds(Signal, every=st.integers(1, 40), peaks=peaks, lie=st.sampled_from([0.0, 0.1, 0.5, 0.9, 0.98])),
+    st.builds(Signal, every=st.integers(1, 40), peaks=peaks, lie=st.sampled_from([1.02, 1.1, 1.5, 3.0, 100.0])),
+    st.builds(Signal, every=st.integers(1, 40), peaks=peaks, noise=st.sampled_from([0.01, 0.03, 0.1, 0.3, 1.0])),
+    st.builds(Signal, every=st.integers(1, 40), peaks=peaks, stuck_share=shares),
+    st.builds(Signal, every=st.integers(1, 40), peaks=peaks, garbage=st.just(True)),
+    st.builds(Signal, every=st.integers(0, 40), peaks=st.just(True), garbage_peaks=st.just(True)),
+)
+
+
+@st.composite
+def all_bounds(draw: st.DrawFn) -> Bounds:
+    largest = draw(magnitudes)
+    smallest = draw(st.just(1) | st.integers(1, largest))
+    rungs = draw(st.just(()) | st.lists(st.integers(smallest, largest), max_size=20))
+    return Bounds(
+        largest=largest,
+        smallest=smallest,
+        quantum=draw(st.sampled_from([1, 1, 8, 64]) | st.integers(1, largest + 1)),
+        rungs=tuple(sorted({smallest, largest, *rungs})) if rungs else (),
+        power=draw(st.sampled_from([1.0, 2.0])),
+        worth_growing=draw(st.sampled_from([0.01, 0.01, 0.0, 0.02, 0.1])),
+        failures_per_minute=draw(st.sampled_from([6]) | st.integers(1, 20)),
+    )
+
+
+@st.composite
+def loops(draw: st.DrawFn) -> Loop:
+    bounds = draw(all_bounds())
+    power = draw(st.sampled_from([bounds.power, bounds.power, 1.0, 2.0]))
+    largest_bytes = 10.0 ** draw(st.floats(0.0, 14.0))
+    fixed_share = draw(st.sampled_from([0.0, 0.2, 0.5, 0.9, 0.99]))
+    workload = Workload(
+        fixed_bytes=fixed_share * largest_bytes,
+        unit_bytes=(1.0 - fixed_share) * largest_bytes / float(bounds.largest) ** power,
+        power=power,
+        wobble=draw(st.sampled_from([0.0, 0.01, 0.05, 0.3])),
+        workspace=draw(st.sampled_from([0.0, 0.05, 0.5])),
+        workspace_sizes=draw(st.sampled_from([1, 16, 64, 1000])),
+    )
+    return Loop(
+        bounds=bounds,
+        workload=workload,
+        signal=draw(signals),
+        free_bytes=int(largest_bytes * draw(shares)),
+        draw=Random(draw(st.integers(0, 1000))),  # noqa: S311 - a simulation
+    )
+
+
+class SizerMachine(RuleBasedStateMachine):
+    """Plays the loop and its world."""
+
+    @initialize(loop=loops())
+    def start(self, loop: Loop) -> None:
+        self.loop = loop
+        self.looked_at = 0
+        self.failed: Try | None = None
+        self.before_bytes: int | None = None
+        self.since_bytes: list[int] = []
+
+    # What the loop does.
+
+    @rule(times=st.integers(1, 40), step_s=steps_s)
+    def steps_run(self, times: int, step_s: float) -> None:
+        for _ in range(times):
+            self.loop.turn(step_s)
+
+    @rule(times=st.integers(1, 30), step_s=steps_s, fails=st.sampled_from([True, True, False]))
+    def steps_end_as_no_need_explains(self, times: int, step_s: float, fails: bool) -> None:
+        for _ in range(times):
+            self.loop.turn(step_s, fails=fails)
+
+    @rule(share=st.floats(0.0, 1.0), step_s=steps_s)
+    def a_smaller_step_runs_than_was_asked_for(self, share: float, step_s: float) -> None:
+        self.loop.turn(step_s, share=share)
+
+    @rule(times=st.integers(1, 5))
+    def sizes_are_asked_for_and_not_run(self, times: int) -> None:
+        for _ in range(times):
+            self.loop.ask()
+
+    @rule(seconds=pauses_s)
+    def nothing_happens(self, seconds: float) -> None:
+        self.loop.now_s += seconds
+
+    @rule()
+    def the_process_starts_anew_with_what_was_learned(self) -> None:
+        old = self.loop
+        self.what_happened_can_be_replayed()
+        learned = sizer.learned_of(old.state)
+        self.loop = Loop(old.bounds, old.workload, old.signal, old.free_bytes, old.draw, learned, old.now_s)
+        self.looked_at, self.failed, self.before_bytes = 0, None, None
+
+    # What the world does.
+
+    @rule(share=shares)
+    def memory_comes_or_goes(self, share: float) -> None:
+        self.loop.free_bytes = int(share * self.loop.workload.need_bytes(self.loop.bounds.largest, 0.0))
+
+    @rule(factor=st.sampled_from([0.1, 0.5, 0.9, 1.0, 1.1, 2.0, 10.0]), wobble=st.sampled_from([0.0, 0.01, 0.3]))
+    def needs_jump(self, factor: float, wobble: float) -> None:
+        self.loop.workload = replace(self.loop.workload, factor=factor, wobble=wobble)
+
+    @rule(signal=signals)
+    def the_signal_changes(self, signal: Signal) -> None:
+        self.loop.signal = signal
+
+    # What is promised once it stays as it is; of a fork, so that the loop goes on as if nobody had looked.
+
+    @rule(step_s=st.sampled_from([0.05, 1.0, 20.0]))
+    def what_stays_as_it_is_runs_or_rests(self, step_s: float) -> None:
+        """In a world that stays as it is, steps end well if the smallest fits; if nothing fits, there is rest."""
+        loop, within_s = self.loop.fork(), settling_s(self.loop.bounds, step_s)
+        if loop.surely_fits(loop.bounds.smallest):
+            self._runs(loop, within_s, step_s)
+        elif loop.nothing_fits():
+            self._rests(loop, within_s, step_s)
+
+    def _runs(self, loop: Loop, within_s: float, step_s: float) -> None:
+        end_s = loop.now_s + within_s + step_s
+        while not _good(loop.turn(step_s)):
+            assert loop.now_s <= end_s, f"no step ended well for {within_s:.0f} s, and the smallest fits"
+        # What is garbage may be right by chance, and is believed for a while.
+        garbage = loop.signal.garbage or loop.signal.garbage_peaks
+        if loop.surely_fits(loop.bounds.smallest, 2.0) and not garbage:
+            loop.turns_for(within_s, max(step_s, 1.0))
+            turns = loop.turns_for(300.0 + 10 * step_s, step_s)
+            run_s = sum(turn.ended_at_s - turn.at_s for turn in turns if _good(turn))
+            assert run_s >= (turns[-1].at_s - turns[0].at_s) / 4, "it rests, and there is room for twice the smallest"
+
+    def _rests(self, loop: Loop, within_s: float, step_s: float) -> None:
+        loop.turns_for(within_s, step_s)
+        turns = loop.turns_for(300.0, step_s)
+        tried = [turn for turn in turns if turn.size is not None]
+        assert all(turn.reason for turn in turns if turn.size is None)
+        assert {turn.size for turn in tried} <= {loop.bounds.smallest}
+        longest_s = sizer._LONGEST_WAIT_S + sizer.WINDOW_S + step_s + 2 * IDLE_S
+        times_s = [turns[0].at_s, *(turn.at_s for turn in tried), turns[-1].at_s]
+        assert max(later - sooner for sooner, later in zip(times_s, times_s[1:], strict=False)) <= longest_s
+        room = 2 * loop.workload.need_bytes(loop.bounds.largest, 1.0)
+        freed = loop.fork(free_bytes=room, signal=Signal(every=1, peaks=True))
+        assert any(_good(turn) for turn in freed.turns_for(longest_s, step_s)), "memory returned, and nothing runs"
+
+    @rule(step_s=st.sampled_from([1.0, 20.0, 100.0]), every=st.sampled_from([0, 1, 10]), peaks=st.booleans())
+    def what_returns_is_used(self, step_s: float, every: int, peaks: bool) -> None:
+        """Once nothing bad is remembered, `steps_to_grow` clean steps lead to the largest size, if that fits."""
+        old, bounds = self.loop.workload, self.loop.bounds
+        workload = replace(old, factor=1.0, wobble=min(old.wobble, 0.05))
+        free_bytes = 4 * max(workload.need_bytes(size, 1.0) for size in (bounds.largest, max(1, bounds.largest - 1)))
+        loop = self.loop.fork(workload=workload, free_bytes=free_bytes, signal=Signal(every=every, peaks=peaks))
+        turns = loop.turns_for(FORGOTTEN_S, step_s)
+        assert not any(turn.failed for turn in turns)
+        for _ in range(steps_to_grow(bounds.largest / bounds.smallest)):
+            if loop.turn(step_s).size == bounds.largest:
+                return
+        assert loop.turn(step_s).size == bounds.largest
+
+    # What always holds.
+
+    @invariant()
+    def every_size_is_one_there_is(self) -> None:
+        bounds = self.loop.bounds
+        for size in {turn.size for turn in self._news() if turn.size is not None}:
+            assert bounds.smallest <= size <= bounds.largest
+            assert bounds.down(size) == size
+
+    @invariant()
+    def a_reason_is_given_exactly_while_nothing_runs(self) -> None:
+        failures_s = [turn.ended_at_s for turn in self.loop.tries if turn.failed]
+        for turn in self._news():
+            assert bool(turn.reason) == (turn.size is None)
+            if "within a minute" in turn.reason:
+                lately = sum(turn.at_s - sizer.WINDOW_S < at_s <= turn.at_s for at_s in failures_s)
+                assert lately >= self.loop.bounds.failures_per_minute, "it rests for failures that are long past"
+
+    @invariant()
+    def failures_within_a_minute_stay_within_what_is_allowed(self) -> None:
+        allowed = self.loop.bounds.failures_per_minute
+        failures_s = [turn.ended_at_s for turn in self.loop.tries if turn.failed]
+        for first_s, one_too_many_s in zip(failures_s, failures_s[allowed:], strict=False):
+            assert one_too_many_s - first_s >= sizer.WINDOW_S - TRIFLE_S
+
+    @invariant()
+    def every_number_is_finite(self) -> None:
+        assert all(math.isfinite(number) for number in numbers(self.loop.state))
+
+    @invariant()
+    def no_size_fails_twice_without_a_release_between(self) -> None:
+        """After a failure the next size is smaller. Only the smallest is tried again, after a rest or a rise."""
+        for turn in self._news(forget=True):
+            if turn.told_bytes is not None:
+                self.since_bytes.append(turn.told_bytes)
+            if turn.size is None:
+                continue
+            if (failed := self.failed) is not None and failed.size is not None and turn.size >= failed.size:
+                assert turn.size == failed.size == self.loop.bounds.smallest
+                rested_s = turn.at_s - failed.ended_at_s
+                risen = any(self.before_bytes is None or said > self.before_bytes for said in self.since_bytes)
+                assert risen or rested_s >= sizer._FIRST_WAIT_S - TRIFLE_S, "it failed, and nothing has changed"
+            if self.since_bytes:
+                self.before_bytes = self.since_bytes[-1]
+            self.since_bytes = []
+            self.failed = turn if turn.failed else None
+
+    def teardown(self) -> None:
+        self.what_happened_can_be_replayed()
+
+    def what_happened_can_be_replayed(self) -> None:
+        """Equal events give equal states and equal sizes; a state is a plain value, which survives pickling."""
+        if hasattr(self, "loop"):
+            state, answers = replayed(self.loop.bounds, self.loop.learned, self.loop.events)
+            assert state == self.loop.state
+            assert len(answers) == len(self.loop.tries)
+
+    def _news(self, *, forget: bool = False) -> list[Try]:
+        news = self.loop.tries[self.looked_at :]
+        if forget:
+            self.looked_at = len(self.loop.tries)
+        return news
+
+
+def _good(turn: Try) -> bool:
+    return turn.size is not None and not turn.failed
+
+
+SizerMachine.TestCase.settings = settings(max_examples=60 * EXAMPLES, stateful_step_count=30, deadline=None)
+TestSizerMachine = SizerMachine.TestCase

@@ -7,7 +7,7 @@ Knows no memory, neither needed nor free: this is all there is without a signal,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from workers.policy.bounds import Bounds
@@ -52,6 +52,8 @@ class Bracket:
     probes_at_s: float = 0.0
     in_row: int = 0
     """Failures since a step ended well."""
+    untried: bool = False
+    """Whether `good` is only remembered from an earlier run."""
 
     def may_probe(self, now_s: float) -> bool:
         """Whether a failure above what is known to be good can be afforded."""
@@ -68,7 +70,7 @@ def allowed(bracket: Bracket, good: int, bounds: Bounds, now_s: float, *, promis
         now_s: The time of the question.
         promised: Whether something else bounds the size from above: then what is not forbidden is allowed.
     """
-    if bracket.in_row:
+    if bracket.in_row or bracket.untried:
         return good
     bad = bracket.bad
     if bad is None or now_s >= bracket.bad_until_s:
@@ -86,7 +88,7 @@ def allowed(bracket: Bracket, good: int, bounds: Bounds, now_s: float, *, promis
 
 def ended_well(bracket: Bracket, size: int, now_s: float) -> Bracket:
     """Return the bracket after a step that ended well."""
-    if size == bracket.good and bracket.bad is None and not bracket.in_row:
+    if size == bracket.good and bracket.bad is None and not (bracket.in_row or bracket.untried):
         return bracket
     bad, gallop, forget_s = bracket.bad, bracket.gallop, bracket.forget_s
     grew = bracket.good is None or size > bracket.good
@@ -141,4 +143,9 @@ def forgiven(bracket: Bracket) -> Bracket:
 
 def started_at(size: int) -> Bracket:
     """Return the bracket of a worker that remembers this size from an earlier run."""
-    return Bracket(good=size, gallop=_FIRST_PROBE)
+    return Bracket(good=size, gallop=_FIRST_PROBE, untried=True)
+
+
+def rested(bracket: Bracket, rest_s: float) -> Bracket:
+    """Return the bracket after a time in which nothing ran: nothing was forgotten in it, and no probe earned."""
+    return replace(bracket, bad_until_s=bracket.bad_until_s + rest_s, probes_at_s=bracket.probes_at_s + rest_s)

@@ -90,8 +90,29 @@ class Footprint:
         return max(0.0, self.here_bytes + self.unit_bytes * (x - self.here_x))
 
     def largest_x(self, limit_bytes: float) -> float:
-        """Return the x whose predicted peak, margin included, is `limit_bytes`; negative when nothing fits."""
+        """Return the x whose predicted peak, margin included, is `limit_bytes`; negative when nothing fits.
+
+        A line drawn through small steps may be too flat, because what an optimiser takes hides what they take. But what
+        is k times as large takes at most k times as much, so nothing is promised beyond that.
+        """
+        on_the_line = self.hoped_x(limit_bytes)
+        most_x, most_bytes = self._largest
+        if on_the_line <= most_x:
+            return on_the_line
+        return min(on_the_line, max(most_x, most_x / most_bytes * limit_bytes / (1.0 + self.margin)))
+
+    def hoped_x(self, limit_bytes: float) -> float:
+        """Return the x at which the line reaches `limit_bytes`, margin included, however far away that is."""
         return self.here_x + (limit_bytes / (1.0 + self.margin) - self.here_bytes) / self.unit_bytes
+
+    def is_beyond(self, x: float) -> bool:
+        """Whether nothing as large was ever measured."""
+        return x > (1.0 + _SAME_PLACE) * self._largest[0]
+
+    @property
+    def _largest(self) -> tuple[float, float]:
+        """The larger of the two places."""
+        return (self.here_x, self.here_bytes) if self.here_x >= self.far_x else (self.far_x, self.far_bytes)
 
     def surprised(self, x: float, limit_bytes: float) -> Footprint:
         """Return the line after a step of `x` did not fit into `limit_bytes`, although this line said it would."""
@@ -109,7 +130,7 @@ def footprint_of(learned: Learned, power: float) -> Footprint | None:
     """Return the line that was remembered; `None` if no peak was ever measured."""
     if learned.fixed_bytes is None or learned.unit_bytes is None or learned.unit_bytes <= 0:
         return None
-    x = float(learned.size) ** power
+    x = float(max(1, learned.size)) ** power
     here = learned.fixed_bytes + learned.unit_bytes * x
     far_x = x / 16
     far = learned.fixed_bytes + learned.unit_bytes * far_x
@@ -136,12 +157,13 @@ def measured(line: Footprint | None, x: float, peak_bytes: float) -> Footprint:
     unit_bytes = line.unit_bytes
     if _ratio(far_x, here_x) > 1.0 + _SAME_PLACE:
         unit_bytes = (here_bytes - far_bytes) / (here_x - far_x)
-    unit_bytes = min(max(unit_bytes, _LEAST_GROWING_SHARE * here_bytes / here_x), here_bytes / here_x)
+    most_x, most_bytes = (here_x, here_bytes) if here_x >= far_x else (far_x, far_bytes)
+    unit_bytes = min(max(unit_bytes, _LEAST_GROWING_SHARE * most_bytes / most_x), here_bytes / here_x)
     spread, surprise = line.spread, line.surprise * (_SURPRISE_FADES if line.surprise < _JUMP else _JUMP_FADES)
-    if stayed or not only_one:  # from one place, what is larger is not predicted but bounded
+    if stayed or not (only_one or line.is_beyond(x)):  # what is larger than all before is not predicted but bounded
         spread = max(_LEAST_SPREAD, spread + _SPREAD_FOLLOW * (min(abs(deviation), 4 * spread) - spread))
         if deviation > line.margin:
-            surprise = deviation
+            surprise = min(_LARGEST_SURPRISE, deviation)
     return Footprint(
         here_x=here_x,
         here_bytes=here_bytes,

@@ -33,17 +33,19 @@ _LONE_RESERVE: Final = 2.0
 _MOST_SAMPLES: Final = 20
 
 #: Mean differences that are kept in reserve for an older sample, and how that number moves with experience.
-_FIRST_RESERVE: Final = 2.0
+_FIRST_RESERVE: Final = 2.5
 _LEAST_RESERVE: Final = 0.5
 _MOST_RESERVE: Final = 6.0
 _RESERVE_PER_FAILURE: Final = 1.0
-_RESERVE_PER_STEP: Final = 1.0 / 1500.0
+_RESERVE_PER_STEP: Final = 1.0 / 4000.0
 
 #: Failures in spite of a sample for that very step, each fading by the factor a step, above which the samples must be
-#: noisy: an exact one fails only by the wobble of the step, which its margin covers but for one time in hundreds.
+#: noisy: an exact one fails only by the wobble of the step, which its margin covers but for one time in hundreds. They
+#: are believed again after so many good steps, twice as many each time they mislead again.
 _NOISY: Final = 1.4
 _MISLED_FADES: Final = 0.98
-_NEVER_AGAIN: Final = 1e9
+_FIRST_BAN: Final = 20_000
+_LONGEST_BAN: Final = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +68,16 @@ class Level:
     """Whether the last sample was taken for the step that comes now, and the one before for the last step."""
     misled: float = 0.0
     """Failures in spite of such a sample, fading."""
+    ban: int = 0
+    """Good steps until such a sample is believed again."""
+    next_ban: int = _FIRST_BAN
     risen: bool = False
     """Whether the last sample alone lay far above the level."""
 
     @property
     def exact(self) -> bool:
         """Whether the last sample is taken at its word."""
-        return self.fresh and self.misled < _NOISY
+        return self.fresh and self.ban == 0
 
     @property
     def usable_bytes(self) -> float:
@@ -107,6 +112,8 @@ def sampled(level: Level | None, sample_bytes: float, *, every_step: bool) -> Le
         samples=min(samples, _MOST_SAMPLES),
         fresh=every_step,
         misled=level.misled,
+        ban=level.ban,
+        next_ban=level.next_ban,
         risen=risen,
     )
 
@@ -115,14 +122,17 @@ def trusted(level: Level) -> Level:
     """Return the level after a step that fitted: a little less is kept in reserve the next time."""
     if level.exact:
         return level if level.misled == 0.0 else replace(level, misled=level.misled * _MISLED_FADES)
-    if level.reserve <= _LEAST_RESERVE:
+    ban = max(0, level.ban - 1)
+    if ban == level.ban and level.reserve <= _LEAST_RESERVE:
         return level
-    return replace(level, reserve=max(_LEAST_RESERVE, level.reserve - _RESERVE_PER_STEP))
+    return replace(level, ban=ban, reserve=max(_LEAST_RESERVE, level.reserve - _RESERVE_PER_STEP))
 
 
 def doubted(level: Level) -> Level:
     """Return the level after a step that should have fitted and did not."""
     if level.exact:
         misled = level.misled + 1.0
-        return replace(level, misled=_NEVER_AGAIN if misled >= _NOISY else misled)
+        if misled < _NOISY:
+            return replace(level, misled=misled)
+        return replace(level, misled=0.0, ban=level.next_ban, next_ban=min(_LONGEST_BAN, 2 * level.next_ban))
     return replace(level, reserve=min(_MOST_RESERVE, level.reserve + _RESERVE_PER_FAILURE))

@@ -43,6 +43,13 @@ _DOUBTS: Final = 2
 _NEAR: Final = 0.9
 _ABOVE: Final = 1.1
 
+#: A signal that has not been heard for so long is gone.
+_SIGNAL_LOST_S: Final = 30.0
+
+#: So many times what the last step took is plenty, and worth a probe of the next size whatever the line says.
+_PLENTY_FROM_ONE_PLACE: Final = 1.05
+_PLENTY: Final = 2.0
+
 #: In an emergency the smallest size is tried again after so long, then after twice as long, whatever the signal says.
 _FIRST_WAIT_S: Final = 10.0
 _LONGEST_WAIT_S: Final = 60.0
@@ -92,12 +99,15 @@ class Sizer:
     level: Level | None = None
     told: bool = False
     """Whether the last question came with a sample."""
+    sampled_at_s: float = 0.0
     unsure_since_s: float | None = None
     """When a step failed since the last sample: what that said is no longer so."""
     doubts: int = 0
     """Failures that no sample explained, since a step came near to what was promised."""
     failed_at_s: tuple[float, ...] = ()
     """Failures of the last minute."""
+    rests_since_s: float | None = None
+    """Since when nothing runs because there were too many."""
     wake_s: float | None = None
     """In an emergency: when to try the smallest size again whatever the signal says."""
     wait_s: float = _FIRST_WAIT_S
@@ -131,15 +141,22 @@ def asked(state: Sizer, bounds: Bounds, event: Asked) -> tuple[Sizer, int | None
     """Return the state, and the size of the next step: none while nothing may run."""
     state = _sampled(state, bounds, event)
     if len(state.failed_at_s) >= bounds.failures_per_minute:
+        since_s = event.at_s if state.rests_since_s is None else state.rests_since_s
         reason = f"{len(state.failed_at_s)} failures within a minute, and no more are allowed"
-        return (state if state.reason == reason else replace(state, reason=reason)), None
+        return _idle(state, reason, since_s), None
+    if state.rests_since_s is not None:
+        rest_s = event.at_s - state.rests_since_s
+        state = replace(state, bracket=brackets.rested(state.bracket, rest_s), rests_since_s=None)
     promised = _promised(state, bounds)
+    too_little = promised is not None and promised < bounds.smallest and not _smallest_runs(state, bounds)
+    if state.wake_s is None and too_little:
+        state = replace(state, wake_s=event.at_s + state.wait_s)
     if state.wake_s is not None:
-        return state, bounds.smallest if _may_wake(state, bounds, promised, event.at_s) else None
-    if promised is not None and promised < bounds.smallest:
-        reason = f"the smallest size ({bounds.smallest}) needs more than is free"
-        return replace(state, wake_s=event.at_s + state.wait_s, reason=reason), None
-    return state, _size(state, bounds, promised, event.at_s)
+        if _may_wake(state, bounds, promised, event.at_s):
+            return _busy(state), bounds.smallest
+        why = "is out of memory" if state.bracket.in_row else "needs more than is free"
+        return _idle(state, f"the smallest size ({bounds.smallest}) {why}", None), None
+    return _busy(state), _size(state, bounds, promised, event.at_s)
 
 
 def succeeded(state: Sizer, bounds: Bounds, event: Succeeded) -> Sizer:
@@ -148,16 +165,20 @@ def succeeded(state: Sizer, bounds: Bounds, event: Succeeded) -> Sizer:
     if event.peak_bytes is not None:
         if level is not None and state.unsure_since_s is None:
             level = trusted(level)
-            if event.peak_bytes > _ABOVE * level.level_bytes:
-                doubts = min(_DOUBTS, doubts + 1)
-            elif doubts and event.peak_bytes > _NEAR * level.usable_bytes:
+            if event.peak_bytes > _ABOVE * level.level_bytes or state.wake_s is not None:
+                doubts = min(_DOUBTS, doubts + 1)  # it ran although the signal had said that it would not
+            elif doubts and _NEAR * level.usable_bytes < event.peak_bytes <= level.level_bytes:
                 doubts = 0
-        line = measured(line, float(event.size) ** bounds.power, event.peak_bytes)
+        line = measured(line, float(max(1, event.size)) ** bounds.power, event.peak_bytes)
+    size = bounds.down(event.size)
+    if state.unsure_since_s is not None and state.bracket.good is not None:
+        size = max(size, state.bracket.good)  # small for want of a sample only
     return Sizer(
-        bracket=brackets.ended_well(state.bracket, event.size, event.at_s),
+        bracket=brackets.ended_well(state.bracket, size, event.at_s),
         line=line,
         level=level,
         told=state.told,
+        sampled_at_s=state.sampled_at_s,
         unsure_since_s=state.unsure_since_s,
         doubts=doubts,
         failed_at_s=state.failed_at_s,
@@ -168,8 +189,8 @@ def failed(state: Sizer, bounds: Bounds, event: Failed) -> Sizer:
     """Return the state after a step that ran out of memory."""
     state = replace(
         state,
-        bracket=brackets.ran_out(state.bracket, bounds, event.size, event.at_s),
-        unsure_since_s=None if state.level is None else event.at_s,
+        bracket=brackets.ran_out(state.bracket, bounds, max(1, event.size), event.at_s),
+        unsure_since_s=event.at_s if _believed(state) else None,
         failed_at_s=(*state.failed_at_s, event.at_s)[-bounds.failures_per_minute :],
     )
     if event.size > bounds.smallest:
@@ -178,8 +199,7 @@ def failed(state: Sizer, bounds: Bounds, event: Failed) -> Sizer:
         state,
         wake_s=event.at_s + state.wait_s,
         wait_s=min(_LONGEST_WAIT_S, 2 * state.wait_s),
-        low_bytes=None if state.level is None else state.level.usable_bytes,
-        reason=f"out of memory at the smallest size ({event.size})",
+        low_bytes=None if state.level is None else state.level.sample_bytes,
     )
 
 
@@ -190,15 +210,15 @@ def _sampled(state: Sizer, bounds: Bounds, event: Asked) -> Sizer:
         state = replace(state, failed_at_s=lately)
     level = state.level
     if event.free_bytes is None:
+        if level is not None and event.at_s > state.sampled_at_s + _SIGNAL_LOST_S:
+            return replace(state, level=None, told=False, unsure_since_s=None)
         if level is None or not (state.told or level.fresh):
             return state
         return replace(state, level=replace(level, fresh=False), told=False)
-    before, level = level, sampled(level, float(event.free_bytes), every_step=state.told)
-    if state.unsure_since_s is not None:
-        return _judged(replace(state, level=level, told=True, unsure_since_s=None), bounds)
-    if level is before and state.told:
-        return state
-    return replace(state, level=level, told=True)
+    level = sampled(level, float(event.free_bytes), every_step=state.told)
+    unsure = state.unsure_since_s is not None
+    state = replace(state, level=level, told=True, sampled_at_s=event.at_s, unsure_since_s=None)
+    return _judged(state, bounds) if unsure else state
 
 
 def _judged(state: Sizer, bounds: Bounds) -> Sizer:
@@ -207,8 +227,10 @@ def _judged(state: Sizer, bounds: Bounds) -> Sizer:
     if bad is None or line is None or level is None:
         return state
     x = float(bad) ** bounds.power
-    if level.usable_bytes < line.bytes_at(x):
+    if level.usable_bytes < line.bytes_at(x) and state.doubts < _DOUBTS:
         return replace(state, bracket=brackets.forgiven(state.bracket), doubts=0)
+    if line.is_beyond(x):
+        return replace(state, line=line.surprised(x, level.usable_bytes))  # nobody had promised that by experience
     if level.exact:
         line = line.surprised(x, level.usable_bytes)
     return replace(state, line=line, level=doubted(level), doubts=min(_DOUBTS, state.doubts + 1))
@@ -220,13 +242,38 @@ def _may_wake(state: Sizer, bounds: Bounds, promised: float | None, now_s: float
     level = state.level
     if level is None or promised is None or promised < bounds.smallest:
         return False
-    return state.low_bytes is None or level.usable_bytes >= _WORTH_WAKING * state.low_bytes
+    if state.low_bytes is None:
+        return state.bracket.in_row == 0
+    return level.sample_bytes > _WORTH_WAKING * state.low_bytes
+
+
+def _smallest_runs(state: Sizer, bounds: Bounds) -> bool:
+    """Whether the smallest size has just run and nothing but noise speaks against it."""
+    line, level, bracket = state.line, state.level, state.bracket
+    if line is None or level is None or level.exact or bracket.in_row or bracket.good != bounds.smallest:
+        return False
+    return _still_fits(line, level, float(bounds.smallest) ** bounds.power)
+
+
+def _believed(state: Sizer) -> bool:
+    """Whether there is a signal that can be compared with what steps take, and that has not lied."""
+    return state.level is not None and state.line is not None and state.doubts < _DOUBTS
+
+
+def _busy(state: Sizer) -> Sizer:
+    return replace(state, reason="") if state.reason else state
+
+
+def _idle(state: Sizer, reason: str, rests_since_s: float | None) -> Sizer:
+    if state.reason == reason and state.rests_since_s == rests_since_s:
+        return state
+    return replace(state, reason=reason, rests_since_s=rests_since_s)
 
 
 def _promised(state: Sizer, bounds: Bounds) -> float | None:
     """Return the largest size that memory promises; `None` when nobody knows."""
     line, level = state.line, state.level
-    if line is None or level is None or state.unsure_since_s is not None or state.doubts >= _DOUBTS:
+    if line is None or level is None or state.unsure_since_s is not None or not _believed(state):
         return None
     x = line.largest_x(level.usable_bytes)
     if x <= 0:
@@ -245,19 +292,34 @@ def _size(state: Sizer, bounds: Bounds, promised: float | None, now_s: float) ->
     if state.unsure_since_s is not None and bracket.bad is not None and now_s < state.unsure_since_s + _SAMPLE_DUE_S:
         return min(good, bounds.down(bracket.bad * _KEPT_UNTIL_SAMPLED))
     allowed = brackets.allowed(bracket, good, bounds, now_s, promised=promised is not None)
-    if promised is None or level is None:
+    if promised is None or level is None or state.line is None:
         return allowed
     size = bounds.down(min(promised, allowed))
-    if level.exact or size == good:
-        return good if good < size < min(bounds.largest, good * (1.0 + bounds.worth_growing)) else size
-    # A noisy level drives the size up and down for nothing, and into sizes that were never tried.
-    if size > good:
-        worth = max(bounds.worth_growing, _SPREADS_WORTH_GROWING * level.spread)
-        return good if size < min(bounds.largest, good * (1.0 + worth)) else size
-    return good if good <= allowed and _still_fits(state.line, level, float(good) ** bounds.power) else size
+    if size <= good < allowed and bracket.may_probe(now_s):
+        larger = bounds.up(good)
+        if _may_fit(state.line, level, float(larger) ** bounds.power):
+            return larger
+    if size < good:
+        # A noisy level drives the size up and down for nothing, and into sizes that were never tried.
+        stays = not level.exact and good <= allowed and _still_fits(state.line, level, float(good) ** bounds.power)
+        return good if stays else size
+    scatter = 0.0 if level.exact else _SPREADS_WORTH_GROWING * level.spread
+    worth = max(bounds.worth_growing, scatter)
+    return size if size >= min(bounds.largest, good * (1.0 + worth)) else good
 
 
-def _still_fits(line: Footprint | None, level: Level, x: float) -> bool:
+def _may_fit(line: Footprint, level: Level, x: float) -> bool:
+    """Whether the next size is worth a probe although nothing is promised.
+
+    Where sizes are few and far apart, the line may reach farther than it promises; and where there is far more than
+    the last step took, it is the line that is not known: it goes through one place only, or was measured on small
+    steps when memory was short.
+    """
+    factor = _PLENTY_FROM_ONE_PLACE if line.far_x == line.here_x else _PLENTY
+    return level.usable_bytes > factor * line.here_need_bytes or line.hoped_x(level.usable_bytes) >= x
+
+
+def _still_fits(line: Footprint, level: Level, x: float) -> bool:
     """Whether the size of the last good step, whose own peak is known, may stay where it is."""
     still_bytes = level.level_bytes * (1.0 - _STAYS_WITHIN * level.reserve * level.spread)
-    return line is not None and line.here_x == x and line.here_need_bytes <= still_bytes
+    return line.here_x == x and line.here_need_bytes <= still_bytes

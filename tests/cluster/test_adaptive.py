@@ -1,0 +1,166 @@
+"""The default policy in rehearsal: every worker at nearly all of its cap, nothing fails, and the next run knows it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.cluster.conftest import ROOT, SMALL, Head, Starter, samples, wait_for
+
+pytestmark = pytest.mark.ray
+
+#: Far too big for every cap, also after scaling to a quarter: 16384 x 16384 needs 1.5 GiB for three matrices.
+TOO_BIG = ("--set", "workload.size=65536")
+
+ONE_EACH = ("--set", "nodes.pc1.workers=1", "--set", "nodes.pc2.workers=1")
+
+#: What the issue asks for: the share of its cap that a worker holds while nobody else wants it.
+HELD = 0.95
+
+
+def finished(head: Head) -> dict[str, Any]:
+    """Wait for the end of a run in which nothing may go wrong; return its summary."""
+    code, out, err = head.finish()
+    assert code == 0, out + err
+    summary = json.loads(out)
+    assert (summary["outcome"], summary["exit_code"]) == ("good", 0)
+    assert (summary["oom_count"], summary["emergency_count"], summary["steps_oom"]) == (0, 0, 0)
+    assert (summary["steps_error"], summary["success_rate"]) == (0, 1.0)
+    for row in summary["workers"]:
+        assert (row["state"], row["policy"]) == ("RUNNING", "adaptive")
+        assert row["steps_ok"] > 0
+    return dict(summary)
+
+
+def held(row: dict[str, Any]) -> float:
+    """Share of its cap that a worker's live tensors take."""
+    return float(row["allocated_bytes"] / row["cap_bytes"])
+
+
+def remembered(head: Head) -> list[str]:
+    """The slots that began with what an earlier run had learned."""
+    return sorted(event["slot"] for event in head.events() if event["event"] == "remembered")
+
+
+def limits(*arguments: str) -> dict[str, Any]:
+    """What `limits` says of the store that the runs of this test used."""
+    command = [sys.executable, "-m", "orchestrator", "limits", "--json", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def test_ten_workers_hold_nearly_all_of_their_caps_without_a_failure_and_the_next_run_begins_there(
+    start: Starter, state_dir: Path
+) -> None:
+    assert limits()["limits"] == []
+    first = start("--rehearse", "--duration", "6s", "--json")
+    summary = finished(first)
+    slots = [row["slot"] for row in summary["workers"]]
+    assert slots == [f"pc1/{index}" for index in range(7)] + [f"pc2/{index}" for index in range(3)]
+    assert {row["slot"]: held(row) for row in summary["workers"] if held(row) < HELD} == {}
+    assert {row["size"] for row in summary["workers"]} == {2048, 1024}, "a quarter of what each node asks for"
+    assert remembered(first) == []
+    assert state_dir / "limits.json" in state_dir.iterdir()
+
+    second = start("--rehearse", "--duration", "3s", "--json")
+    summary = finished(second)
+    assert remembered(second) == slots
+    assert {row["slot"]: held(row) for row in summary["workers"] if held(row) < HELD} == {}
+
+    known = limits()
+    assert known["path"] == str(state_dir / "limits.json")
+    caps_bytes = {row["cap_bytes"] for row in summary["workers"]}
+    assert {limit["dtype"] for limit in known["limits"]} == {row["dtype"] for row in summary["workers"]}
+    for limit in known["limits"]:
+        assert limit["workload"].startswith("matmul@")
+        assert min(caps_bytes) * 0.98 <= limit["cap_bytes"] <= max(caps_bytes) * 1.02
+        assert HELD * 0.98 * limit["cap_bytes"] <= limit["size"] <= limit["cap_bytes"]
+    assert {limit["workload"].rpartition("size=")[2] for limit in known["limits"]} == {"2048", "1024"}
+    assert limits("--workload", "nobody's")["limits"] == []
+
+
+def test_sizes_far_too_big_for_every_cap_fail_nowhere_and_a_killed_worker_holds_the_same_again(start: Starter) -> None:
+    head = start("--rehearse", "--duration", "12s", "--json", *TOO_BIG, *SMALL)
+    head.wait_until_running(3)
+    opened = next(event for event in head.events() if event["event"] == "device_opened" and event["slot"] == "pc1/1")
+    victim = psutil.Process(opened["pid"])
+    os.kill(victim.pid, signal.SIGKILL)
+
+    def reopened() -> bool:
+        return len([e for e in head.events() if e["event"] == "device_opened" and e["slot"] == "pc1/1"]) == 2
+
+    wait_for(reopened, 60, "second process of pc1/1")
+    summary = finished(head)
+    rows = {row["slot"]: row for row in summary["workers"]}
+    assert {slot: row["restarts"] for slot, row in rows.items()} == {"pc1/0": 0, "pc1/1": 1, "pc2/0": 0}
+    assert {slot: held(row) for slot, row in rows.items() if held(row) < HELD} == {}
+    assert all(256 < row["size"] < 16384 for row in rows.values())
+    # The second process went on where the first had been.
+    assert [event["slot"] for event in head.events() if event["event"] == "resumed"] == ["pc1/1"]
+    assert rows["pc1/1"]["claim_bytes"] == pytest.approx(rows["pc1/0"]["claim_bytes"], rel=0.03)
+    sizes = [sample["size"] for sample in samples(head.folder())["pc1/1"] if sample["size"] is not None]
+    assert min(sizes) >= 0.9 * max(sizes), "never small, not even after the kill"
+    assert not {"oom", "backoff", "emergency"} & {event["event"] for event in head.events()}
+
+
+#: Runs out of memory for real where it is let; has a fixed part, and says nothing about its needs.
+_ROWS = """
+import time, torch
+from workers.workloads.base import StepResult, Workload
+class Rows(Workload):
+    size_power = 0.0
+    held = ()
+    def step(self, size, batch):
+        self.held = ()
+        self.held = (torch.empty(8 << 20, dtype=torch.uint8), torch.empty(batch << 14, dtype=torch.uint8))
+        time.sleep(0.02)
+        return StepResult(flop=1.0)
+    def release(self):
+        self.held = ()
+"""
+
+
+def test_a_users_workload_finds_the_largest_batch_and_the_next_run_begins_there(
+    start: Starter, short_tmp: Path
+) -> None:
+    (short_tmp / "mine.py").write_text(_ROWS)
+    workload = ("--workload", "mine:Rows", "--set", "workload.batch=16384")
+    first = start("--rehearse", "--duration", "6s", "--json", *workload, *ONE_EACH, cwd=short_tmp)
+    summary = finished(first)
+    assert {row["slot"]: held(row) for row in summary["workers"] if held(row) < 0.9} == {}
+    second = start("--rehearse", "--duration", "2s", "--json", *workload, *ONE_EACH, cwd=short_tmp)
+    finished(second)
+    assert remembered(second) == ["pc1/0", "pc2/0"]
+    before = {row["slot"]: row["batch"] for row in summary["workers"]}
+    for slot, taken in samples(second.folder()).items():
+        batches = [sample["batch"] for sample in taken if sample["batch"] is not None]
+        assert batches[0] >= 0.9 * before[slot], "not from the smallest again"
+
+
+@pytest.mark.parametrize("told_not_to", [("--set", "memory.remember=false"), ("--chaos", "raise:rate=0.01")])
+def test_a_run_that_is_not_to_remember_leaves_nothing(
+    start: Starter, state_dir: Path, told_not_to: tuple[str, ...]
+) -> None:
+    code, out, err = start("--rehearse", "--duration", "2s", "--json", *ONE_EACH, *told_not_to).finish()
+    assert code == 0, out + err
+    assert list(state_dir.iterdir()) == []
+
+
+def test_a_store_that_cannot_be_read_costs_a_run_nothing_but_a_sentence(start: Starter, state_dir: Path) -> None:
+    damaged = state_dir / "limits.json"
+    damaged.write_text("{")
+    head = start("--rehearse", "--duration", "2s", "--json", *ONE_EACH)
+    finished(head)
+    told = [event["reason"] for event in head.events() if event["event"] == "limits_unavailable"]
+    assert told
+    assert all(str(damaged) in reason and "limits --clear" in reason for reason in told)
+    assert damaged.read_text() == "{", "somebody may want to look at it"
