@@ -29,10 +29,10 @@ class Lender:
     """The books of one run's leases."""
 
     def __init__(self, plans: Mapping[str, SlotPlan]) -> None:
-        self._plans = plans
+        self._specs = {name: plan.spec for name, plan in plans.items() if _shares_card(plan.spec)}
         self._books = NO_BOOKS
         self._leases: dict[str, int | None] = {}
-        self._granted: dict[str, dict[int, int | None]] = {name: {} for name in plans}
+        self._granted: dict[str, dict[int, int | None]] = {name: {} for name in self._specs}
         """Of each slot: sequence of a directive that was sent -> its lease."""
 
     def look(self, slots: Mapping[str, Slot], now_s: float) -> dict[str, int | None]:
@@ -42,17 +42,17 @@ class Lender:
             slots: All of the run.
             now_s: Monotonic seconds.
         """
-        for name, granted in self._granted.items():
-            under_way = {flight.sequence for flight in slots[name].in_flight}
-            self._granted[name] = {sequence: lease for sequence, lease in granted.items() if sequence in under_way}
-        cards = {name: self._card(slots, name) for name in self._plans}
+        sharing = {name: slots[name] for name in self._specs}
+        cards = {name: self._card(sharing, name) for name in sharing}
         contexts: dict[str | None, int] = {}
-        for name, slot in slots.items():
+        for name, slot in sharing.items():
+            under_way = {flight.sequence for flight in slot.in_flight}
+            self._granted[name] = {sent: lease for sent, lease in self._granted[name].items() if sent in under_way}
             if slot.device is not None:
                 contexts[cards[name]] = max(contexts.get(cards[name], 0), slot.device.context_bytes)
         claimants = [
             self._claimant(slot, cards[name], contexts.get(cards[name], _CONTEXT_BYTES))
-            for name, slot in slots.items()
+            for name, slot in sharing.items()
             if _is_expected(slot, now_s)
         ]
         before = self._leases
@@ -61,30 +61,25 @@ class Lender:
 
     def grant(self, slot: Slot, sequence: int) -> int | None:
         """Return the lease of a directive that is about to be sent, and remember it while that is under way."""
-        lease_bytes = self._leases.get(slot.slot)
-        if not slot.proven and _shares_card(self._plans[slot.slot].spec):
-            lease_bytes = 0
+        if slot.slot not in self._specs:
+            return None
+        lease_bytes = self._leases.get(slot.slot) if slot.proven else 0
         self._granted[slot.slot][sequence] = lease_bytes
         return lease_bytes
 
     def _card(self, slots: Mapping[str, Slot], name: str) -> str | None:
         """Return what identifies the slot's card; before it was opened, the one that its neighbours have opened."""
-        spec = self._plans[name].spec
-        if not _shares_card(spec):
-            return None
         device = slots[name].device
         if device is not None:
             return device.uuid
-        seen = {
-            other.device.uuid
-            for other_name, other in slots.items()
-            if other.device is not None and self._plans[other_name].spec.node == spec.node
-        }
+        node = self._specs[name].node
+        neighbours = [other for other_name, other in slots.items() if self._specs[other_name].node == node]
+        seen = {other.device.uuid for other in neighbours if other.device is not None}
         # With two cards on its node nobody can tell which one it will get.
         return seen.pop() if len(seen) == 1 else None
 
     def _claimant(self, slot: Slot, card: str | None, context_bytes: int) -> Claimant:
-        spec = self._plans[slot.slot].spec
+        spec = self._specs[slot.slot]
         report = slot.report if slot.proven else None
         memory = None if report is None else report.memory
         free_bytes = None

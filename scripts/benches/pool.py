@@ -121,7 +121,7 @@ class Play:
         self._draw = random.Random(f"{seed}/{scene.name}/play")  # noqa: S311 - a simulation, no secret
         self._now_s = 0.0
         budget_bytes = int(BUDGETED * CARD_BYTES / workers)
-        self._workers = [
+        self.workers = [
             Worker(
                 slot=f"pc1/{index}",
                 job=job,
@@ -134,8 +134,8 @@ class Play:
             for index, job in enumerate(jobs(seed, workers, budget_bytes - CONTEXT_BYTES, modest=scene.modest))
         ]
         tenants = [Tenant(wishes=wishes) for wishes in scene.tenants]
-        self._card = Card(total_bytes=CARD_BYTES, tenants=tenants, workers=self._workers)
-        self._head = Head(self._workers, leasing=leasing)
+        self.card = Card(total_bytes=CARD_BYTES, tenants=tenants, workers=self.workers)
+        self._head = Head(self.workers, leasing=leasing)
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._noted = 0
         self._card_is_taken_until_s = 0.0
@@ -145,10 +145,10 @@ class Play:
     def run(self) -> dict[str, float]:
         """Play it, and return what came out."""
         self._look_after_tenants()
-        for worker in self._workers:
+        for worker in self.workers:
             self._start(worker)
         for at_s, index in self._scene.deaths:
-            self._note(at_s, partial(self._die, self._workers[index]))
+            self._note(at_s, partial(self._die, self.workers[index]))
         for at_s in self._scene.disturbed_at_s:
             self._note(at_s, self._disturb)
         self._sample()
@@ -165,7 +165,7 @@ class Play:
         self._disturbed_at_s = self._now_s
 
     def _look_after_tenants(self) -> None:
-        if self._card.serve_tenants(self._now_s) > NOISE * CARD_BYTES:
+        if self.card.serve_tenants(self._now_s) > NOISE * CARD_BYTES:
             self._sums.tenants_waited_s += TENANTS_LOOK_S
             self._disturb()
         self._note(self._now_s + TENANTS_LOOK_S, self._look_after_tenants)
@@ -179,7 +179,7 @@ class Play:
     def _open(self, worker: Worker, incarnation: int) -> None:
         if worker.incarnation != incarnation:
             return
-        if worker.open(self._card):
+        if worker.open(self.card):
             self._go_on(worker, incarnation)
         else:
             self._note(self._now_s + OPEN_S, partial(self._open, worker, incarnation))
@@ -193,7 +193,7 @@ class Play:
     def _go_on(self, worker: Worker, incarnation: int) -> None:
         if worker.incarnation != incarnation:
             return
-        again_s, has_ended = worker.go_on(self._card, self._now_s)
+        again_s, has_ended = worker.go_on(self.card, self._now_s)
         if not has_ended:
             self._note(again_s, partial(self._go_on, worker, incarnation))
             return
@@ -205,7 +205,7 @@ class Play:
             report=(incarnation, worker.sequence),
             held_bytes=worker.held_bytes,
             peak_bytes=worker.peak_bytes,
-            free_bytes=self._card.free_bytes,
+            free_bytes=self.card.free_bytes,
             total_bytes=CARD_BYTES,
             starving=worker.starving,
         )
@@ -222,14 +222,14 @@ class Play:
             self._go_on(worker, incarnation)
 
     def _sample(self) -> None:
-        sums, card = self._sums, self._card
+        sums, card = self._sums, self.card
         taken_bytes = card.outside_bytes + card.context_bytes
-        wants = {worker.slot: worker.wants_bytes for worker in self._workers}
+        wants = {worker.slot: worker.wants_bytes for worker in self.workers}
         fair = fair_shares(CARD_BYTES - taken_bytes, wants)
         sums.used_bytes += CARD_BYTES - card.free_bytes
         sums.usable_bytes += min(CARD_BYTES, taken_bytes + sum(wants.values()))
         sums.quiet_at.append(self._now_s >= self._disturbed_at_s + SETTLED_S)
-        for worker in self._workers:
+        for worker in self.workers:
             # Where nothing is kept between steps, the most of a slice stands for what is held in it.
             held_bytes = worker.held_bytes if worker.habits.keeps_pool else worker.peak_bytes
             sums.held_bytes[worker.slot] += held_bytes
@@ -240,15 +240,15 @@ class Play:
     def _figures(self) -> dict[str, float]:
         sums, minutes = self._sums, self._scene.duration_s / 60
         quiet_minutes = sum(sums.quiet_at) * SAMPLE_S / 60
-        changes = [_changes(worker.sizes) for worker in self._workers]
+        changes = [_changes(worker.sizes) for worker in self.workers]
         quiet_changes = max(sum(map(self._is_quiet, moments_s)) for moments_s in changes)
-        works = [worker.items / sums.best_items[worker.slot] for worker in self._workers]
+        works = [worker.items / sums.best_items[worker.slot] for worker in self.workers]
         return {
             "jain_bytes": jain([sums.held_bytes[slot] / sums.fair_bytes[slot] for slot in sums.held_bytes]),
             "jain_work": jain(works),
             "used": sums.used_bytes / sums.usable_bytes,
             "work": statistics.fmean(works),
-            "failures_per_minute": sum(len(worker.failed_at_s) for worker in self._workers) / minutes,
+            "failures_per_minute": sum(len(worker.failed_at_s) for worker in self.workers) / minutes,
             "changes_per_minute": max(map(len, changes)) / minutes,
             "quiet_changes_per_minute": quiet_changes / quiet_minutes if quiet_minutes else 0.0,
             "quiet_minutes": quiet_minutes,

@@ -291,10 +291,10 @@ def all_bounds(draw: st.DrawFn) -> Bounds:
 def loops(draw: st.DrawFn) -> Loop:
     bounds = draw(all_bounds())
     power = draw(st.sampled_from([bounds.power, bounds.power, 1.0, 2.0]))
-    largest_bytes = 10.0 ** draw(st.floats(0.0, 14.0))
+    largest_bytes = 10.0 ** draw(st.floats(6.0, 14.0))
     fixed_share = draw(st.sampled_from([0.0, 0.2, 0.5, 0.9, 0.99]))
     workload = Workload(
-        fixed_bytes=fixed_share * largest_bytes,
+        fixed_bytes=max(fixed_share * largest_bytes, 1e4),  # whole bytes must not matter
         unit_bytes=(1.0 - fixed_share) * largest_bytes / float(bounds.largest) ** power,
         power=power,
         wobble=draw(st.sampled_from([0.0, 0.01, 0.05, 0.3])),
@@ -404,13 +404,13 @@ class SizerMachine(RuleBasedStateMachine):
         freed = loop.fork(free_bytes=room, signal=Signal(every=1, peaks=True))
         assert any(_good(turn) for turn in freed.turns_for(longest_s, step_s)), "memory returned, and nothing runs"
 
-    @rule(step_s=st.sampled_from([1.0, 20.0, 100.0]), every=st.sampled_from([0, 1, 10]), peaks=st.booleans())
-    def what_returns_is_used(self, step_s: float, every: int, peaks: bool) -> None:
+    @rule(step_s=st.sampled_from([1.0, 20.0, 100.0]), every=st.sampled_from([0, 1, 10]))
+    def what_returns_is_used(self, step_s: float, every: int) -> None:
         """Once nothing bad is remembered, `steps_to_grow` clean steps lead to the largest size, if that fits."""
         old, bounds = self.loop.workload, self.loop.bounds
         workload = replace(old, factor=1.0, wobble=min(old.wobble, 0.05))
         free_bytes = 4 * max(workload.need_bytes(size, 1.0) for size in (bounds.largest, max(1, bounds.largest - 1)))
-        loop = self.loop.fork(workload=workload, free_bytes=free_bytes, signal=Signal(every=every, peaks=peaks))
+        loop = self.loop.fork(workload=workload, free_bytes=free_bytes, signal=Signal(every=every, peaks=every > 0))
         turns = loop.turns_for(FORGOTTEN_S, step_s)
         assert not any(turn.failed for turn in turns)
         for _ in range(steps_to_grow(bounds.largest / bounds.smallest)):

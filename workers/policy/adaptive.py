@@ -28,10 +28,11 @@ _WORTH_REFILLING: Final = 0.01
 _PROVEN_SPREAD: Final = 0.002
 
 #: A step that shrinks by less leaves the device nothing worth having.
-_WORTH_RELEASING: Final = 0.01
+_WORTH_RELEASING: Final = 0.03
 
 
 _MIB: Final = 1 << 20
+_MOST_BYTES: Final = 1 << 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +132,16 @@ class AdaptivePolicy:
         learned = Learned(size=units, fixed_bytes=_bytes(data, "fixed_bytes"), unit_bytes=_bytes(data, "unit_bytes"))
         return AdaptiveState(sizer=sizer.cold(self._bounds, learned), units=0)
 
+    def _needed_bytes(self, run: Run) -> int | None:
+        return self._growth.needed_bytes(run.size, run.batch) if run.hold_bytes is None else run.hold_bytes
+
+    def _within(self, room_bytes: int) -> int | None:
+        if self._growth.fills_claim:
+            return self._bounds.down(room_bytes) if room_bytes >= self._bounds.smallest else None
+        return self._ladder.within(room_bytes, self._growth.needed_bytes)
+
     def _too_little(self, room_bytes: int) -> str:
-        needed_bytes = self._growth.needed_bytes(self.floor.size, self.floor.batch) or 0
+        needed_bytes = self._needed_bytes(self.floor) or 0
         return (
             f"the smallest step (size {self.floor.size} batch {self.floor.batch}) needs {needed_bytes / _MIB:.1f} MiB, "
             f"{room_bytes / _MIB:.1f} MiB are there"
@@ -143,10 +152,10 @@ class AdaptivePolicy:
         if units is None:
             return replace(state, sizer=sized, units=0), Emergency(reason=sized.reason)
         run = self._ladder.run(units)
-        needed_bytes = self._growth.needed_bytes(run.size, run.batch)
+        needed_bytes = self._needed_bytes(run)
         if room_bytes is not None and needed_bytes is not None and needed_bytes > room_bytes:
             # The workload itself says so; the sizer would have to learn it by failing.
-            within = self._ladder.within(room_bytes, self._growth.needed_bytes)
+            within = self._within(room_bytes)
             if within is None:
                 return replace(state, sizer=sized, units=0), Emergency(reason=self._too_little(room_bytes))
             units, run = within, self._ladder.run(within)
@@ -172,6 +181,6 @@ def _bytes(data: Mapping[str, Scalar], key: str) -> float | None:
     value = data[key]
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < _MOST_BYTES:
         raise ValueError(f"{key} must be a number of bytes, not {value!r}")
     return float(value)

@@ -109,6 +109,10 @@ class Footprint:
         """Whether nothing as large was ever measured."""
         return x > (1.0 + _SAME_PLACE) * self._largest[0]
 
+    def is_below(self, x: float) -> bool:
+        """Whether nothing as small was ever measured."""
+        return x < (1.0 - _SAME_PLACE) * min(self.here_x, self.far_x)
+
     @property
     def _largest(self) -> tuple[float, float]:
         """The larger of the two places."""

@@ -16,8 +16,8 @@ from workers.policy.base import Growth, Run
 #: Sizes are a multiple of this: whole tiles of every tensor core so far.
 TILE = 64
 
-#: Where there would be more rungs than this, they are farther apart: near the base half a percent.
-_FINEST = 256
+#: No rung is nearer to the one below than this share of it: a finer one would not be worth a change.
+_FINEST = 1 / 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,22 +88,26 @@ def _stepping(memory: MemorySettings, workload: WorkloadSpec, growth: Growth) ->
     if growth.batch_power > 0:
         batches = [*_spread(min(memory.batch_floor, workload.batch), workload.batch, 1)]
     path = [(size, batches[0]) for size in sizes] + [(sizes[-1], batch) for batch in batches[1:]]
-    steps: dict[int, Run] = {}
-    for size, batch in path:
-        units = round(size**growth.size_power * batch**growth.batch_power)
-        steps[max(units, 1)] = Run(size=size, batch=batch)  # of two that take the same the larger
+    # Of two that take the same the larger.
+    steps = {_units(size, batch, growth): Run(size=size, batch=batch) for size, batch in path}
     # The smallest batch at the full size: a change of size makes most workloads build their model anew.
-    first = list(steps)[-len(batches)] if len(batches) > 1 else None
+    first = _units(sizes[-1], batches[0], growth) if len(batches) > 1 else None
     return Ladder(units=tuple(steps), run=steps.__getitem__, first=first)
 
 
+def _units(size: int, batch: int, growth: Growth) -> int:
+    units: float = float(size) ** growth.size_power * float(batch) ** growth.batch_power
+    return max(1, round(units))
+
+
 def _spread(lowest: int, highest: int, quantum: int) -> Iterator[int]:
-    """Yield `lowest`, then multiples of a step, then `highest`; the step is `quantum`, or more for a wide range."""
-    step = max(quantum, (highest // _FINEST) // quantum * quantum)
-    yield lowest
-    yield from range((lowest // step + 1) * step, highest, step)
-    if highest > lowest:
-        yield highest
+    """Yield `lowest`, then multiples of `quantum` as fine as is worth while, then `highest`."""
+    value = lowest
+    while value < highest:
+        yield value
+        value = max(value + 1, int(value * (1 + _FINEST))) + quantum - 1
+        value -= value % quantum
+    yield highest
 
 
 def _known(needed_bytes: int | None, name: str) -> int:

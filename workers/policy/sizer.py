@@ -148,9 +148,11 @@ def asked(state: Sizer, bounds: Bounds, event: Asked) -> tuple[Sizer, int | None
         rest_s = event.at_s - state.rests_since_s
         state = replace(state, bracket=brackets.rested(state.bracket, rest_s), rests_since_s=None)
     promised = _promised(state, bounds)
-    too_little = promised is not None and promised < bounds.smallest and not _smallest_runs(state, bounds)
+    too_little = promised is not None and promised < bounds.smallest and not _may_stay(state, bounds)
     if state.wake_s is None and too_little:
-        state = replace(state, wake_s=event.at_s + state.wait_s)
+        # The line says so; where it was never measured, the smallest size may show at once that it is wrong there.
+        wait_s = 0.0 if _is_below(state, bounds) else state.wait_s
+        state = replace(state, wake_s=event.at_s + wait_s)
     if state.wake_s is not None:
         if _may_wake(state, bounds, promised, event.at_s):
             return _busy(state), bounds.smallest
@@ -165,8 +167,9 @@ def succeeded(state: Sizer, bounds: Bounds, event: Succeeded) -> Sizer:
     if event.peak_bytes is not None:
         if level is not None and state.unsure_since_s is None:
             level = trusted(level)
-            if event.peak_bytes > _ABOVE * level.level_bytes or state.wake_s is not None:
-                doubts = min(_DOUBTS, doubts + 1)  # it ran although the signal had said that it would not
+            ran_against_signal = state.wake_s is not None and not _is_below(state, bounds)
+            if event.peak_bytes > _ABOVE * level.level_bytes or ran_against_signal:
+                doubts = min(_DOUBTS, doubts + 1)
             elif doubts and _NEAR * level.usable_bytes < event.peak_bytes <= level.level_bytes:
                 doubts = 0
         line = measured(line, float(max(1, event.size)) ** bounds.power, event.peak_bytes)
@@ -247,12 +250,9 @@ def _may_wake(state: Sizer, bounds: Bounds, promised: float | None, now_s: float
     return level.sample_bytes > _WORTH_WAKING * state.low_bytes
 
 
-def _smallest_runs(state: Sizer, bounds: Bounds) -> bool:
-    """Whether the smallest size has just run and nothing but noise speaks against it."""
-    line, level, bracket = state.line, state.level, state.bracket
-    if line is None or level is None or level.exact or bracket.in_row or bracket.good != bounds.smallest:
-        return False
-    return _still_fits(line, level, float(bounds.smallest) ** bounds.power)
+def _is_below(state: Sizer, bounds: Bounds) -> bool:
+    """Whether the smallest size is far smaller than all that was measured."""
+    return state.line is not None and state.line.is_below(float(bounds.smallest) ** bounds.power)
 
 
 def _believed(state: Sizer) -> bool:
@@ -300,9 +300,8 @@ def _size(state: Sizer, bounds: Bounds, promised: float | None, now_s: float) ->
         if _may_fit(state.line, level, float(larger) ** bounds.power):
             return larger
     if size < good:
-        # A noisy level drives the size up and down for nothing, and into sizes that were never tried.
-        stays = not level.exact and good <= allowed and _still_fits(state.line, level, float(good) ** bounds.power)
-        return good if stays else size
+        # Neither noise nor a surprise elsewhere may drive the size down, and into sizes that were never tried.
+        return good if good <= allowed and _may_stay(state, bounds) else size
     scatter = 0.0 if level.exact else _SPREADS_WORTH_GROWING * level.spread
     worth = max(bounds.worth_growing, scatter)
     return size if size >= min(bounds.largest, good * (1.0 + worth)) else good
@@ -319,7 +318,12 @@ def _may_fit(line: Footprint, level: Level, x: float) -> bool:
     return level.usable_bytes > factor * line.here_need_bytes or line.hoped_x(level.usable_bytes) >= x
 
 
-def _still_fits(line: Footprint, level: Level, x: float) -> bool:
-    """Whether the size of the last good step, whose own peak is known, may stay where it is."""
-    still_bytes = level.level_bytes * (1.0 - _STAYS_WITHIN * level.reserve * level.spread)
-    return line.here_x == x and line.here_need_bytes <= still_bytes
+def _may_stay(state: Sizer, bounds: Bounds) -> bool:
+    """Whether the size of the last good step still fits: its own peak is known, whatever is to be feared elsewhere."""
+    line, level, good = state.line, state.level, state.bracket.good
+    if line is None or level is None or good is None or state.bracket.in_row:
+        return False
+    still_bytes = level.sample_bytes
+    if not level.exact:
+        still_bytes = level.level_bytes * (1.0 - _STAYS_WITHIN * level.reserve * level.spread)
+    return line.here_x == float(good) ** bounds.power and line.here_need_bytes <= still_bytes
