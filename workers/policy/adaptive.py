@@ -166,7 +166,7 @@ class AdaptivePolicy:
 
 def _filled(hold_bytes: int, peak_bytes: int) -> Footprint:
     """Return the footprint of a workload that fills its claim: each byte of that, and what it takes beside."""
-    far_bytes = min(hold_bytes, peak_bytes) // 16
+    far_bytes = min(hold_bytes, peak_bytes) // 2
     return Footprint(
         here_x=hold_bytes,
         here_bytes=peak_bytes,

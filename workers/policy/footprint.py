@@ -71,6 +71,11 @@ class Footprint:
     """A deviation beyond the margin, fading."""
 
     @property
+    def has_slope(self) -> bool:
+        """Whether the line goes through two places that are far enough apart."""
+        return _ratio(self.far_x, self.here_x) > 1.0 + _SAME_PLACE
+
+    @property
     def margin(self) -> float:
         """Share by which a step may take more than the line says."""
         return max(_COVERS * self.spread, self.surprise)
@@ -146,25 +151,26 @@ def measured(line: Footprint | None, x: float, peak_bytes: float) -> Footprint:
     if line is None:
         return first_footprint(x, peak_bytes)
     peak_bytes = max(1.0, peak_bytes)
-    only_one = line.far_x == line.here_x
     deviation = peak_bytes / max(1.0, line.bytes_at(x)) - 1.0
-    stayed = abs(x - line.here_x) <= _SAME_PLACE * line.here_x
+    # While the slope is not known, only the very same size is the same place.
+    stayed = x == line.here_x or (line.has_slope and abs(x - line.here_x) <= _SAME_PLACE * line.here_x)
+    here_x, here_bytes = x, peak_bytes
     if stayed:
         # Smoothed along the line, so that a place slightly larger is not taken for a larger need.
         along = line.here_bytes + line.unit_bytes * (x - line.here_x)
-        here_x, here_bytes = x, max(1.0, along + _FOLLOW * (peak_bytes - along))
-        far_x, far_bytes = (here_x, here_bytes) if only_one else (line.far_x, line.far_bytes)
-    else:
-        here_x, here_bytes = x, peak_bytes
-        farther = only_one or _ratio(line.here_x, x) > _ratio(line.far_x, x)
-        far_x, far_bytes = (line.here_x, line.here_bytes) if farther else (line.far_x, line.far_bytes)
+        here_bytes = max(1.0, along + _FOLLOW * (peak_bytes - along))
+    far_x, far_bytes = line.far_x, line.far_bytes
+    if not stayed and _ratio(line.here_x, x) > _ratio(far_x, x):
+        far_x, far_bytes = line.here_x, line.here_bytes
+    elif stayed and far_x == line.here_x:
+        far_x, far_bytes = here_x, here_bytes
     unit_bytes = line.unit_bytes
     if _ratio(far_x, here_x) > 1.0 + _SAME_PLACE:
         unit_bytes = (here_bytes - far_bytes) / (here_x - far_x)
     most_x, most_bytes = (here_x, here_bytes) if here_x >= far_x else (far_x, far_bytes)
     unit_bytes = min(max(unit_bytes, _LEAST_GROWING_SHARE * most_bytes / most_x), here_bytes / here_x)
     spread, surprise = line.spread, line.surprise * (_SURPRISE_FADES if line.surprise < _JUMP else _JUMP_FADES)
-    if stayed or not (only_one or line.is_beyond(x)):  # what is larger than all before is not predicted but bounded
+    if stayed or (line.has_slope and not line.is_beyond(x)):  # what is larger than all before is bounded, not predicted
         spread = max(_LEAST_SPREAD, spread + _SPREAD_FOLLOW * (min(abs(deviation), 4 * spread) - spread))
         if deviation > line.margin:
             surprise = min(_LARGEST_SURPRISE, deviation)

@@ -47,7 +47,7 @@ _ABOVE: Final = 1.1
 _SIGNAL_LOST_S: Final = 30.0
 
 #: So many times what the last step took is plenty, and worth a probe of the next size whatever the line says.
-_PLENTY_FROM_ONE_PLACE: Final = 1.05
+_PLENTY_WITHOUT_SLOPE: Final = 1.05
 _PLENTY: Final = 2.0
 
 #: In an emergency the smallest size is tried again after so long, then after twice as long, whatever the signal says.
@@ -279,7 +279,7 @@ def _promised(state: Sizer, bounds: Bounds) -> float | None:
     if x <= 0:
         return 0.0
     power = 1.0 / bounds.power
-    if line.far_x == line.here_x:
+    if not line.has_slope:
         return min(x**power, _CALIBRATION_GROWTH * line.here_x**power)  # type: ignore[no-any-return]  # float ** float
     return x**power  # type: ignore[no-any-return]  # float ** float may be complex, not above 0
 
@@ -311,10 +311,10 @@ def _may_fit(line: Footprint, level: Level, x: float) -> bool:
     """Whether the next size is worth a probe although nothing is promised.
 
     Where sizes are few and far apart, the line may reach farther than it promises; and where there is far more than
-    the last step took, it is the line that is not known: it goes through one place only, or was measured on small
+    the last step took, it is the line that is not known: it has no slope yet, or was measured on small
     steps when memory was short.
     """
-    factor = _PLENTY_FROM_ONE_PLACE if line.far_x == line.here_x else _PLENTY
+    factor = _PLENTY if line.has_slope else _PLENTY_WITHOUT_SLOPE
     return level.usable_bytes > factor * line.here_need_bytes or line.hoped_x(level.usable_bytes) >= x
 
 
