@@ -194,7 +194,7 @@ def _settled(book: CardBook, total_bytes: int, sharing: Sequence[Claimant]) -> C
         for slot, lease in leases.items()
         if _is_worth(lease, goals[slot]) or (everything_fits and lease < caps[slot])
     }
-    if overdrawn or sum(short.values()) > sure_bytes - _promised(leases, appetites, sharing):
+    if sum(short.values()) + _promised(leases, appetites, sharing) > sure_bytes:
         for slot, lease in leases.items():
             if lease > limits[slot] and (overdrawn or _is_worth(limits[slot], lease)):
                 leases[slot] = limits[slot]

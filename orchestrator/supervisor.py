@@ -19,6 +19,7 @@ from orchestrator.cluster.base import Fleet, NodeFact, SliceFailure, SliceOutcom
 from orchestrator.config import Config
 from orchestrator.errors import PreflightError
 from orchestrator.havoc import Havoc
+from orchestrator.lender import Lender
 from orchestrator.lessons import Lessons
 from orchestrator.node_watch import NodeBook
 from orchestrator.placement import SlotPlan
@@ -84,6 +85,7 @@ class Supervisor:
         self._slots = {name: info.past.slots.get(name, Slot(slot=name)) for name in self._plans}
         self._meters = {name: Meter() for name in self._plans}
         self._nodes = NodeBook()
+        self._lender = Lender(self._plans)
         self._outbox: list[tuple[str, slots.Command]] = []
         self._changed: set[str] = set(self._plans)
         self._unexplained: dict[str, float] = {}
@@ -182,6 +184,8 @@ class Supervisor:
                 if name in self._changed
             )
             self._changed.clear()
+        for name, lease_bytes in self._lender.look(self._slots, time.monotonic()).items():
+            self._outlets.events.write("leased", slot=name, lease_bytes=lease_bytes)
         self._outlets.store.commit()
         outbox, self._outbox = self._outbox, []
         for name, command in outbox:
@@ -326,6 +330,7 @@ class Supervisor:
                         resume=command.resume,
                         step_limit=command.step_limit,
                         strike=self._strike(name, command),
+                        lease_bytes=self._lender.grant(self._slots[name], command.sequence),
                     )
                 )
             case slots.Forget():

@@ -104,7 +104,8 @@ class Engine:
                 dtype=life.device.info.dtype,
                 threads=life.device.info.threads,
             )
-            find_claim(life, tally)
+            with life.device.alone():  # staggered starts: nobody else climbs into the same free bytes meanwhile
+                find_claim(life, tally)
             take_up(life, directive.resume, tally)
         elif life.incarnation != directive.incarnation:
             life.incarnation = directive.incarnation

@@ -2,135 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.leases import NO_BOOKS, Books, Claimant, fair_shares, leased
-
-GIB = 2**30
-CARD_BYTES = 24 * GIB
-LEAVE_BYTES = GIB // 8
-
-#: What may be missing from a fair share: a difference that is not worth moving a lease for, and what is spared.
-NEARLY = 0.96
-SPARED_BYTES = CARD_BYTES // 100
+from orchestrator.appetite import FRESH, heard
+from orchestrator.leases import NO_BOOKS, Claimant, fair_shares, leased
+from tests.head.lease_world import CARD_BYTES, GIB, LEAVE_BYTES, SPARED_BYTES, World, crowd, four, seeded
 
 #: Rounds of reports after which shares are fair, whoever wants little. Two directives are under way when a lease is
 #: cut, what is left untaken is lent out after five reports, and what is lent may be more than others want.
 ROUNDS = 24
-
-
-@dataclass
-class Person:
-    """A worker that holds what it wants as far as its lease allows."""
-
-    slot: str
-    cap_bytes: int
-    wants_bytes: int
-    leases: list[int | None] = field(default_factory=lambda: [0])
-    """Of the slice that runs and the one behind it."""
-    held_bytes: int = 0
-    reports: int = 0
-
-    def may_hold_bytes(self) -> int:
-        lease = self.leases[0]
-        return self.cap_bytes if lease is None else min(lease, self.cap_bytes)
-
-
-@dataclass
-class World:
-    """One card, on which only the workers and what is outside take memory. Each of them reports once a second."""
-
-    people: list[Person]
-    outside_bytes: int = 0
-    now_s: float = 1000.0
-    books: Books = field(default_factory=lambda: NO_BOOKS)
-    leases: dict[str, int | None] = field(default_factory=dict)
-    broken: int = 0
-    """Promises that were not kept."""
-
-    @property
-    def there_bytes(self) -> int:
-        """What the workers may hold: all that is not used outside, nor left free."""
-        return CARD_BYTES - self.outside_bytes - LEAVE_BYTES
-
-    @property
-    def free_bytes(self) -> int:
-        return CARD_BYTES - self.outside_bytes - sum(person.held_bytes for person in self.people)
-
-    def report(self, person: Person, noise_bytes: int = 0, *, starving: bool = False) -> None:
-        """Let its slice end: it reports, gets a directive, and begins the one that was queued."""
-        person.reports += 1
-        person.leases.pop(0)
-        self.now_s += 1.0 / len(self.people)
-        free_bytes = max(0, self.free_bytes + noise_bytes)
-        told = {other.slot: self.claimant(other, free_bytes if other is person else None) for other in self.people}
-        told[person.slot] = replace(told[person.slot], starving=starving)
-        self.books, self.leases = leased(self.books, list(told.values()), self.now_s)
-        while len(person.leases) < 2:
-            person.leases.append(self.leases[person.slot])
-        wanted_bytes = min(person.wants_bytes, person.may_hold_bytes())
-        room_bytes = max(0, person.held_bytes + self.free_bytes - LEAVE_BYTES)
-        self.broken += wanted_bytes > room_bytes
-        person.held_bytes = min(wanted_bytes, room_bytes)
-
-    def claimant(self, person: Person, free_bytes: int | None) -> Claimant:
-        """Say what is known of a worker; what was free only if it has just looked."""
-        allowed = [person.cap_bytes if lease is None else lease for lease in person.leases]
-        return Claimant(
-            slot=person.slot,
-            card="GPU-1",
-            cap_bytes=person.cap_bytes,
-            leave_free_bytes=LEAVE_BYTES,
-            granted_bytes=max(allowed, default=0),
-            report=(0, person.reports) if person.reports else None,
-            held_bytes=person.held_bytes,
-            peak_bytes=person.held_bytes,
-            free_bytes=free_bytes,
-            total_bytes=CARD_BYTES,
-        )
-
-    def rounds(self, count: int, draw: Random, noise: float = 0.0) -> None:
-        """Let everybody report so often, in changing order."""
-        for _ in range(count):
-            for person in draw.sample(self.people, len(self.people)):
-                self.report(person, int(draw.uniform(-noise, noise) * CARD_BYTES))
-
-    def lease_of(self, slot: str) -> int:
-        lease = self.leases[slot]
-        assert lease is not None
-        return lease
-
-    def least_fair_bytes(self, person: Person) -> float:
-        """Return the share of somebody whose neighbours are all left the room above what they want."""
-        others = {
-            other.slot: min(other.cap_bytes, int(1.25 * other.wants_bytes + other.cap_bytes / 32))
-            for other in self.people
-            if other is not person
-        }
-        shares = fair_shares(self.there_bytes - SPARED_BYTES, {**others, person.slot: person.wants_bytes})
-        return NEARLY * shares[person.slot]
-
-
-def crowd(caps: list[int], wants: list[float] | None = None, outside: float = 0.0) -> World:
-    wants = wants or [1.0] * len(caps)
-    people = [
-        Person(slot=f"pc1/{index}", cap_bytes=cap, wants_bytes=int(want * cap))
-        for index, (cap, want) in enumerate(zip(caps, wants, strict=True))
-    ]
-    return World(people=people, outside_bytes=int(outside * CARD_BYTES))
-
-
-def seeded(seed: int) -> Random:
-    return Random(seed)  # noqa: S311 - the order of reports is no secret
-
-
-def four(outside: float = 0.4) -> World:
-    return crowd([int(0.24 * CARD_BYTES)] * 4, outside=outside)
 
 
 caps = st.lists(st.integers(GIB, 12 * GIB), min_size=2, max_size=7)
@@ -250,6 +135,17 @@ def test_noise_of_some_percent_moves_next_to_nobody(seed: int) -> None:
     assert moves <= 5, "five minutes; without the window it would be hundreds"
 
 
+def test_what_is_missing_for_a_moment_moves_nobody() -> None:
+    world, draw = four(), seeded(1)
+    world.rounds(ROUNDS, draw)
+    before = dict(world.leases)
+    for _ in range(10):
+        world.report(world.people[0], -CARD_BYTES // 20)
+        for _ in range(7):
+            world.rounds(1, draw)
+            assert world.leases == before
+
+
 @given(draw=draws, outside=st.floats(0.1, 0.6), at=st.floats(0.0, 1.0))
 def test_a_newcomer_has_its_share_soon_although_the_others_are_at_their_leases(
     draw: Random, outside: float, at: float
@@ -286,6 +182,29 @@ def test_a_worker_that_is_above_its_new_share_is_told_so_by_the_report_that_show
     assert world.lease_of(third.slot) == 0, "the others still hold what it will have"
 
 
+@pytest.mark.parametrize("more", [0.02, 0.15])
+def test_leases_are_cut_to_what_somebody_else_has_left(more: float) -> None:
+    world, draw = four(0.1), seeded(1)
+    for person in world.people:
+        person.wants_bytes = int(0.84 * person.cap_bytes)  # so that his bytes come out of nobody's hands
+    world.rounds(ROUNDS, draw)
+    world.outside_bytes += int(more * CARD_BYTES)
+    assert sum(world.lease_of(person.slot) for person in world.people) > world.there_bytes
+    world.rounds(4, draw)
+    assert sum(world.lease_of(person.slot) for person in world.people) <= world.there_bytes
+
+
+def test_what_a_directive_under_way_allows_is_promised_even_if_its_worker_holds_less() -> None:
+    gib = {"cap_bytes": 16 * GIB, "total_bytes": CARD_BYTES}
+    first = Claimant(slot="pc1/0", card="GPU-1", report=(0, 1), held_bytes=0, free_bytes=16 * GIB, **gib)
+    other = replace(first, slot="pc1/1")
+    books, leases = leased(NO_BOOKS, [replace(first, granted_bytes=16 * GIB), other], 1.0)
+    assert leases["pc1/0"] is not None
+    assert leases["pc1/1"] == 0, "until the first heeds its lease, all of the bytes may be gone"
+    _, leases = leased(books, [replace(first, report=(0, 2), granted_bytes=leases["pc1/0"]), other], 2.0)
+    assert leases["pc1/1"] == pytest.approx(leases["pc1/0"], abs=1)
+
+
 def test_who_wants_more_than_is_free_gets_it_and_the_workers_share_the_rest() -> None:
     world, draw = four(0.1), seeded(1)
     world.rounds(ROUNDS, draw)
@@ -310,6 +229,21 @@ def test_what_a_modest_worker_leaves_is_lent_out_and_given_back_when_it_wants_mo
     world.rounds(8, draw)
     assert world.broken == 0
     assert modest.held_bytes >= world.least_fair_bytes(modest)
+
+
+def test_a_worker_that_can_only_take_much_more_at_once_is_offered_it_when_it_is_there() -> None:
+    world, draw = four(0.6), seeded(1)
+    coarse = world.people[0]
+    for _ in range(2 * ROUNDS):
+        # The next batch size takes four times as much.
+        coarse.wants_bytes = 4 * GIB if coarse.may_hold_bytes() >= 4 * GIB else GIB
+        world.rounds(1, draw)
+    assert world.lease_of(coarse.slot) < 1.5 * GIB
+    world.outside_bytes = int(0.1 * CARD_BYTES)
+    for _ in range(ROUNDS):
+        coarse.wants_bytes = 4 * GIB if coarse.may_hold_bytes() >= 4 * GIB else GIB
+        world.rounds(1, draw)
+    assert coarse.held_bytes == 4 * GIB
 
 
 def test_a_worker_of_changing_moods_moves_the_others_ever_less() -> None:
@@ -343,6 +277,36 @@ def test_a_worker_that_can_run_nothing_lends_its_share_and_is_asked_again() -> N
         before < 0.1 < after for before, after in zip(shares[ROUNDS:], shares[ROUNDS + 1 :], strict=False)
     )
     assert 2 <= times_asked <= 3, "about once a minute"
+
+
+@pytest.mark.parametrize(("free_bytes", "is_left"), [(3 * GIB, True), (2 * GIB, False)])
+def test_only_what_was_there_to_take_was_left(free_bytes: int, is_left: bool) -> None:
+    appetite = FRESH
+    for _ in range(20):
+        appetite = heard(
+            appetite,
+            cap_bytes=8 * GIB,
+            lease_bytes=4 * GIB,
+            held_bytes=GIB,
+            free_bytes=free_bytes,
+            starving=False,
+        )
+    assert (appetite.content_bytes is not None) == is_left
+
+
+def test_a_worker_that_grows_in_every_slice_has_left_nothing() -> None:
+    appetite = FRESH
+    for step in range(20):
+        held_bytes = int(1.05**step * GIB)
+        appetite = heard(
+            appetite,
+            cap_bytes=8 * GIB,
+            lease_bytes=6 * GIB,
+            held_bytes=held_bytes,
+            free_bytes=6 * GIB,
+            starving=False,
+        )
+        assert appetite.wanted_bytes(8 * GIB) == 8 * GIB
 
 
 def test_who_waits_for_nothing_has_no_lease() -> None:

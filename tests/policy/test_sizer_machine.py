@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from itertools import pairwise
 from random import Random
 from typing import Final, NamedTuple
 
@@ -76,7 +77,7 @@ class Workload:
 
     def need_bytes(self, size: int, way: float) -> int:
         """Return what a step needs that wobbles `way` of the way, -1 to 1."""
-        need = (self.fixed_bytes + self.unit_bytes * float(size) ** self.power) * self.factor
+        need: float = (self.fixed_bytes + self.unit_bytes * float(size) ** self.power) * self.factor
         extra = self.workspace if (size // self.workspace_sizes) % 2 else 0.0
         return math.ceil(need * (1.0 + extra) * (1.0 + way * self.wobble))
 
@@ -120,6 +121,7 @@ class Loop:
     now_s: float = 0.0
     questions: int = 0
     events: list[Event] = field(default_factory=list)
+    answers: list[int | None] = field(default_factory=list)
     tries: list[Try] = field(default_factory=list)
     state: Sizer = field(init=False)
     shell: AdaptiveSize | None = None
@@ -140,7 +142,7 @@ class Loop:
 
     def fork(self, **changes: object) -> Loop:
         """Return a loop in the same state, in a world of its own from now on."""
-        other = replace(self, events=[], tries=[], draw=Random(self.questions), **changes)  # type: ignore[arg-type]  # noqa: S311
+        other = replace(self, events=[], answers=[], tries=[], draw=Random(self.questions), **changes)  # type: ignore[arg-type]  # noqa: S311
         other.state, other.shell = self.state, None
         return other
 
@@ -152,6 +154,7 @@ class Loop:
         if self.shell is not None:
             assert self.shell.next(event.free_bytes) == size
             assert self.shell.reason == self.state.reason
+        self.answers.append(size)
         self.tries.append(Try(self.now_s, event.free_bytes, size, self.state.reason, self.now_s, failed=False))
         return size
 
@@ -236,20 +239,25 @@ def numbers(value: object) -> Iterator[float]:
         yield value
 
 
-def replayed(bounds: Bounds, learned: Learned | None, events: list[Event]) -> tuple[Sizer, list[int | None]]:
-    """Return the state after these events, and the answers; a state goes through pickle between any two events."""
-    state, answers = sizer.cold(bounds, learned), []
+def replayed(bounds: Bounds, learned: Learned | None, events: list[Event]) -> Iterator[tuple[Sizer, int | None, bool]]:
+    """Yield the state after each event, the answer, and whether the event was a question.
+
+    Each event is answered twice, and the state goes through pickle before.
+    """
+    state = sizer.cold(bounds, learned)
     for event in events:
-        state = pickle.loads(pickle.dumps(state))  # noqa: S301 - our own
+        before, size = pickle.loads(pickle.dumps(state)), None  # noqa: S301 - our own
         match event:
             case Asked():
-                state, size = sizer.asked(state, bounds, event)
-                answers.append(size)
+                state, size = sizer.asked(before, bounds, event)
+                assert sizer.asked(before, bounds, event) == (state, size)
             case Succeeded():
-                state = sizer.succeeded(state, bounds, event)
+                state = sizer.succeeded(before, bounds, event)
+                assert sizer.succeeded(before, bounds, event) == state
             case Failed():
-                state = sizer.failed(state, bounds, event)
-    return state, answers
+                state = sizer.failed(before, bounds, event)
+                assert sizer.failed(before, bounds, event) == state
+        yield state, size, isinstance(event, Asked)
 
 
 # From 1 to a million, small ones as often as large ones.
@@ -399,7 +407,7 @@ class SizerMachine(RuleBasedStateMachine):
         assert {turn.size for turn in tried} <= {loop.bounds.smallest}
         longest_s = sizer._LONGEST_WAIT_S + sizer.WINDOW_S + step_s + 2 * IDLE_S
         times_s = [turns[0].at_s, *(turn.at_s for turn in tried), turns[-1].at_s]
-        assert max(later - sooner for sooner, later in zip(times_s, times_s[1:], strict=False)) <= longest_s
+        assert max(later - sooner for sooner, later in pairwise(times_s)) <= longest_s
         room = 2 * loop.workload.need_bytes(loop.bounds.largest, 1.0)
         freed = loop.fork(free_bytes=room, signal=Signal(every=1, peaks=True))
         assert any(_good(turn) for turn in freed.turns_for(longest_s, step_s)), "memory returned, and nothing runs"
@@ -470,10 +478,12 @@ class SizerMachine(RuleBasedStateMachine):
 
     def what_happened_can_be_replayed(self) -> None:
         """Equal events give equal states and equal sizes; a state is a plain value, which survives pickling."""
-        if hasattr(self, "loop"):
-            state, answers = replayed(self.loop.bounds, self.loop.learned, self.loop.events)
-            assert state == self.loop.state
-            assert len(answers) == len(self.loop.tries)
+        if not hasattr(self, "loop") or not self.loop.events:
+            return
+        course = list(replayed(self.loop.bounds, self.loop.learned, self.loop.events))
+        assert course[-1][0] == self.loop.state
+        answers = [size for _, size, question in course if question]
+        assert answers == self.loop.answers
 
     def _news(self, *, forget: bool = False) -> list[Try]:
         news = self.loop.tries[self.looked_at :]
@@ -488,3 +498,92 @@ def _good(turn: Try) -> bool:
 
 SizerMachine.TestCase.settings = settings(max_examples=60 * EXAMPLES, stateful_step_count=30, deadline=None)
 TestSizerMachine = SizerMachine.TestCase
+
+
+@st.composite
+def reports(draw: st.DrawFn) -> list[Event]:
+    """Questions and reports in any order, of sizes that nobody asked for, at times that only go forward."""
+    sizes = st.integers(0, 100) | st.integers(0, 10**7)
+    amounts = st.none() | st.sampled_from([0, 1, MOST_BYTES]) | st.integers(0, MOST_BYTES)
+    at_s, events = 0.0, list[Event]()
+    for kind in draw(st.lists(st.sampled_from([Asked, Asked, Succeeded, Failed]), max_size=40)):
+        at_s += draw(st.sampled_from([0.0, 1e-6, 1.0, 60.0]) | pauses_s)
+        if kind is Asked:
+            events.append(Asked(at_s, draw(amounts)))
+        elif kind is Succeeded:
+            events.append(Succeeded(at_s, draw(sizes), draw(amounts)))
+        else:
+            events.append(Failed(at_s, draw(sizes)))
+    return events
+
+
+learned_bytes = st.floats(0.0, 1e15)
+all_learned = st.one_of(
+    st.none(),
+    st.builds(Learned, size=st.integers(0, 10**7)),
+    st.builds(Learned, size=st.integers(0, 10**7), fixed_bytes=learned_bytes, unit_bytes=learned_bytes),
+)
+
+
+@settings(max_examples=200 * EXAMPLES, deadline=None)
+@given(bounds=all_bounds(), learned=all_learned, events=reports())
+def test_whatever_is_reported_a_size_is_one_there_is(
+    bounds: Bounds, learned: Learned | None, events: list[Event]
+) -> None:
+    """Of sizes never asked for, too: no exception, finite numbers, and a size that there is or a reason."""
+    for state, size, question in replayed(bounds, learned, events):
+        assert all(math.isfinite(number) for number in numbers(state))
+        if size is not None:
+            assert bounds.smallest <= size <= bounds.largest
+            assert bounds.down(size) == size
+        elif question:
+            assert state.reason
+
+
+@st.composite
+def quiet_loops(draw: st.DrawFn, signal: Signal) -> tuple[Loop, int]:
+    """Return a loop whose memory stays as it is, and the largest size that fits, however its steps wobble.
+
+    At most half of what that takes is fixed, else a margin in bytes would be a far larger share of the size.
+    """
+    bounds = Bounds(
+        largest=int(10 ** draw(st.floats(3.0, 6.0))),
+        power=draw(st.sampled_from([1.0, 2.0])),
+        failures_per_minute=draw(st.integers(3, 20)),
+    )
+    largest_fitting = int(bounds.largest * draw(st.floats(0.1, 1.0)))
+    moving_bytes = 10.0 ** draw(st.floats(7.0, 13.0))
+    workload = Workload(
+        fixed_bytes=draw(st.floats(0.0, 1.0)) * moving_bytes,
+        unit_bytes=moving_bytes / float(largest_fitting) ** bounds.power,
+        power=bounds.power,
+        wobble=draw(st.floats(0.0, 0.01)),
+    )
+    free_bytes = workload.need_bytes(largest_fitting, 1.0)
+    draws = Random(draw(st.integers(0, 1000)))  # noqa: S311 - a simulation
+    return Loop(bounds, workload, signal, free_bytes, draws), largest_fitting
+
+
+def in_equilibrium(loop: Loop, largest_fitting: int) -> tuple[float, float]:
+    """Return the share of the largest fitting size that 500 steps of a second each use, and how many of them fail."""
+    for _ in range(250):
+        loop.turn(1.0)
+    turns = [loop.turn(1.0) for _ in range(500)]
+    used = sum(turn.size for turn in turns if turn.size is not None and not turn.failed)
+    return used / (largest_fitting * (turns[-1].ended_at_s - turns[0].at_s)), sum(turn.failed for turn in turns) / 500
+
+
+@settings(max_examples=25 * EXAMPLES, deadline=None)
+@given(quiet=quiet_loops(Signal(every=1, peaks=True)))
+def test_an_exact_signal_uses_95_percent_of_the_largest_size(quiet: tuple[Loop, int]) -> None:
+    used, failing = in_equilibrium(*quiet)
+    assert used >= 0.95
+    assert failing < 0.03
+
+
+@settings(max_examples=25 * EXAMPLES, deadline=None)
+@given(quiet=quiet_loops(Signal()))
+def test_a_loop_without_a_signal_uses_75_percent_of_the_largest_size(quiet: tuple[Loop, int]) -> None:
+    used, failing = in_equilibrium(*quiet)
+    assert used >= 0.75
+    assert failing < 0.03

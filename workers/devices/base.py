@@ -34,6 +34,10 @@ class Device(Protocol):
         """
         ...
 
+    def alone(self) -> AbstractContextManager[None]:
+        """Keep other starting workers of this device waiting for the duration of a `with`."""
+        ...
+
     def obtain(self, size_bytes: int) -> int:
         """Allocate one block and let it go again; return its size, a little less than asked where it is rounded.
 

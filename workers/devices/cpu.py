@@ -18,13 +18,14 @@ import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 import psutil
 import torch
 
+from workers.devices.alone import alone_on
 from workers.devices.emergency import EmergencyProduct
 from workers.devices.threads import threads_for
 from workers.errors import MisfitError
@@ -108,6 +109,10 @@ class CpuDevice:
             hostname=socket.gethostname(),
             torch_version=str(torch.__version__),  # its own type would make the head load torch
         )
+
+    def alone(self) -> AbstractContextManager[None]:
+        """See `Device.alone`: all of this machine's workers share its RAM."""
+        return alone_on("cpu")
 
     def obtain(self, size_bytes: int) -> int:
         """Map one block; the kernel refuses past the cap. See `Device.obtain`."""

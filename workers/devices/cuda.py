@@ -8,19 +8,16 @@ the cap is the budget less that, measured per process. Never changes the card's 
 from __future__ import annotations
 
 import gc
-import getpass
-import hashlib
 import os
 import socket
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
 
 from workers import sensors
+from workers.devices.alone import alone_on
 from workers.devices.emergency import EmergencyProduct
 from workers.devices.threads import threads_for
 from workers.errors import MisfitError
@@ -70,7 +67,11 @@ class CudaDevice:
             torch.set_float32_matmul_precision("high")
         threads = threads_for(spec.workers_on_host)
         torch.set_num_threads(threads)
-        with _alone_on_card(card) as used_before_bytes:
+        self._card = card
+        # Where the driver does not tell memory per process (WSL2, containers), the context is the growth of the card's
+        # use; without the lock seven workers that start together would charge each other.
+        with alone_on(card):
+            used_before_bytes = sensors.card_used_bytes(card)
             properties = torch.cuda.get_device_properties(self.torch_device)
             self._total_bytes = int(properties.total_memory)
             _check_card(spec, self._total_bytes, properties.name)
@@ -108,6 +109,10 @@ class CudaDevice:
     def enforced(self) -> AbstractContextManager[None]:
         """See `Device.enforced`: torch's allocator keeps the cap by itself."""
         return nullcontext()
+
+    def alone(self) -> AbstractContextManager[None]:
+        """See `Device.alone`."""
+        return alone_on(self._card)
 
     def obtain(self, size_bytes: int) -> int:
         """Take one block, in whole allocator segments so that rounding never asks for more than was meant."""
@@ -232,32 +237,6 @@ def _check_card(spec: WorkerSpec, total_bytes: int, name: str) -> None:
             f"{spec.memory_fraction:.2f} of the {total_bytes / 2**30:.2f} GiB this {name} really has is "
             f"{allowed / 2**30:.2f} GiB; lower nodes.{spec.node}.workers or .vram_per_worker_gib"
         )
-
-
-@contextmanager
-def _alone_on_card(card: str) -> Iterator[int | None]:
-    """Let one worker at a time create its context, and yield the bytes others used before.
-
-    Where the driver does not tell memory per process (WSL2, containers), the context is the growth of the card's
-    use; without the lock seven workers that start together would charge each other.
-    """
-    key = hashlib.sha256(card.encode()).hexdigest()[:16]
-    user = os.getuid() if hasattr(os, "getuid") else getpass.getuser()
-    lock_path = Path(tempfile.gettempdir()) / f"orchestrator-context-{user}-{key}.lock"
-    descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600)
-    try:
-        _lock(descriptor)
-        yield sensors.card_used_bytes(card)
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int) -> None:
-    try:
-        import fcntl  # noqa: PLC0415 - absent on Windows, where the context is then measured without a lock
-    except ImportError:
-        return
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def _context_bytes(card: str, used_before_bytes: int | None) -> tuple[int, str]:
