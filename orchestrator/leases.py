@@ -10,7 +10,7 @@ less a little, is divided max-min fairly by what each may hold (its cap) and tak
    still allows after its lease was cut.
 3. A lease is cut when hardly more is there than is promised, or when another worker has less than its share and what
    is free does not make up for it. It grows only into bytes that were there in all of the last seconds, and small
-   differences move nobody.
+   differences move nobody. Who is far below its share waits for half of the rest, rather than for many small parts.
 4. What a worker leaves untaken is lent to the others, and given back when it begins to grow (`appetite.py`).
 
 How much there is follows from reports that were made at different moments (`card_looks.py`). Does not enforce a lease
@@ -33,6 +33,10 @@ _SPARE: Final = 0.01
 
 #: When no more than this is left of that, leases are cut: who takes all that is free may want more than that.
 _LEFT: Final = 0.25
+
+#: So long a worker waits for at least half of what it is short of: a step that is much too small is worth nothing, and
+#: each increase costs a change of size. Who lets go of memory does so within two slices.
+_WAITS_S: Final = 10.0
 
 #: Otherwise a lease moves only by more than this share of itself.
 _WORTH_MOVING: Final = 0.03
@@ -74,6 +78,8 @@ class Account:
     report: tuple[int, int]
     """The last one taken in."""
     lease_bytes: int = 0
+    short_since_s: float | None = None
+    """Since when it has had less than it should; `None` if it has not."""
     appetite: Appetite = FRESH
 
 
@@ -117,7 +123,7 @@ def leased(books: Books, claimants: Sequence[Claimant], now_s: float) -> tuple[B
     for card, sharing in cards.items():
         book = _taken_in(books.get(card, CardBook()), sharing, now_s)
         if len(sharing) > 1 and book.total_bytes is not None:
-            book = _settled(book, book.total_bytes, sharing)
+            book = _settled(book, book.total_bytes, sharing, now_s)
             lent = {slot: account.lease_bytes for slot, account in book.accounts.items()}
             leases |= {claimant.slot: lent.get(claimant.slot, 0) for claimant in sharing}
         after[card] = book
@@ -172,7 +178,7 @@ def _taken_in(book: CardBook, sharing: Sequence[Claimant], now_s: float) -> Card
     return replace(book, total_bytes=total_bytes, looks=replace(looks, granted=granted), accounts=accounts)
 
 
-def _settled(book: CardBook, total_bytes: int, sharing: Sequence[Claimant]) -> CardBook:
+def _settled(book: CardBook, total_bytes: int, sharing: Sequence[Claimant], now_s: float) -> CardBook:
     """Cut leases and raise them."""
     bounds = available(book.looks, total_bytes)
     if bounds is None:
@@ -198,12 +204,19 @@ def _settled(book: CardBook, total_bytes: int, sharing: Sequence[Claimant]) -> C
         for slot, lease in leases.items():
             if lease > limits[slot] and (overdrawn or _is_worth(limits[slot], lease)):
                 leases[slot] = limits[slot]
+    short_since_s = {
+        slot: now_s if (since_s := book.accounts[slot].short_since_s) is None else since_s for slot in short
+    }
     for slot, grant in fair_shares(sure_bytes - _promised(leases, appetites, sharing), short).items():
-        # Rather a little later than in many small parts: each of them changes the size of a worker's steps.
-        if grant == short[slot] or _is_worth(leases[slot], leases[slot] + grant):
+        is_tired = now_s > short_since_s[slot] + _WAITS_S and _is_worth(leases[slot], leases[slot] + grant)
+        if grant >= short[slot] / 2 or is_tired:
             leases[slot] += grant
+            if grant == short[slot]:
+                del short_since_s[slot]
     accounts = {
-        slot: replace(account, lease_bytes=leases[slot], appetite=appetites[slot])
+        slot: replace(
+            account, lease_bytes=leases[slot], appetite=appetites[slot], short_since_s=short_since_s.get(slot)
+        )
         for slot, account in book.accounts.items()
     }
     return replace(book, accounts=accounts)

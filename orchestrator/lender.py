@@ -4,8 +4,8 @@ The supervisor looks once a turn, and asks for the lease of each directive when 
 is in `leases.py`.
 
 Starts are staggered by leases too. Where several workers share a card, the first directive of a process lets it hold
-nothing: it opens the card, one at a time (`workers/devices/cuda.py`), and tells what is there. So nobody climbs before
-the head knows the card, and all may climb at once after that, each in bytes of its own.
+nothing: it opens the card, one process at a time (`workers/devices/alone.py`), and tells what is there. So nobody
+climbs before the head knows the card, and after that each climbs in bytes of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Lender:
     """The books of one run's leases."""
 
     def __init__(self, plans: Mapping[str, SlotPlan]) -> None:
-        self._specs = {name: plan.spec for name, plan in plans.items() if _shares_card(plan.spec)}
+        self._specs = {name: plan.spec for name, plan in plans.items() if _heeds_leases(plan.spec)}
         self._books = NO_BOOKS
         self._leases: dict[str, int | None] = {}
         self._granted: dict[str, dict[int, int | None]] = {name: {} for name in self._specs}
@@ -104,8 +104,9 @@ class Lender:
         )
 
 
-def _shares_card(spec: WorkerSpec) -> bool:
-    return spec.device == "cuda" and spec.card_budget_bytes > spec.budget_bytes
+def _heeds_leases(spec: WorkerSpec) -> bool:
+    """Whether the worker shares a card, and has a policy that looks at how much it may hold."""
+    return spec.policy != "classic" and spec.device == "cuda" and spec.card_budget_bytes > spec.budget_bytes
 
 
 def _is_expected(slot: Slot, now_s: float) -> bool:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import psutil
 import pytest
 
 from orchestrator.cluster.janitor import start_time
@@ -22,6 +27,7 @@ from workers.messages import WorkerState
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
+from benches import pressure_caps  # noqa: E402 - the scripts are in no package
 from benches.outside import Ledger  # noqa: E402 - the scripts are in no package
 
 
@@ -39,7 +45,7 @@ def bench(*arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "verb", ["oom-storm", "overhead", "startup", "recovery", "soak", "kills", "head-kills", "rejoin"]
+    "verb", ["oom-storm", "overhead", "startup", "recovery", "soak", "kills", "head-kills", "rejoin", "pressure"]
 )
 def test_every_verb_explains_itself(verb: str) -> None:
     command = [sys.executable, "scripts/bench.py", verb, "--help"]
@@ -218,3 +224,71 @@ def test_rejoin() -> None:
     (cycle,) = result["rounds"]
     assert cycle["ratio"] == pytest.approx(cycle["steps_per_s"] / cycle["quiet_steps_per_s"])
     assert 0 < cycle["lost_after_s"] < cycle["back_after_s"]
+
+
+def test_two_games_take_most_of_the_memory_and_end() -> None:
+    course = pressure_caps.game(Random(1), 60.0)  # noqa: S311 - repeatable is what is wanted
+    assert course == sorted(course)
+    assert course[0][0] == 0.0
+    assert all(0 < share <= 1 for _, share in course)
+    quiet, first, between, second = ((1, 14), (18, 24), (26, 36), (40, 47))
+    for from_s, to_s in (quiet, between):
+        assert pressure_caps.least_between(course, from_s, to_s) >= 0.96
+    for (from_s, to_s), left in ((first, 0.22), (second, 0.30)):
+        shares = [share for at_s, share in course if from_s <= at_s <= to_s]
+        assert shares
+        assert all(0.96 * left <= share <= left + 1e-9 for share in shares)
+
+
+def test_the_cap_of_another_process_moves_and_its_hard_limit_stays() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            before = resource.prlimit(process.pid, resource.RLIMIT_DATA)
+            cap = pressure_caps.KernelCap(process.pid, 2**20)
+            cap.leave(2**24)
+            assert resource.prlimit(process.pid, resource.RLIMIT_DATA) == (2**20 + 2**24, before[1])
+            cap.close()
+            assert resource.prlimit(process.pid, resource.RLIMIT_DATA) == (before[1], before[1])
+        finally:
+            process.kill()
+    cap.leave(2**24)  # it has ended: whoever waits for its words will tell
+
+
+PRESSURE = ("pressure", "--rounds", "1", "--memory-mib", "16")
+
+
+@pytest.mark.torch
+def test_pressure() -> None:
+    result = bench(*PRESSURE, "--contestants", "ours", "ideal", "--seconds", "3")
+    assert {(row["course"], row["contestant"]) for row in result["turns"]} == {
+        (course, who) for course in ("game", "release") for who in ("ours", "ideal")
+    }
+    assert all(row["items"] > 0 and row["ended"] is None for row in result["turns"])
+    assert result["target_met"] is None, "accelerate and toma were not there"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("accelerate") is not None, reason="accelerate is installed")
+def test_pressure_says_what_to_install() -> None:
+    command = [sys.executable, "scripts/bench.py", *PRESSURE, "--contestants", "accelerate"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "pip install '.[bench]'" in done.stderr
+
+
+@pytest.mark.torch
+def test_an_interrupt_leaves_no_contestant_behind() -> None:
+    command = [sys.executable, "scripts/bench.py", *PRESSURE, "--contestants", "ideal", "--seconds", "300"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            # The scout tells the throughput by size when it is done; then the first contestant begins.
+            assert process.stderr is not None
+            assert any(" items: " in line for line in process.stderr)
+            deadline_s = time.monotonic() + 60.0
+            while not (children := psutil.Process(process.pid).children(recursive=True)):
+                assert time.monotonic() < deadline_s
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=60)
+            assert psutil.wait_procs(children, timeout=30)[1] == []
+        finally:
+            process.kill()

@@ -27,7 +27,7 @@ class Climb:
     """Blocks refused on the way, each a real out-of-memory."""
 
 
-def climb(device: Device, settings: MemorySettings) -> Climb:
+def climb(device: Device, settings: MemorySettings, lease_bytes: int | None = None) -> Climb:
     """Obtain growing blocks, one at a time, until one is refused for good or all of the free memory is had.
 
     Each stage is a block of its own, and the last one stays in the allocator's pool in one piece (unless a larger one
@@ -37,11 +37,14 @@ def climb(device: Device, settings: MemorySettings) -> Climb:
     Args:
         device: Empty of workload tensors.
         settings: Stages, reduction and floor.
+        lease_bytes: No more than this, if it is known.
 
     Raises:
         PoisonedError: The device failed in another way than by lack of memory.
     """
     target_bytes = device.free_bytes()
+    if lease_bytes is not None:
+        target_bytes = min(target_bytes, lease_bytes)
     claim_bytes = failures = 0
     share = settings.first_fraction
     while claim_bytes < target_bytes:

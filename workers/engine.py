@@ -52,7 +52,8 @@ class Engine:
             life = self._adopt(directive, tally)
             if life.chaos is not None:
                 life.chaos.begin_slice(tally)
-            _work(life, tally)
+            if _begun(life, tally):
+                _work(life, tally)
             memory = life.device.memory()
         except MisfitError as error:
             tally.settle(WorkerState.STOPPED, str(error))
@@ -65,8 +66,8 @@ class Engine:
         if failure is not None:
             return self._stumble(tally, failure)
         tally.claim_bytes = life.claim_bytes
-        tally.learned = life.lesson(memory.peak_bytes)
-        return tally.report(Verdict.OK, device=life.device.info, memory=memory, resume=self._resume())
+        tally.learned = None if life.state is None else life.lesson(memory.peak_bytes)
+        return tally.report(Verdict.OK, device=life.device.info, memory=memory, resume=self._resume(tally))
 
     def _give_up(self, tally: Tally, reason: str) -> Report:
         self._poisoned = reason
@@ -74,7 +75,7 @@ class Engine:
         tally.event("poisoned", reason=reason)
         # With the device, if it was ever opened: without it the head takes an out-of-memory for a card that is full.
         device = None if self._life is None else self._life.device.info
-        return tally.report(Verdict.POISONED, device=device, resume=self._resume())
+        return tally.report(Verdict.POISONED, device=device, resume=self._resume(tally))
 
     def _stumble(self, tally: Tally, failure: Failure) -> Report:
         """Report a failure outside any step as an error of the workload: it ends the slice and nothing else."""
@@ -83,11 +84,13 @@ class Engine:
         tally.steps_error += 1
         tally.settle(WorkerState.BACKOFF, f"the workload failed outside its step: {failure.text}")
         device = None if self._life is None else self._life.device.info
-        return tally.report(Verdict.OK, device=device, resume=self._resume())
+        return tally.report(Verdict.OK, device=device, resume=self._resume(tally))
 
-    def _resume(self) -> ResumeState | None:
+    def _resume(self, tally: Tally) -> ResumeState | None:
         life = self._life
-        return None if life is None or life.state is None else life.policy.dump(life.state)
+        if life is None:
+            return None
+        return tally.directive.resume if life.state is None else life.policy.dump(life.state)
 
     def _adopt(self, directive: Directive, tally: Tally) -> Life:
         """Open the device for the first directive; take over its resume state when the slot got a new incarnation."""
@@ -104,14 +107,29 @@ class Engine:
                 dtype=life.device.info.dtype,
                 threads=life.device.info.threads,
             )
-            with life.device.alone():  # staggered starts: nobody else climbs into the same free bytes meanwhile
-                find_claim(life, tally)
-            take_up(life, directive.resume, tally)
         elif life.incarnation != directive.incarnation:
             life.incarnation = directive.incarnation
-            take_up(life, directive.resume, tally)
+            if life.state is not None:
+                take_up(life, tally)
         life.lease_bytes = directive.lease_bytes
         return life
+
+
+def _begun(life: Life, tally: Tally) -> bool:
+    """Find out what memory there is, and give the policy its state, unless that is done; say whether it is.
+
+    A lease of nothing asks a process that shares its card to open it and to tell what is there, and no more: it climbs
+    once it knows which bytes are its own.
+    """
+    if life.state is not None:
+        return True
+    if life.lease_bytes == 0:
+        tally.settle(WorkerState.WARMING, "its device is open; it waits for its share of the card")
+        return False
+    with life.device.alone():
+        find_claim(life, tally)
+    take_up(life, tally)
+    return True
 
 
 def _work(life: Life, tally: Tally) -> None:

@@ -17,7 +17,7 @@ from workers.devices.base import Device
 from workers.devices.opening import open_device
 from workers.errors import MisfitError, PoisonedError
 from workers.limits import LimitKey, StoredLimit, choose, workload_fingerprint
-from workers.messages import DeviceInfo, FailureKind, ResumeState, WorkerSpec
+from workers.messages import DeviceInfo, FailureKind, WorkerSpec
 from workers.oom import Failure
 from workers.policy.base import Decision, Event, Growth, Policy, Pressure, Run
 from workers.policy.registry import make_policy
@@ -167,8 +167,9 @@ def open_life(spec: WorkerSpec, incarnation: int, tally: Tally) -> Life:
     )
 
 
-def take_up(life: Life, resume: ResumeState | None, tally: Tally) -> None:
+def take_up(life: Life, tally: Tally) -> None:
     """Give the policy its state: as the last report of the slot left it, else from what earlier runs have learned."""
+    resume = tally.directive.resume
     if resume is not None:
         try:
             life.state = life.policy.load(resume)

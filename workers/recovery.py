@@ -26,7 +26,7 @@ _EMERGENCY_PAUSE_S = 0.1
 
 def find_claim(life: Life, tally: Tally) -> None:
     """Find out how much memory is there and tell the workload. Its tensors must be gone."""
-    went = climb(life.device, life.spec.memory)
+    went = climb(life.device, life.spec.memory, life.lease_bytes)
     claim_bytes = int(life.claim_share * went.claim_bytes)
     tally.oom_count += went.failures
     moved = abs(claim_bytes - life.claim_bytes) > _WORTH_TELLING * life.claim_bytes

@@ -2,8 +2,9 @@
 
 A worker asks its `AdaptiveSize` before each step. What the step took it holds until it gives it back: after a failure,
 before a smaller step, when its lease is below what it holds, or after every step where it keeps no pool. A step that
-does not fit takes all there is before it fails, as real ones do, and so may take others down with it. Tenants take what
-is free and wait for the rest. No fragmentation, and allocating takes no time. Seconds are virtual.
+does not fit takes all there is before it fails, as real ones do, and so may take others down with it; its cap and its
+lease are enforced. Tenants take what is free and wait for the rest. No fragmentation, and allocating takes no time.
+Seconds are virtual.
 """
 
 from __future__ import annotations
@@ -215,7 +216,7 @@ class Worker:
             self.held_bytes = 0
         self.sizes.append((now_s, size))
         need_bytes = int(self.job.need_bytes(size) * (1 + self.draw.uniform(-WOBBLE, WOBBLE)))
-        there_bytes = min(self.cap_bytes, self.held_bytes + card.free_bytes)
+        there_bytes = min(limit_bytes, self.held_bytes + card.free_bytes)
         good = need_bytes <= there_bytes
         self.held_bytes = max(self.held_bytes, need_bytes) if good else there_bytes
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)

@@ -19,6 +19,8 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 from benches.common import MIB, Result, progress
 from benches.pressure_caps import COURSES, Cap, KernelCap, NeighbourCap
 from benches.pressure_contest import CONTESTANTS, Books, Turn, contest
@@ -53,16 +55,21 @@ def run(
         contestants: Names of `CONTESTANTS`.
 
     Raises:
-        SystemExit: With code 2, because a contestant is not installed.
-        RuntimeError: The device has not enough memory.
+        SystemExit: With code 2, because a contestant is not installed or there is no card.
 
     """
     missing = [name for name in OTHERS if name in contestants and importlib.util.find_spec(name) is None]
     if missing:
         progress(f"not installed: {', '.join(missing)}; type: pip install '.[bench]'")
         raise SystemExit(2)
-    with _child(scout, device, memory_bytes) as connection:
-        scouted: Scouted = _hear(connection, "the scout", _PATIENCE_S)
+    if device == "cuda" and not torch.cuda.is_available():
+        progress(f"torch {torch.__version__} sees no CUDA card here; type: --device cpu")
+        raise SystemExit(2)
+    try:
+        with _child(scout, device, memory_bytes) as connection:
+            scouted: Scouted = _hear(connection, "the scout", _PATIENCE_S)
+    except (EOFError, TimeoutError) as error:
+        return Result(bench="pressure", figures={"device": device}, broken=[str(error)])
     for point in scouted.points:
         progress(f"{point['items']:>8.0f} items: {point['items_per_s']:,.0f} a second, {point['peak_mib']:.1f} MiB")
     rows: list[dict[str, Any]] = []
@@ -82,7 +89,7 @@ def run(
                 )
                 try:
                     books = _take_turn(turn)
-                except EOFError as error:
+                except (EOFError, RuntimeError, TimeoutError) as error:
                     broken.append(f"round {number + 1}, {name}, {contestant}: {error}")
                     continue
                 rows.append({"round": number + 1, "course": name, "contestant": contestant, **_row(books)})

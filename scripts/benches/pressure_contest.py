@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from benches.pressure_caps import Course, least_between
-from benches.pressure_jobs import Ground, Job, open_ground
+from benches.pressure_grounds import Ground, open_ground
+from benches.pressure_jobs import Job
 from benches.pressure_scout import Scouted
 from workers import oom
 from workers.messages import FailureKind
@@ -86,7 +87,7 @@ class Run:
         """Tell whether the course has ended, or whoever started this."""
         return self.at_s >= self.turn.seconds or self._connection.poll()
 
-    def step(self, items: int) -> int | None:
+    def step(self, items: int) -> int:
         """Train once, write it down, and return the most memory it took.
 
         Raises:
@@ -193,16 +194,17 @@ _MODULES = {"ours": "workers.sizing", "accelerate": "accelerate.utils", "toma": 
 def contest(connection: Connection, turn: Turn) -> None:
     """Be one contestant: say what is held, wait for the moment of the start, run, and send the books."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the bench's, which ends this
-    ground = open_ground(turn.scouted.spec)
-    job = Job(turn.scouted.spec, ground)
+    spec = turn.scouted.spec
+    ground = open_ground(spec.device, spec.memory_bytes, spec.state_bytes)
+    job = Job(spec, ground)
     job.step(turn.scouted.fits)  # what libraries keep for a large step, they have now
-    job.sweeps_s.clear()
     if turn.contestant in _MODULES:
         importlib.import_module(_MODULES[turn.contestant])
     # As the engine does: modules live for ever, and no collection must walk them.
     gc.collect()
     gc.freeze()
     ground.settle(lambda: job.step(turn.scouted.fits))
+    job.sweeps_s.clear()
     connection.send((os.getpid(), ground.base_bytes()))
     connection.recv()  # the cap stands
     run = Run(turn, ground, job, connection)

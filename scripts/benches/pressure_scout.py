@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from benches.common import MIB
-from benches.pressure_jobs import STATE_BYTES_PER_ROW, Ground, Job, JobSpec, open_ground
+from benches.pressure_grounds import Ground, open_ground
+from benches.pressure_jobs import STATE_BYTES_PER_ROW, Job, JobSpec
 
 _HALF_SPEED_SHARE = 0.42
 """Of the largest size that fits: the size that runs at half of the speed of an endlessly large one. The simulator's
@@ -68,7 +69,7 @@ def scout(connection: Connection, device: str, memory_bytes: int | None) -> None
     few, more, most = (
         max(16, int(memory_bytes * state / STATE_BYTES_PER_ROW)) for state in (_LEAST_STATE, 0.5, _MOST_STATE)
     )
-    ground = open_ground(JobSpec(device=device, memory_bytes=memory_bytes, rows=most))
+    ground = open_ground(device, memory_bytes, most * STATE_BYTES_PER_ROW)
 
     def opened(rows: int) -> Job:
         return Job(JobSpec(device=device, memory_bytes=memory_bytes, rows=rows), ground)

@@ -294,8 +294,8 @@ class TestRows:
         assert measured[0].batch <= 16384 / 64, "the first step of all is small"
         assert taken_bytes(measured[-1]) >= NEARLY_ALL * measured[-1].device.cap_bytes
 
-    def test_most_of_it_after_three_steps(self, measured: list[Report]) -> None:
-        assert taken_bytes(measured[2]) >= 0.85 * measured[2].device.cap_bytes
+    def test_most_of_it_after_a_few_steps(self, measured: list[Report]) -> None:
+        assert taken_bytes(measured[6]) >= 0.85 * measured[6].device.cap_bytes
 
     def test_what_does_not_move_memory_stays_as_asked(self, measured: list[Report]) -> None:
         assert {report.size for report in measured} == {512}
@@ -406,13 +406,13 @@ def test_a_network_whose_gradients_nobody_sees_stays_within_its_allowance(
 ) -> None:
     """A CPU tells what a step leaves behind, and not what it held at its peak: there is more than that to find out."""
     spec = make_spec(
-        name=mine(Network), policy="adaptive", size=256, batch=16384, budget_bytes=REHEARSAL_BUDGET_BYTES // 2
+        name=mine(Network), policy="adaptive", size=64, batch=65536, budget_bytes=REHEARSAL_BUDGET_BYTES // 2
     )
     reports = in_child(slices, spec, 40)
     assert all(report.verdict is Verdict.OK and report.steps_error == 0 for report in reports)
     assert failures(reports) <= 6
     assert reports[-1].state is WorkerState.RUNNING
-    assert reports[-1].batch > 32
+    assert 4096 < reports[-1].batch < 65536
 
 
 # --- what is learned ---------------------------------------------------------------------------------------------

@@ -30,6 +30,8 @@ class Person:
     """Of the slice that runs and the one behind it."""
     held_bytes: int = 0
     reports: int = 0
+    lets_go: bool = True
+    """Whether it gives back what is more than its lease."""
 
     def may_hold_bytes(self) -> int:
         lease = self.leases[0]
@@ -69,6 +71,8 @@ class World:
         while len(person.leases) < 2:
             person.leases.append(self.leases[person.slot])
         wanted_bytes = min(person.wants_bytes, person.may_hold_bytes())
+        if not person.lets_go:
+            wanted_bytes = max(wanted_bytes, person.held_bytes)
         room_bytes = max(0, person.held_bytes + self.free_bytes - LEAVE_BYTES)
         self.broken += wanted_bytes > room_bytes
         person.held_bytes = min(wanted_bytes, room_bytes)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.appetite import FRESH, heard
@@ -16,6 +16,9 @@ from tests.head.lease_world import CARD_BYTES, GIB, LEAVE_BYTES, SPARED_BYTES, W
 #: Rounds of reports after which shares are fair, whoever wants little. Two directives are under way when a lease is
 #: cut, what is left untaken is lent out after five reports, and what is lent may be more than others want.
 ROUNDS = 24
+
+#: And where many want little: each that leaves its share makes those of the others larger, who are then asked again.
+LONG_ROUNDS = 60
 
 
 caps = st.lists(st.integers(GIB, 12 * GIB), min_size=2, max_size=7)
@@ -67,13 +70,14 @@ def test_who_all_want_more_have_fair_shares_at_once_and_keep_them(
         assert person.held_bytes >= world.least_fair_bytes(person)
 
 
+@settings(max_examples=50)
 @given(world=worlds, draw=draws)
 def test_shares_are_fair_after_some_rounds_and_stay_as_they_are(world: World, draw: Random) -> None:
-    world.rounds(ROUNDS, draw)
+    world.rounds(LONG_ROUNDS, draw)
     for person in world.people:
         assert person.held_bytes >= world.least_fair_bytes(person)
     before = dict(world.leases)
-    world.rounds(30, draw)
+    world.rounds(20, draw)
     assert world.leases == before
 
 
@@ -157,6 +161,24 @@ def test_a_newcomer_has_its_share_soon_although_the_others_are_at_their_leases(
     world.rounds(8, draw)
     assert world.broken == 0
     assert newcomer.held_bytes >= world.least_fair_bytes(newcomer)
+
+
+def test_a_newcomer_waits_for_half_of_its_share_and_no_longer_than_some_seconds() -> None:
+    world, draw = four(), seeded(1)
+    newcomer = world.people.pop()
+    world.rounds(ROUNDS, draw)
+    # Only one of three lets go: a third of what the newcomer should have.
+    world.people[0].lets_go = world.people[1].lets_go = False
+    world.people.append(newcomer)
+    world.rounds(9, draw)
+    assert world.lease_of(newcomer.slot) == 0
+    world.rounds(6, draw)
+    share_bytes = (world.there_bytes - SPARED_BYTES) / 4
+    assert world.lease_of(newcomer.slot) == pytest.approx(share_bytes / 3, rel=0.1)
+    world.people[0].lets_go = True
+    world.rounds(6, draw)
+    assert world.lease_of(newcomer.slot) == pytest.approx(share_bytes * 2 / 3, rel=0.1)
+    assert world.broken == 0
 
 
 @given(draw=draws, outside=st.floats(0.3, 0.6))

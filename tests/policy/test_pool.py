@@ -41,10 +41,12 @@ def played(
 @pytest.mark.parametrize("habits", HABITS)
 @pytest.mark.parametrize("name", SCENES)
 def test_four_workers_share_a_card_fairly_at_rest_and_in_full(name: str, habits: str) -> None:
+    # Who looks but once a second fails more often, and is careful for a while each time.
+    fair = 0.95 if HABITS[habits].looks_every_step else 0.9
     for seed in SEEDS:
         found = played(name, seed, habits=habits)
-        assert found["jain_bytes"] >= 0.95
-        assert found["jain_work"] >= 0.95
+        assert found["jain_bytes"] >= fair
+        assert found["jain_work"] >= fair
         assert found["used"] >= 0.92
         assert found["quiet_changes_per_minute"] <= 6.0
         assert found["failures_per_minute"] <= 6.0, "of all four together"

@@ -496,7 +496,7 @@ def _good(turn: Try) -> bool:
     return turn.size is not None and not turn.failed
 
 
-SizerMachine.TestCase.settings = settings(max_examples=60 * EXAMPLES, stateful_step_count=30, deadline=None)
+SizerMachine.TestCase.settings = settings(max_examples=250 * EXAMPLES, stateful_step_count=30, deadline=None)
 TestSizerMachine = SizerMachine.TestCase
 
 
@@ -525,7 +525,7 @@ all_learned = st.one_of(
 )
 
 
-@settings(max_examples=200 * EXAMPLES, deadline=None)
+@settings(max_examples=400 * EXAMPLES, deadline=None)
 @given(bounds=all_bounds(), learned=all_learned, events=reports())
 def test_whatever_is_reported_a_size_is_one_there_is(
     bounds: Bounds, learned: Learned | None, events: list[Event]

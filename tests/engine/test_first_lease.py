@@ -1,0 +1,93 @@
+"""A worker whose first directive leases it nothing: it opens its device, and climbs once it knows its share."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import pytest
+
+from workers.devices.alone import alone_on
+from workers.engine import Engine
+from workers.messages import Directive, Report, ResumeState, Verdict, WorkerSpec, WorkerState
+
+MIB = 2**20
+
+InChild: TypeAlias = Callable[..., Any]
+MakeSpec: TypeAlias = Callable[..., WorkerSpec]
+
+
+def slices(spec: WorkerSpec, leases_bytes: Sequence[int | None], resume: ResumeState | None) -> list[Report]:
+    """Run a slice for each lease; in a process of its own."""
+    engine = Engine()
+    return [
+        engine.run_slice(
+            Directive(
+                spec=spec, incarnation=0, sequence=sequence, duration_s=0.0, resume=resume, lease_bytes=lease_bytes
+            )
+        )
+        for sequence, lease_bytes in enumerate(leases_bytes)
+    ]
+
+
+@pytest.fixture(scope="module")
+def opened(in_child: InChild, make_spec: MakeSpec) -> list[Report]:
+    resume = {"policy": "adaptive", "units": 20 * MIB, "fixed_bytes": 0.0, "unit_bytes": 1.0}
+    reports: list[Report] = in_child(slices, make_spec(policy="adaptive"), [0, 0, 40 * MIB, None], resume)
+    return reports
+
+
+def test_it_opens_its_device_and_waits(opened: list[Report]) -> None:
+    for report in opened[:2]:
+        assert (report.verdict, report.state, report.steps_ok) == (Verdict.OK, WorkerState.WARMING, 0)
+        assert "waits for its share" in report.reason
+        assert report.device is not None
+        assert report.memory is not None
+        assert report.memory.allocated_bytes < MIB, "nothing is held yet"
+        assert (report.oom_count, report.emergency_count) == (0, 0)
+        assert "claimed" not in [event.name for event in report.events]
+
+
+def test_what_the_slot_had_learned_is_not_forgotten_while_it_waits(opened: list[Report]) -> None:
+    assert all(report.resume is not None and report.resume["units"] == 20 * MIB for report in opened[:2])
+    assert "resumed" in [event.name for event in opened[2].events]
+
+
+def test_then_it_climbs_in_bytes_of_its_own(opened: list[Report]) -> None:
+    assert (opened[2].state, opened[2].oom_count) == (WorkerState.RUNNING, 0)
+    claimed = [event for event in opened[2].events if event.name == "claimed"]
+    assert [event.detail["target_bytes"] for event in claimed] == [40 * MIB]
+    assert opened[2].memory is not None
+    assert opened[2].memory.allocated_bytes <= 40 * MIB
+    assert opened[3].steps_ok > 0
+
+
+def _hold(held: Any, go_on: Any) -> None:  # noqa: ANN401 - events of multiprocessing have no public type
+    with alone_on("a device of this test"):
+        held.set()
+        go_on.wait(60)
+
+
+def test_who_climbs_is_alone_on_the_device_and_a_dead_one_is_in_nobodys_way() -> None:
+    context = multiprocessing.get_context("spawn")
+    held, go_on = context.Event(), context.Event()
+    other = context.Process(target=_hold, args=(held, go_on), daemon=True)
+    other.start()
+    assert held.wait(60)
+    entered: list[float] = []
+
+    def enter() -> None:
+        with alone_on("a device of this test"):
+            entered.append(time.monotonic())
+
+    waiting = threading.Thread(target=enter, daemon=True)
+    waiting.start()
+    waiting.join(0.5)
+    assert entered == [], "the other process is still there"
+    other.kill()
+    other.join(60)
+    waiting.join(60)
+    assert len(entered) == 1
