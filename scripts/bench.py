@@ -10,6 +10,7 @@
     python scripts/bench.py head-kills --rounds 20
     python scripts/bench.py rejoin --cycles 10
     python scripts/bench.py policy --seeds 3
+    python scripts/bench.py pool --seed 1
     python scripts/bench.py pressure --rounds 3
 
 Every figure is a ratio inside one run, or stands beside one: this machine's seconds say nothing about another's.
@@ -95,10 +96,23 @@ def _run(arguments: argparse.Namespace) -> Result:
             from benches import rejoin
 
             result = rejoin.run(arguments.cycles, arguments.quiet_s, arguments.cycle_s)
+        case "policy" | "pool" | "pressure":
+            result = _run_sizes(arguments)
+    return result
+
+
+def _run_sizes(arguments: argparse.Namespace) -> Result:
+    """Run one of the verbs that judge the rules for a step's size."""
+    match arguments.verb:
         case "policy":
             from benches import policy
 
             result = policy.run(arguments.seeds, arguments.seed, arguments.rules, arguments.rate)
+        case "pool":
+            from benches import common, pool
+
+            figures = pool.run(arguments.seed, arguments.workers, arguments.minutes)
+            result = common.Result(bench="pool", figures=figures)
         case "pressure":
             from benches import pressure
 
@@ -200,6 +214,11 @@ def _add_sizes(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     verb.add_argument("--seed", type=int, default=1, help="the first of them (default: %(default)s)")
     verb.add_argument("--rules", nargs="+", choices=rules, default=rules, help="which (default: all)")
     verb.add_argument("--rate", type=_positive, default=10_000.0, help="items/s, at the most (default: %(default)g)")
+
+    verb = verbs.add_parser("pool", help="workers on one made-up card, with leases and without")
+    verb.add_argument("--seed", type=int, default=1, help="of jobs and tenants (default: %(default)s)")
+    verb.add_argument("--workers", type=_count, default=4, help="on the card (default: %(default)s)")
+    verb.add_argument("--minutes", type=_positive, default=10.0, help="of each scene (default: %(default)g)")
 
     verb = verbs.add_parser("pressure", help="the same for real, while a cap moves; against accelerate and toma")
     who = ["ours", "blind", "accelerate", "toma", "ideal"]

@@ -25,6 +25,9 @@ from workers.workloads.base import StepResult
 MAX_PROBABLE_IN_A_ROW = 2
 
 
+#: A slice in which nothing may be held is over so soon, and not sooner: the head may need a while to find a share.
+_GLANCE_S = 0.1
+
 #: Factor between two steps that is an event, and the share of its cap below which a worker says why.
 _WORTH_TELLING = 1.1
 _WORTH_SAYING = 0.9
@@ -121,11 +124,14 @@ def _begun(life: Life, tally: Tally) -> bool:
     A lease of nothing asks a process that shares its card to open it and to tell what is there, and no more: it climbs
     once it knows which bytes are its own.
     """
-    if life.state is not None:
-        return True
     if life.lease_bytes == 0:
         tally.settle(WorkerState.WARMING, "its device is open; it waits for its share of the card")
+        if life.state is not None:
+            life.release()
+        time.sleep(min(tally.remaining_s, _GLANCE_S))
         return False
+    if life.state is not None:
+        return True
     with life.device.alone():
         find_claim(life, tally)
     take_up(life, tally)

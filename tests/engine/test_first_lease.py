@@ -65,6 +65,18 @@ def test_then_it_climbs_in_bytes_of_its_own(opened: list[Report]) -> None:
     assert opened[3].steps_ok > 0
 
 
+def test_a_worker_that_may_hold_nothing_any_more_gives_all_of_it_back_and_is_in_no_emergency(
+    in_child: InChild, make_spec: MakeSpec
+) -> None:
+    reports = in_child(slices, make_spec(policy="adaptive"), [None, None, 0, None, None], None)
+    held = [report.memory.allocated_bytes for report in reports]
+    assert held[1] > 20 * MIB
+    assert held[2] < MIB
+    assert reports[2].state is WorkerState.WARMING
+    assert [report.emergency_count for report in reports] == [0] * 5
+    assert held[-1] > 20 * MIB
+
+
 def _hold(held: Any, go_on: Any) -> None:  # noqa: ANN401 - events of multiprocessing have no public type
     with alone_on("a device of this test"):
         held.set()
