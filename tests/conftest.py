@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,13 @@ from hypothesis import HealthCheck, settings
 
 from workers.limit_store import STATE_DIR_VARIABLE
 
-settings.register_profile("shared-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "shared-machine",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    # What passed here passes there; whoever looks for new counterexamples sets HYPOTHESIS_FRESH=1.
+    derandomize=not os.environ.get("HYPOTHESIS_FRESH"),
+)
 settings.load_profile("shared-machine")
 
 

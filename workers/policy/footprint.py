@@ -137,13 +137,14 @@ def first_footprint(x: float, peak_bytes: float) -> Footprint:
 
 def footprint_of(learned: Learned, power: float) -> Footprint | None:
     """Return the line that was remembered; `None` if no peak was ever measured."""
-    if learned.fixed_bytes is None or learned.unit_bytes is None or learned.unit_bytes <= 0:
+    if learned.fixed_bytes is None or learned.unit_bytes is None:
         return None
     x = float(max(1, learned.size)) ** power
-    here = learned.fixed_bytes + learned.unit_bytes * x
+    here = max(1.0, learned.fixed_bytes + learned.unit_bytes * x)
+    unit_bytes = max(learned.unit_bytes, _LEAST_GROWING_SHARE * here / x)
     far_x = x / 16
-    far = learned.fixed_bytes + learned.unit_bytes * far_x
-    return Footprint(here_x=x, here_bytes=here, far_x=far_x, far_bytes=far, unit_bytes=learned.unit_bytes)
+    far = max(1.0, here - unit_bytes * (x - far_x))
+    return Footprint(here_x=x, here_bytes=here, far_x=far_x, far_bytes=far, unit_bytes=unit_bytes)
 
 
 def measured(line: Footprint | None, x: float, peak_bytes: float) -> Footprint:
