@@ -35,7 +35,7 @@ _ARGUMENTS = (
         # 32 MiB each after scaling: three matrices of edge 2048 do not fit into that, of 1408 they do.
         "nodes.pc1.vram_per_worker_gib=0.5",
         "nodes.pc2.vram_per_worker_gib=0.5",
-        "memory.policy=classic",  # whose sizes never grow, so that what was learned can be told from what is learned anew
+        "memory.policy=classic",  # its sizes never grow: what was learned can be told from what is new
         "workload.size=8192",
         "workload.dtype=fp32",
         "run.min_success_rate=0",

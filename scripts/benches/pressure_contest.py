@@ -7,6 +7,7 @@ outlive a restart, and what was done before a failure counts.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import math
@@ -214,15 +215,15 @@ def contest(connection: Connection, turn: Turn) -> None:
     except Exception as error:  # noqa: BLE001 - a contestant that gives up is a finding
         ended = f"{type(error).__name__} at {run.at_s:.1f} s: {' '.join(str(error).split())[:300]}"
     ground.lift()
-    connection.send(
-        Books(
-            items=run.items,
-            steps=run.steps,
-            failed_at_s=tuple(run.failed_at_s),
-            idle_s=run.idle_s,
-            largest_step=run.largest_step,
-            sweep_s=statistics.median(job.sweeps_s or [math.nan]),
-            last_loss=job.last_loss,
-            ended=ended,
-        )
+    books = Books(
+        items=run.items,
+        steps=run.steps,
+        failed_at_s=tuple(run.failed_at_s),
+        idle_s=run.idle_s,
+        largest_step=run.largest_step,
+        sweep_s=statistics.median(job.sweeps_s or [math.nan]),
+        last_loss=job.last_loss,
+        ended=ended,
     )
+    with contextlib.suppress(BrokenPipeError):  # the bench was killed
+        connection.send(books)
