@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -77,18 +78,22 @@ def test_a_worker_that_may_hold_nothing_any_more_gives_all_of_it_back_and_is_in_
     assert held[-1] > 20 * MIB
 
 
-def _hold(held: Any, go_on: Any) -> None:  # noqa: ANN401 - events of multiprocessing have no public type
-    with alone_on("a device of this test"):
-        held.set()
-        go_on.wait(60)
+HOLDS_UNTIL_TOLD = """
+import sys
+from workers.devices.alone import alone_on
+
+with alone_on("a device of this test"):
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
 
 
 def test_who_climbs_is_alone_on_the_device_and_a_dead_one_is_in_nobodys_way() -> None:
-    context = multiprocessing.get_context("spawn")
-    held, go_on = context.Event(), context.Event()
-    other = context.Process(target=_hold, args=(held, go_on), daemon=True)
-    other.start()
-    assert held.wait(60)
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLDS_UNTIL_TOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout is not None
+    assert other.stdout.readline() == "held\n"
     entered: list[float] = []
 
     def enter() -> None:
@@ -100,6 +105,6 @@ def test_who_climbs_is_alone_on_the_device_and_a_dead_one_is_in_nobodys_way() ->
     waiting.join(0.5)
     assert entered == [], "the other process is still there"
     other.kill()
-    other.join(60)
+    other.communicate()
     waiting.join(60)
     assert len(entered) == 1
