@@ -19,6 +19,9 @@ from workers.messages import Report
 #: How often at most the store is written while a run goes on: a head that is killed loses no more.
 _SAVE_EVERY_S = 60.0
 
+#: So many candidates, the newest, travel to a worker with each directive.
+_SENT_MOST = 64
+
 
 class Lessons:
     """What one run learns."""
@@ -41,7 +44,8 @@ class Lessons:
         if store is None:
             return tuple(plans)
         now_unix_s = time.time()
-        known = {name: store.candidates(name, None, now_unix_s) for name in {plan.spec.workload.name for plan in plans}}
+        names = {plan.spec.workload.name for plan in plans}
+        known = {name: store.candidates(name, None, now_unix_s)[:_SENT_MOST] for name in names}
         self._tell(store)
         return tuple(replace(plan, spec=replace(plan.spec, learned=known[plan.spec.workload.name])) for plan in plans)
 
@@ -59,7 +63,8 @@ class Lessons:
             return
         # The last one remembered stays.
         self._store.remember(*sorted(self._latest.values(), key=lambda limit: -limit.learned.size))
-        self._latest.clear()
+        if self._store.problem is None:
+            self._latest.clear()  # else the next time may do better
         self._tell(self._store)
 
     def _tell(self, store: LimitStore) -> None:

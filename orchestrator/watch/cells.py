@@ -115,6 +115,8 @@ def share_pct(share: float | None) -> str | None:
     known = finite(share)
     if known is None:
         return None
+    if known <= -_HUGE:
+        return f"{known:.0e}"
     return "100" if known >= 1.0 else f"{math.floor(known * 1000) / 10:.1f}"
 
 

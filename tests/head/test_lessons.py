@@ -121,6 +121,11 @@ class TestSentAlong:
         sent = run.lessons.sent_along(PLANS)
         assert tuple(replace(plan, spec=replace(plan.spec, learned=())) for plan in sent) == PLANS
 
+    def test_a_full_store_does_not_travel_with_every_directive(self, run: Run, store: LimitStore) -> None:
+        store.remember(*(limit(card=f"card {age}", age_s=float(age)) for age in range(100)))
+        (sent,) = {plan.spec.learned for plan in run.lessons.sent_along(PLANS)}
+        assert [one.key.card for one in sent] == [f"card {age}" for age in range(64)], "the newest"
+
     def test_what_has_expired_is_not_sent(self, run: Run, store: LimitStore) -> None:
         store.remember(limit(age_s=EXPIRY_S + 60.0, card="old"))
         assert all(plan.spec.learned == () for plan in run.lessons.sent_along(PLANS))
@@ -256,6 +261,16 @@ class TestBrokenStore:
         run.lessons.take(report(learned=limit(GIB)))
         run.lessons.save()
         assert len(run.told()) == 1
+
+    def test_what_could_not_be_written_is_written_when_it_can_be(self, run: Run, store: LimitStore) -> None:
+        damage(store.path)
+        learned = limit()
+        run.lessons.take(report(learned=learned))
+        run.lessons.save()
+        assert len(run.told()) == 1
+        store.path.unlink()
+        run.lessons.save()
+        assert known(store) == [learned]
 
     def test_one_that_is_locked_for_long_is_not_waited_for_for_ever(
         self, run: Run, store: LimitStore, tmp_path: Path

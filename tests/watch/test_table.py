@@ -198,6 +198,7 @@ def test_glyphs_suit_the_encoding(encoding: str | None, glyphs: Glyphs) -> None:
         (share_pct(0.99999), "99.9"),
         (share_pct(1.0), "100"),
         (share_pct(None), None),
+        (share_pct(-1.8e305), "-2e+305"),
         (number(0.0, 3), "0.000"),
         (number(0.0004, 3), "<0.001"),
         (number(1e300, 0), "1e+300"),

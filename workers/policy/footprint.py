@@ -1,15 +1,18 @@
 """How much memory a step of some size takes, learned from the peaks of steps that ended well.
 
 A line in x = size^power (power 2 for the n of an n x n product, 1 for a batch), drawn through two places: where the
-worker is now, smoothed, and the farthest place it has been. Near where it is, the line is right even when a library's
-workspace comes and goes elsewhere. Its margin is what steps were found to take beyond the line, so it widens when a
-prediction fails and narrows as predictions hold. Does not know how much memory there is, nor what to do about it.
+worker is now, smoothed, and the farthest place it has been. Beside it, what the last few sizes really took
+(`places.py`). The margin of the line is what steps were found to take beyond it, so it widens when a prediction fails
+and narrows as predictions hold; that of a remembered size is its own wobble. Does not know how much memory there is,
+nor what to do about it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Final
+
+from workers.policy.places import Place, largest_fitting, place_at, placed, without
 
 #: Share of the way that one peak moves the smoothed place.
 _FOLLOW: Final = 0.1
@@ -22,12 +25,12 @@ _SPREAD_FOLLOW: Final = 0.03
 _COVERS: Final = 2.5
 
 #: What is assumed of a workload that was never measured, and the least that is ever believed.
-_FIRST_SPREAD: Final = 0.008
+_FIRST_SPREAD: Final = 0.007
 _LEAST_SPREAD: Final = 0.0004
 
-#: A surprise beyond the margin is remembered whole and fades by this factor a step; one as large as no workspace is (a
-#: step that really changed) fades faster, because the line has followed it by then.
-_SURPRISE_FADES: Final = 0.9985
+#: A surprise beyond the margin is remembered whole and fades, to the e-th part in this time; one as large as no
+#: workspace is (a step that really changed) fades by a factor a step, because the line has followed it by then.
+_FADE_S: Final = 1500.0
 _JUMP: Final = 0.08
 _JUMP_FADES: Final = 0.97
 
@@ -37,6 +40,10 @@ _LARGEST_SURPRISE: Final = 0.5
 
 #: Two sizes this close are one place.
 _SAME_PLACE: Final = 0.1
+
+#: A remembered size that takes so much more or less than it did: the workload has changed, and the others have too.
+_CHANGED: Final = 0.03
+_CHANGED_WOBBLES: Final = 5.0
 
 #: The least of a step's memory that is believed to grow with its size, so that a flat line never promises the sky.
 _LEAST_GROWING_SHARE: Final = 0.05
@@ -69,6 +76,12 @@ class Footprint:
     """Mean deviation of a peak from the line, as a share."""
     surprise: float = 0.0
     """A deviation beyond the margin, fading."""
+    wobble: float = _FIRST_SPREAD
+    """Mean deviation of a peak from what the same size took before, as a share."""
+    places: tuple[Place, ...] = ()
+    """Sizes that are remembered, the last one first."""
+    at_s: float = 0.0
+    """When the last peak was measured."""
 
     @property
     def has_slope(self) -> bool:
@@ -104,7 +117,20 @@ class Footprint:
         most_x, most_bytes = self._largest
         if on_the_line <= most_x:
             return on_the_line
-        return min(on_the_line, max(most_x, most_x / most_bytes * limit_bytes / (1.0 + self.margin)))
+        return min(on_the_line, max(most_x, most_x / max(1.0, most_bytes) * limit_bytes / (1.0 + self.margin)))
+
+    def known_x(self, limit_bytes: float, above_x: float) -> float:
+        """Return the largest x that is remembered and fits into `limit_bytes`, wobble included; `above_x` at least."""
+        return largest_fitting(self.places, limit_bytes, _COVERS * self.wobble, above_x)
+
+    def expected_bytes(self, x: float) -> float:
+        """Return what a step of x took when it was tried, else what the line says."""
+        place = place_at(self.places, x)
+        return self.bytes_at(x) if place is None else place.bytes
+
+    def forgotten(self, x: float, *, all_places: bool) -> Footprint:
+        """Return the line with nothing remembered of x, or of any size: it did not fit where it should have."""
+        return replace(self, places=() if all_places else without(self.places, x))
 
     def hoped_x(self, limit_bytes: float) -> float:
         """Return the x at which the line reaches `limit_bytes`, margin included, however far away that is."""
@@ -129,10 +155,18 @@ class Footprint:
         return replace(self, surprise=min(_LARGEST_SURPRISE, max(self.margin, beyond) * _SURPRISED + _LEAST_SPREAD))
 
 
-def first_footprint(x: float, peak_bytes: float) -> Footprint:
+def first_footprint(x: float, peak_bytes: float, at_s: float = 0.0) -> Footprint:
     """Draw the line through one peak and the origin: it overestimates all that is larger, whatever is fixed."""
     peak_bytes = max(1.0, peak_bytes)
-    return Footprint(here_x=x, here_bytes=peak_bytes, far_x=x, far_bytes=peak_bytes, unit_bytes=peak_bytes / x)
+    return Footprint(
+        here_x=x,
+        here_bytes=peak_bytes,
+        far_x=x,
+        far_bytes=peak_bytes,
+        unit_bytes=peak_bytes / x,
+        places=(Place(x=x, bytes=peak_bytes),),
+        at_s=at_s,
+    )
 
 
 def footprint_of(learned: Learned, power: float) -> Footprint | None:
@@ -144,22 +178,27 @@ def footprint_of(learned: Learned, power: float) -> Footprint | None:
     unit_bytes = max(learned.unit_bytes, _LEAST_GROWING_SHARE * here / x)
     far_x = x / 16
     far = max(1.0, here - unit_bytes * (x - far_x))
-    return Footprint(here_x=x, here_bytes=here, far_x=far_x, far_bytes=far, unit_bytes=unit_bytes)
+    known = (Place(x=x, bytes=here),)
+    return Footprint(here_x=x, here_bytes=here, far_x=far_x, far_bytes=far, unit_bytes=unit_bytes, places=known)
 
 
-def measured(line: Footprint | None, x: float, peak_bytes: float) -> Footprint:
-    """Return the line after a step of `x` that took `peak_bytes`."""
+def measured(line: Footprint | None, x: float, peak_bytes: float, at_s: float) -> Footprint:
+    """Return the line after a step of `x` that took `peak_bytes` and ended at `at_s`."""
     if line is None:
-        return first_footprint(x, peak_bytes)
+        return first_footprint(x, peak_bytes, at_s)
     peak_bytes = max(1.0, peak_bytes)
     deviation = peak_bytes / max(1.0, line.bytes_at(x)) - 1.0
+    known = place_at(line.places, x)
+    again = 0.0 if known is None else abs(peak_bytes / max(1.0, known.bytes + line.unit_bytes * (x - known.x)) - 1.0)
+    changed = again > max(_CHANGED, _CHANGED_WOBBLES * line.wobble)
     # While the slope is not known, only the very same size is the same place.
     stayed = x == line.here_x or (line.has_slope and abs(x - line.here_x) <= _SAME_PLACE * line.here_x)
     here_x, here_bytes = x, peak_bytes
-    if stayed:
+    if stayed and not changed:
         # Smoothed along the line, so that a place slightly larger is not taken for a larger need.
         along = line.here_bytes + line.unit_bytes * (x - line.here_x)
-        here_bytes = max(1.0, along + _FOLLOW * (peak_bytes - along))
+        follow = _FOLLOW if known is None else max(_FOLLOW, 1.0 / (known.steps + 1))
+        here_bytes = max(1.0, along + follow * (peak_bytes - along))
     far_x, far_bytes = line.far_x, line.far_bytes
     if not stayed and _ratio(line.here_x, x) > _ratio(far_x, x):
         far_x, far_bytes = line.here_x, line.here_bytes
@@ -170,11 +209,17 @@ def measured(line: Footprint | None, x: float, peak_bytes: float) -> Footprint:
         unit_bytes = (here_bytes - far_bytes) / (here_x - far_x)
     most_x, most_bytes = (here_x, here_bytes) if here_x >= far_x else (far_x, far_bytes)
     unit_bytes = min(max(unit_bytes, _LEAST_GROWING_SHARE * most_bytes / most_x), here_bytes / here_x)
-    spread, surprise = line.spread, line.surprise * (_SURPRISE_FADES if line.surprise < _JUMP else _JUMP_FADES)
-    if stayed or (line.has_slope and not line.is_beyond(x)):  # what is larger than all before is bounded, not predicted
+    spread, wobble = line.spread, line.wobble
+    left = max(0.0, 1.0 - (at_s - line.at_s) / _FADE_S)
+    surprise = line.surprise * (left if line.surprise < _JUMP else _JUMP_FADES)
+    predicted = stayed or (line.has_slope and not line.is_beyond(x))  # what is larger than all before is only bounded
+    if predicted:
         spread = max(_LEAST_SPREAD, spread + _SPREAD_FOLLOW * (min(abs(deviation), 4 * spread) - spread))
         if deviation > line.margin:
             surprise = min(_LARGEST_SURPRISE, deviation)
+    if known is not None and not changed:
+        wobble = max(_LEAST_SPREAD, wobble + _SPREAD_FOLLOW * (again - wobble))
+    forgets = changed or (known is None and predicted and deviation > _JUMP)
     return Footprint(
         here_x=here_x,
         here_bytes=here_bytes,
@@ -183,6 +228,9 @@ def measured(line: Footprint | None, x: float, peak_bytes: float) -> Footprint:
         unit_bytes=unit_bytes,
         spread=spread,
         surprise=surprise,
+        wobble=wobble,
+        places=placed(() if forgets else line.places, None if changed else known, x, peak_bytes, unit_bytes),
+        at_s=at_s,
     )
 
 

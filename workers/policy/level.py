@@ -1,9 +1,9 @@
 """How much memory one step may use now, from samples of the device's free memory.
 
 Samples may be taken before every step, once a second, or never; they may be exact or noisy, and nobody says which.
-What a sample is worth shows in two ways: how far it lies from those before it, and how often a step that should have
-fitted did not. A sample taken for this very step is used as it is, until that has failed too often; any other is
-smoothed and trusted less the more they differ. Does not know what a step needs.
+They are smoothed, and what is kept in reserve is a number of standard errors of the smoothed level: that number is
+learned from failures. A sample taken for this very step is used as it is once it has proven to be exact: it repeats
+itself to the byte, or steps end well that only the sample itself allowed. Does not know what a step needs.
 """
 
 from __future__ import annotations
@@ -11,39 +11,49 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-#: Share of the way that one sample moves the smoothed level: less while samples scatter around it, more while they
-#: lie on one side of it (the tracking signal of Trigg and Leach, 1967).
-_LEAST_FOLLOW: Final = 0.08
-_MOST_FOLLOW: Final = 0.6
+#: Share of the way that one sample moves the smoothed level. At the best share, one miss says nothing about the next
+#: (Muth 1960, Mehra 1970); misses that go the same way twice raise it, misses that go to and fro lower it.
+_FIRST_GAIN: Final = 0.2
+_LEAST_GAIN: Final = 0.04
+_MOST_GAIN: Final = 0.7
+_GAIN_FOLLOW: Final = 0.008
+_LARGEST_PRODUCT: Final = 4.0
 
-#: Share of the way that one difference moves the mean difference, and the mean signed one.
-_SPREAD_FOLLOW: Final = 0.1
+#: What is assumed of the mean miss until there are some, and the share of the way that one miss moves it.
+_FIRST_SPREAD: Final = 0.03
+_SPREAD_FOLLOW: Final = 0.05
 
-#: A sample this many mean differences below the level is no noise: memory was taken. Above it must be seen twice.
+#: Standard deviation of a normal variable, in mean deviations.
+_SIGMA: Final = 1.25
+
+#: A sample this many mean misses below the level is no noise: memory was taken. Above it must be seen twice.
 _CUT: Final = 4.0
 
-#: Differences under this share are never taken for a cut.
+#: Misses under this share are never taken for a cut.
 _LEAST_CUT: Final = 0.03
 
-#: What is assumed until there are differences.
-_FIRST_SPREAD: Final = 0.03
+#: A level smoothed over this many samples or more is as good as it gets.
+_MOST_SAMPLES: Final = 100
 
-#: A level smoothed over few samples is worth less: so much more reserve, shared by their number.
-_LONE_RESERVE: Final = 2.0
-_MOST_SAMPLES: Final = 20
-
-#: Mean differences that are kept in reserve for an older sample, and how that number moves with experience.
-_FIRST_RESERVE: Final = 2.5
+#: Standard errors kept in reserve: a failure adds, each sample takes away so little that a reserve too small by nature
+#: fails once in ten minutes.
+_FIRST_RESERVE: Final = 2.0
 _LEAST_RESERVE: Final = 0.5
-_MOST_RESERVE: Final = 6.0
-_RESERVE_PER_FAILURE: Final = 1.0
-_RESERVE_PER_STEP: Final = 1.0 / 4000.0
+_MOST_RESERVE: Final = 8.0
+_RESERVE_PER_FAILURE: Final = 0.6
+_RESERVE_PER_SAMPLE: Final = 1.0 / 1200.0
 
-#: Failures in spite of a sample for that very step, each fading by the factor a step, above which the samples must be
-#: noisy: an exact one fails only by the wobble of the step, which its margin covers but for one time in hundreds. They
-#: are believed again after so many good steps, twice as many each time they mislead again.
-_NOISY: Final = 1.4
-_MISLED_FADES: Final = 0.98
+#: A sample this many mean misses above the level tells exact from noisy: used as it is, the step fails if it is noise.
+_TELLING: Final = 1.5
+_TELLING_SAMPLES: Final = 4
+
+#: A good step speaks for the samples if it took so many mean misses more than the level; so often it is counted.
+_SPEAKS_FOR: Final = 0.5
+_MOST_PROOF: Final = 8
+
+#: One failure in spite of an exact sample weighs as much as so many good steps: its margin covers all but one step in
+#: hundreds. Without proof left it is noisy for so many good steps, twice as many each time.
+_DISPROOF: Final = 4
 _FIRST_BAN: Final = 20_000
 _LONGEST_BAN: Final = 1_000_000
 
@@ -57,19 +67,22 @@ class Level:
     sample_bytes: float
     """The last one."""
     spread: float = _FIRST_SPREAD
-    """Mean difference of a sample from the level, as a share."""
-    bias: float = 0.0
-    """Mean signed difference, as a share."""
+    """Mean miss: what a sample differs from the level before it, as a share."""
+    miss: float = 0.0
+    """The last one, signed; 0 after a cut."""
+    gain: float = _FIRST_GAIN
     reserve: float = _FIRST_RESERVE
-    """Spreads kept in reserve under the level."""
+    """Standard errors kept in reserve under the level."""
     samples: int = 1
     """Samples that the level is smoothed over, up to a few."""
     fresh: bool = True
     """Whether the last sample was taken for the step that comes now, and the one before for the last step."""
-    misled: float = 0.0
-    """Failures in spite of such a sample, fading."""
-    ban: int = 0
-    """Good steps until such a sample is believed again."""
+    alone: bool = True
+    """Whether there was no other sample yet, so that it must be taken at its word."""
+    telling: bool = False
+    """Whether the step that comes now tests the samples."""
+    proof: int = 0
+    """Above 0, fresh samples are exact; at 0 nobody knows; below 0 they are noisy, for so many more good steps."""
     next_ban: int = _FIRST_BAN
     risen: bool = False
     """Whether the last sample alone lay far above the level."""
@@ -77,62 +90,82 @@ class Level:
     @property
     def exact(self) -> bool:
         """Whether the last sample is taken at its word."""
-        return self.fresh and self.ban == 0
+        return self.fresh and (self.proof > 0 or self.telling or self.alone)
+
+    @property
+    def error(self) -> float:
+        """Standard error of the smoothed level, as a share: what remains of a miss when the gain is the best one."""
+        gain = max(self.gain, 1.0 / self.samples)
+        return _SIGMA * self.spread * float((gain * (1.0 - self.gain)) ** 0.5)
+
+    @property
+    def likely_bytes(self) -> float:
+        """What there is, nothing kept in reserve."""
+        return self.sample_bytes if self.exact else self.level_bytes
 
     @property
     def usable_bytes(self) -> float:
         """What a step may count on."""
         if self.exact:
             return self.sample_bytes
-        return self.level_bytes * max(0.0, 1.0 - (self.reserve + _LONE_RESERVE / self.samples) * self.spread)
+        usable_bytes = self.level_bytes * max(0.0, 1.0 - self.reserve * self.error)
+        return min(usable_bytes, self.sample_bytes) if self.fresh and self.proof == 0 else usable_bytes
 
 
 def sampled(level: Level | None, sample_bytes: float, *, every_step: bool) -> Level:
     """Return the level after a new sample; `every_step` when the last step had one of its own too."""
     if level is None:
         return Level(level_bytes=sample_bytes, sample_bytes=sample_bytes)
-    difference = sample_bytes / max(1.0, level.level_bytes) - 1.0
+    miss = sample_bytes / max(1.0, level.level_bytes) - 1.0
     cut = max(_LEAST_CUT, _CUT * level.spread)
-    spread, bias, risen, samples = level.spread, level.bias, False, level.samples + 1
-    if difference < -cut or (difference > cut and level.risen):
-        follow, bias, samples = 1.0, 0.0, 1  # memory was taken, or given for good
-    elif difference > cut:
-        follow, risen = 0.0, True
+    spread, gain, samples, risen = level.spread, level.gain, level.samples + 1, False
+    if miss < -cut or (miss > cut and level.risen):
+        follow, samples, last = 1.0, 1, 0.0  # memory was taken, or given for good
+    elif miss > cut:
+        follow, risen, last = 0.0, True, 0.0
     else:
-        spread += _SPREAD_FOLLOW * (abs(difference) - spread)
-        bias += _SPREAD_FOLLOW * (difference - bias)
-        tracking = min(_MOST_FOLLOW, abs(bias) / spread) if spread > 0.0 else 0.0
-        follow = max(_LEAST_FOLLOW, tracking, 1.0 / samples)
+        last = miss
+        spread += _SPREAD_FOLLOW * (abs(miss) - spread)
+        sigma = _SIGMA * spread
+        if sigma > 0.0:
+            product = max(-_LARGEST_PRODUCT, min(_LARGEST_PRODUCT, (miss / sigma) * (level.miss / sigma)))
+            gain = max(_LEAST_GAIN, min(_MOST_GAIN, gain + _GAIN_FOLLOW * product))
+        follow = max(gain, 1.0 / samples)
+    proof = level.proof
+    if proof == 0 and sample_bytes == level.sample_bytes:
+        proof = _MOST_PROOF  # noise does not repeat itself
     return Level(
         level_bytes=level.level_bytes + follow * (sample_bytes - level.level_bytes),
         sample_bytes=sample_bytes,
         spread=spread,
-        bias=bias,
-        reserve=level.reserve,
+        miss=last,
+        gain=gain,
+        reserve=level.reserve if level.exact else max(_LEAST_RESERVE, level.reserve - _RESERVE_PER_SAMPLE),
         samples=min(samples, _MOST_SAMPLES),
         fresh=every_step,
-        misled=level.misled,
-        ban=level.ban,
+        alone=False,
+        telling=every_step and proof == 0 and samples >= _TELLING_SAMPLES and miss > _TELLING * spread,
+        proof=proof,
         next_ban=level.next_ban,
         risen=risen,
     )
 
 
-def trusted(level: Level) -> Level:
-    """Return the level after a step that fitted: a little less is kept in reserve the next time."""
-    if level.exact:
-        return level if level.misled == 0.0 else replace(level, misled=level.misled * _MISLED_FADES)
-    ban = max(0, level.ban - 1)
-    if ban == level.ban and level.reserve <= _LEAST_RESERVE:
-        return level
-    return replace(level, ban=ban, reserve=max(_LEAST_RESERVE, level.reserve - _RESERVE_PER_STEP))
+def trusted(level: Level, peak_bytes: float) -> Level:
+    """Return the level after a step that fitted and took `peak_bytes`."""
+    if level.proof < 0:
+        return replace(level, proof=level.proof + 1)
+    speaks = peak_bytes > level.level_bytes * (1.0 + _SPEAKS_FOR * level.spread)
+    if level.exact and speaks and level.proof < _MOST_PROOF:
+        return replace(level, proof=level.proof + 1)
+    return level
 
 
 def doubted(level: Level) -> Level:
     """Return the level after a step that should have fitted and did not."""
-    if level.exact:
-        misled = level.misled + 1.0
-        if misled < _NOISY:
-            return replace(level, misled=misled)
-        return replace(level, misled=0.0, ban=level.next_ban, next_ban=min(_LONGEST_BAN, 2 * level.next_ban))
+    if level.telling or 0 < level.proof <= _DISPROOF:
+        ban = level.next_ban
+        return replace(level, telling=False, proof=-ban, next_ban=min(_LONGEST_BAN, 2 * ban))
+    if level.proof > 0:
+        return replace(level, proof=level.proof - _DISPROOF)
     return replace(level, reserve=min(_MOST_RESERVE, level.reserve + _RESERVE_PER_FAILURE))

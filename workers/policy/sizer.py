@@ -21,6 +21,7 @@ from workers.policy.bounds import Bounds
 from workers.policy.bracket import Bracket
 from workers.policy.footprint import Footprint, Learned, footprint_of, measured
 from workers.policy.level import Level, doubted, sampled, trusted
+from workers.policy.places import place_at
 
 #: Failures within so long are counted against the allowance.
 WINDOW_S: Final = 60.0
@@ -54,17 +55,15 @@ _SIGNAL_LOST_S: Final = 30.0
 _PLENTY_WITHOUT_SLOPE: Final = 1.05
 _PLENTY: Final = 2.0
 
+#: A size that was measured so often is found; before, it may still grow by less than is worth a change.
+_SETTLED_STEPS: Final = 8
+
 #: In an emergency the smallest size is tried again after so long, then after twice as long, whatever the signal says.
 _FIRST_WAIT_S: Final = 10.0
 _LONGEST_WAIT_S: Final = 60.0
 
 #: Or when so much more is there than when the smallest size failed.
 _WORTH_WAKING: Final = 1.1
-
-#: A size whose own peak is known may stay until the level has fallen by this much of its reserve, and grows only by
-#: this many spreads of the level: noise must not drive it up and down.
-_STAYS_WITHIN: Final = 0.5
-_SPREADS_WORTH_GROWING: Final = 0.5
 
 
 class Asked(NamedTuple):
@@ -170,13 +169,13 @@ def succeeded(state: Sizer, bounds: Bounds, event: Succeeded) -> Sizer:
     line, level, doubts = state.line, state.level, state.doubts
     if event.peak_bytes is not None:
         if level is not None and state.unsure_since_s is None:
-            level = trusted(level)
+            level = trusted(level, event.peak_bytes)
             ran_against_signal = state.wake_s is not None and not _is_below(state, bounds)
             if event.peak_bytes > _ABOVE * level.level_bytes or ran_against_signal:
                 doubts = min(_DOUBTS, doubts + 1)
             elif doubts and _NEAR * level.usable_bytes < event.peak_bytes <= level.level_bytes:
                 doubts = 0
-        line = measured(line, float(max(1, event.size)) ** bounds.power, event.peak_bytes)
+        line = measured(line, float(max(1, event.size)) ** bounds.power, event.peak_bytes, event.at_s)
     size = bounds.down(event.size)
     if state.unsure_since_s is not None and state.bracket.good is not None:
         size = max(size, state.bracket.good)  # small for want of a sample only
@@ -194,8 +193,12 @@ def succeeded(state: Sizer, bounds: Bounds, event: Succeeded) -> Sizer:
 
 def failed(state: Sizer, bounds: Bounds, event: Failed) -> Sizer:
     """Return the state after a step that ran out of memory."""
+    level = state.level
+    if level is not None and level.telling:
+        level = doubted(level)
     state = replace(
         state,
+        level=level,
         bracket=brackets.ran_out(state.bracket, bounds, max(1, event.size), event.at_s),
         unsure_since_s=event.at_s if _believed(state) else None,
         failed_at_s=(*state.failed_at_s, event.at_s)[-bounds.failures_per_minute :],
@@ -234,13 +237,18 @@ def _judged(state: Sizer, bounds: Bounds) -> Sizer:
     if bad is None or line is None or level is None:
         return state
     x = float(bad) ** bounds.power
-    if level.usable_bytes < line.bytes_at(x) and state.doubts < _DOUBTS:
+    if level.likely_bytes < line.expected_bytes(x) and state.doubts < _DOUBTS:
         return replace(state, bracket=brackets.forgiven(state.bracket), doubts=0)
     if line.is_beyond(x):
         return replace(state, line=line.surprised(x, level.usable_bytes))  # nobody had promised that by experience
-    if level.exact:
+    known = place_at(line.places, x) is not None
+    # An exact level leaves only the step to blame: it takes more than it did, and so may all others.
+    line = line.forgotten(x, all_places=level.exact)
+    if level.exact or not known:
         line = line.surprised(x, level.usable_bytes)
-    return replace(state, line=line, level=doubted(level), doubts=min(_DOUBTS, state.doubts + 1))
+    if level.exact or known:
+        level = doubted(level)
+    return replace(state, line=line, level=level, doubts=min(_DOUBTS, state.doubts + 1))
 
 
 def _may_wake(state: Sizer, bounds: Bounds, promised: float | None, now_s: float) -> bool:
@@ -280,7 +288,8 @@ def _promised(state: Sizer, bounds: Bounds, now_s: float) -> float | None:
     if line is None or level is None or state.unsure_since_s is not None or not _believed(state):
         return None
     cooling = bool(state.failed_at_s) and now_s < state.failed_at_s[-1] + _COOL_S
-    x = line.largest_x(level.usable_bytes * (_PROMISED_WHILE_COOLING if cooling else 1.0))
+    usable_bytes = level.usable_bytes * (_PROMISED_WHILE_COOLING if cooling else 1.0)
+    x = line.known_x(usable_bytes, above_x=line.largest_x(usable_bytes))
     if x <= 0:
         return 0.0
     power = 1.0 / bounds.power
@@ -304,12 +313,9 @@ def _size(state: Sizer, bounds: Bounds, promised: float | None, now_s: float) ->
         larger = bounds.up(good)
         if _may_fit(state.line, level, float(larger) ** bounds.power):
             return larger
-    if size < good:
-        # Neither noise nor a surprise elsewhere may drive the size down, and into sizes that were never tried.
-        return good if good <= allowed and _may_stay(state, bounds) else size
-    scatter = 0.0 if level.exact else _SPREADS_WORTH_GROWING * level.spread
-    worth = max(bounds.worth_growing, scatter)
-    return size if size >= min(bounds.largest, good * (1.0 + worth)) else good
+    settled = not state.line.places or state.line.places[0].steps >= _SETTLED_STEPS
+    worth = bounds.worth_growing if settled else 0.0
+    return good if good < size < min(bounds.largest, good * (1.0 + worth)) else size
 
 
 def _may_fit(line: Footprint, level: Level, x: float) -> bool:
@@ -328,7 +334,4 @@ def _may_stay(state: Sizer, bounds: Bounds) -> bool:
     line, level, good = state.line, state.level, state.bracket.good
     if line is None or level is None or good is None or state.bracket.in_row:
         return False
-    still_bytes = level.sample_bytes
-    if not level.exact:
-        still_bytes = level.level_bytes * (1.0 - _STAYS_WITHIN * level.reserve * level.spread)
-    return line.here_x == float(good) ** bounds.power and line.here_need_bytes <= still_bytes
+    return line.here_x == float(good) ** bounds.power and line.here_need_bytes <= level.usable_bytes

@@ -1,0 +1,165 @@
+"""What a step takes: a line through what was measured, a margin that was earned, and sizes that are remembered."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.policy.footprint import Footprint, Learned, first_footprint, footprint_of, measured
+from workers.policy.places import Place, largest_fitting, place_at, placed, without
+
+MIB = 2.0**20
+FIXED, UNIT = 400 * MIB, 2 * MIB
+
+
+def need(x: float) -> float:
+    return FIXED + UNIT * x
+
+
+def line_after(*steps: float, extra: float = 0.0) -> Footprint:
+    line: Footprint | None = None
+    for at_s, x in enumerate(steps):
+        line = measured(line, x, need(x) * (1.0 + (extra if at_s == len(steps) - 1 else 0.0)), float(at_s))
+    assert line is not None
+    return line
+
+
+def test_one_step_bounds_what_is_larger_and_two_far_apart_give_the_slope() -> None:
+    one = line_after(100)
+    assert not one.has_slope
+    assert one.bytes_at(400) >= need(400)
+    two = line_after(100, 400)
+    assert two.has_slope
+    assert two.unit_bytes == pytest.approx(UNIT)
+    assert two.fixed_bytes == pytest.approx(FIXED)
+
+
+@given(
+    fixed=st.floats(0.0, 1e10),
+    unit=st.floats(1e3, 1e8),
+    sizes=st.tuples(st.integers(1, 1000), st.integers(2, 8)),
+    limit=st.floats(0.1, 4.0),
+)
+def test_what_is_promised_fits_by_the_line_with_its_margin(
+    fixed: float, unit: float, sizes: tuple[int, int], limit: float
+) -> None:
+    small, times = sizes
+    large = small * times
+    line = measured(first_footprint(small, fixed + unit * small), large, fixed + unit * large, 1.0)
+    limit_bytes = limit * (fixed + unit * large)
+    x = line.largest_x(limit_bytes)
+    if x > 0:
+        assert line.bytes_at(x) * (1.0 + line.margin) <= limit_bytes * (1 + 1e-9)
+        # What is k times as large as all before takes at most k times as much, and no more is promised.
+        assert x <= max(large, large / (fixed + unit * large) * limit_bytes)
+
+
+def test_the_margin_narrows_while_predictions_hold_and_a_surprise_widens_it_at_once() -> None:
+    line = line_after(100, 400)
+    calm = line
+    for at_s in range(2, 60):
+        calm = measured(calm, 400, need(400), float(at_s))
+    assert calm.margin < line.margin / 2
+    surprised = measured(calm, 405, need(405) * 1.05, 60.0)
+    assert surprised.margin > 0.04
+
+
+@pytest.mark.parametrize("steps", [10, 1000])
+def test_a_surprise_fades_with_time_and_not_with_steps(steps: int) -> None:
+    line = measured(line_after(100, 400, 400, 400), 405, need(405) * 1.05, 4.0)
+    for step in range(1, steps + 1):
+        line = measured(line, 405, need(405) * 1.05, 4.0 + 600.0 * step / steps)
+    assert 0.5 < line.surprise / 0.05 < 0.8
+
+
+def test_a_step_that_did_not_fit_widens_the_margin_each_time() -> None:
+    margins = [line_after(100, 400).margin]
+    line = line_after(100, 400)
+    for _ in range(40):
+        line = line.surprised(400, need(400))
+        margins.append(line.margin)
+    assert all(one < other or other >= 0.5 for one, other in itertools.pairwise(margins))
+    assert margins[-1] <= 0.5
+
+
+def test_wobble_is_smoothed_and_the_place_does_not_drag_behind() -> None:
+    line = line_after(100, 400)
+    for at_s in range(200):
+        line = measured(line, 400, need(400) * (1.01 if at_s % 2 else 0.99), float(at_s))
+    assert line.here_bytes == pytest.approx(need(400), rel=0.003)
+    assert 0.01 < line.here_need_bytes / need(400) - 1.0 < 0.05
+
+
+def test_a_size_without_a_workspace_stays_known_when_its_neighbour_has_one() -> None:
+    line = line_after(100, 400, 400, 400, 400, 420, extra=0.05)
+    limit_bytes = 1.04 * need(400)
+    assert line.largest_x(limit_bytes) < 400
+    assert line.known_x(limit_bytes, above_x=0.0) == 400
+    assert line.known_x(1.2 * need(420), above_x=0.0) == 420
+    assert line.known_x(limit_bytes, above_x=500.0) == 500
+    assert line.expected_bytes(420) == pytest.approx(1.05 * need(420))
+
+
+def test_what_did_not_fit_is_no_longer_known() -> None:
+    line = line_after(100, 400, 500)
+    assert line.forgotten(400, all_places=False).known_x(10 * need(400), above_x=0.0) == 500
+    assert line.forgotten(500, all_places=False).known_x(10 * need(400), above_x=0.0) == 400
+    assert line.forgotten(400, all_places=True).known_x(10 * need(400), above_x=0.0) == 0
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.3, 10.0])
+def test_a_workload_that_changed_is_followed_at_once_and_forgets_the_other_sizes(factor: float) -> None:
+    line = line_after(100, 390, 420, 400, 400, 400)
+    changed = measured(line, 400, factor * need(400), 10.0)
+    assert changed.here_bytes == factor * need(400)
+    assert [place.x for place in changed.places] == [400]
+
+
+def test_a_new_size_that_takes_far_more_than_the_line_says_forgets_the_others_too() -> None:
+    line = line_after(100, 300, 400)
+    assert len(measured(line, 350, 1.2 * need(350), 10.0).places) == 1
+    assert len(measured(line, 350, 1.05 * need(350), 10.0).places) == len(line.places) + 1
+
+
+@pytest.mark.parametrize("power", [1.0, 2.0])
+def test_what_is_learned_is_the_same_line_again(power: float) -> None:
+    line = footprint_of(Learned(size=40, fixed_bytes=FIXED, unit_bytes=UNIT), power)
+    assert line is not None
+    for x in (10.0, 1600.0, 5000.0):
+        assert line.bytes_at(x) == pytest.approx(need(x))
+    assert line.here_x == 40**power
+    assert line.has_slope
+
+
+@pytest.mark.parametrize(("fixed", "unit"), [(None, 1.0), (1.0, None)])
+def test_what_was_never_measured_is_no_line(fixed: float | None, unit: float | None) -> None:
+    assert footprint_of(Learned(size=40, fixed_bytes=fixed, unit_bytes=unit), 1.0) is None
+
+
+def test_a_line_that_takes_nothing_promises_a_number() -> None:
+    line = Footprint(here_x=1.0, here_bytes=0.0, far_x=0.5, far_bytes=0.0, unit_bytes=1.0)
+    assert line.largest_x(1e9) > 0
+
+
+def test_places_keep_the_last_ones_and_smooth_the_same_one() -> None:
+    places: tuple[Place, ...] = ()
+    for x in range(100, 200, 4):
+        places = placed(places, place_at(places, x), x, need(x), UNIT)
+    assert 8 <= len(places) < 25
+    assert places[0].x == 196
+    assert place_at(places, 100) is None
+    again = placed(places, place_at(places, 180), 180, 1.02 * need(180), UNIT)
+    assert len(again) == len(places)
+    assert again[0] == Place(180, pytest.approx(1.01 * need(180)), 2)
+    assert place_at(without(again, 180), 180) is None
+
+
+def test_what_was_measured_once_needs_twice_the_margin() -> None:
+    once, often = (Place(400.0, need(400), 1),), (Place(400.0, need(400), 100),)
+    limit_bytes = 1.015 * need(400)
+    assert largest_fitting(often, limit_bytes, 0.01, 0.0) == 400
+    assert largest_fitting(once, limit_bytes, 0.01, 0.0) == 0
+    assert largest_fitting(once, 1.021 * need(400), 0.01, 0.0) == 400
