@@ -16,8 +16,13 @@ from workers.policy.level import Level, doubted, sampled, trusted
 GIB = 2.0**30
 
 
+def after(level: Level | None, sample_bytes: float, *, every_step: bool, failed: bool = False) -> Level:
+    at_s = 0.0 if level is None else level.at_s + 1.0
+    return sampled(level, sample_bytes, every_step=every_step, at_s=at_s, failed=failed)
+
+
 def fed(samples: Iterable[float], *, every_step: bool = False) -> Level:
-    level = reduce(lambda level, sample: sampled(level, sample, every_step=every_step), samples, None)
+    level = reduce(lambda level, sample: after(level, sample, every_step=every_step), samples, None)
     assert level is not None
     return level
 
@@ -57,12 +62,12 @@ def test_few_samples_are_worth_less_than_many() -> None:
 
 def test_memory_taken_shows_at_once_and_memory_given_at_the_second_sample() -> None:
     level = fed(noisy(100))
-    taken = sampled(level, 2 * GIB, every_step=False)
+    taken = after(level, 2 * GIB, every_step=False)
     assert taken.level_bytes == 2 * GIB
-    once = sampled(level, 8 * GIB, every_step=False)
+    once = after(level, 8 * GIB, every_step=False)
     assert once.level_bytes == level.level_bytes
-    assert sampled(once, 8 * GIB, every_step=False).level_bytes == 8 * GIB
-    assert sampled(sampled(once, 4 * GIB, every_step=False), 8 * GIB, every_step=False).level_bytes < 5 * GIB
+    assert after(once, 8 * GIB, every_step=False).level_bytes == 8 * GIB
+    assert after(after(once, 4 * GIB, every_step=False), 8 * GIB, every_step=False).level_bytes < 5 * GIB
 
 
 def test_what_repeats_itself_to_the_byte_is_exact_and_only_for_its_own_step() -> None:
@@ -78,7 +83,7 @@ def test_until_it_is_proven_a_fresh_sample_bounds_what_is_usable() -> None:
 
 
 def telling_level() -> Level:
-    level = sampled(fed(noisy(50), every_step=True), 4.4 * GIB, every_step=True)
+    level = after(fed(noisy(50), every_step=True), 4.4 * GIB, every_step=True)
     assert level.telling
     return level
 
@@ -88,11 +93,11 @@ def test_a_high_sample_tells_exact_from_noisy() -> None:
     assert level.usable_bytes == level.sample_bytes
     believed = trusted(level, 4.35 * GIB)
     assert believed.proof > 0
-    assert sampled(believed, 4.1 * GIB, every_step=True).exact
+    assert after(believed, 4.1 * GIB, every_step=True).exact
     refuted = doubted(level)
     assert not refuted.exact
     assert refuted.usable_bytes < level.level_bytes
-    assert not sampled(refuted, 4.5 * GIB, every_step=True).exact
+    assert not after(refuted, 4.5 * GIB, every_step=True).exact
 
 
 def test_a_step_that_the_smoothed_level_allowed_proves_nothing() -> None:
@@ -123,7 +128,7 @@ def test_a_failure_widens_the_reserve_and_samples_without_one_narrow_it_slowly()
     wider = doubted(level)
     assert wider.reserve > level.reserve
     assert wider.usable_bytes < level.usable_bytes
-    narrower = reduce(lambda level, sample: sampled(level, sample, every_step=False), noisy(60), wider)
+    narrower = reduce(lambda level, sample: after(level, sample, every_step=False), noisy(60), wider)
     assert 0.0 < wider.reserve - narrower.reserve < wider.reserve - level.reserve, "a minute undoes no failure"
     assert reduce(lambda level, _: doubted(level), range(100), level).reserve < 10
 
@@ -138,8 +143,49 @@ def test_usable_is_never_more_than_was_seen_and_never_negative(
 ) -> None:
     level: Level | None = None
     for place, sample in enumerate(samples):
-        level = sampled(level, sample, every_step=fresh)
+        level = after(level, sample, every_step=fresh)
         assert 0.0 <= level.usable_bytes <= max(samples[: place + 1]) * (1 + 1e-9)
         assert level.usable_bytes <= level.likely_bytes or level.exact
         if place < len(ends):
             level = trusted(level, sample) if ends[place] else doubted(level)
+
+
+def exact(*samples: float) -> Level:
+    level = fed([*samples[:1], *samples], every_step=True)
+    assert level.exact
+    return level
+
+
+def test_one_fall_is_taken_as_it_is_and_after_two_a_third_is_expected() -> None:
+    assert exact(4 * GIB, 3.6 * GIB).usable_bytes == 3.6 * GIB
+    assert exact(4 * GIB, 3.6 * GIB, 3.24 * GIB).usable_bytes < 0.91 * 3.24 * GIB
+    assert exact(4 * GIB, 3.6 * GIB, 3.7 * GIB, 3.33 * GIB).usable_bytes == 3.33 * GIB, "it rose in between"
+    assert exact(4 * GIB, 2 * GIB, GIB).usable_bytes >= 0.75 * GIB, "not everything is given up"
+
+
+def test_a_fall_that_was_expected_is_forgotten_when_it_does_not_come() -> None:
+    level = exact(4 * GIB, 3.6 * GIB, 3.24 * GIB)
+    for _ in range(10):
+        level = after(level, 3.24 * GIB, every_step=True)
+    assert level.usable_bytes > 0.999 * 3.24 * GIB
+
+
+def test_what_has_just_come_back_is_not_used_up_at_once() -> None:
+    level = exact(GIB, 4 * GIB)
+    assert 0.9 * 4 * GIB < level.usable_bytes < 0.99 * 4 * GIB
+    for _ in range(10):
+        level = after(level, 4 * GIB, every_step=True)
+    assert level.usable_bytes > 0.999 * 4 * GIB
+
+
+def test_after_a_step_that_failed_for_a_little_jitter_more_of_it_is_expected() -> None:
+    level = exact(4 * GIB)
+    assert after(level, 3.9 * GIB, every_step=True).usable_bytes == 3.9 * GIB
+    jittery = after(level, 3.9 * GIB, every_step=True, failed=True)
+    assert jittery.usable_bytes <= 3.9 * GIB - 0.1 * 3.9 / 4 * GIB * 0.99
+    assert after(level, GIB, every_step=True, failed=True).usable_bytes == GIB, "that was no jitter"
+
+
+def test_what_is_expected_to_go_away_never_hides_what_a_telling_step_is_to_find_out() -> None:
+    level = telling_level()
+    assert level.usable_bytes == level.sample_bytes

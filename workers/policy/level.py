@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
+from workers.policy.falls import STILL, Falls, fallen
+
 #: Share of the way that one sample moves the smoothed level. At the best share, one miss says nothing about the next
 #: (Muth 1960, Mehra 1970); misses that go the same way twice raise it, misses that go to and fro lower it.
 _FIRST_GAIN: Final = 0.2
@@ -86,6 +88,10 @@ class Level:
     next_ban: int = _FIRST_BAN
     risen: bool = False
     """Whether the last sample alone lay far above the level."""
+    at_s: float = 0.0
+    """When the last sample was taken."""
+    falls: Falls = STILL
+    """What may go away while a step runs."""
 
     @property
     def exact(self) -> bool:
@@ -107,15 +113,24 @@ class Level:
     def usable_bytes(self) -> float:
         """What a step may count on."""
         if self.exact:
-            return self.sample_bytes
+            taken_at_its_word = self.telling or self.alone
+            return self.sample_bytes * (1.0 if taken_at_its_word else 1.0 - self.falls.share)
         usable_bytes = self.level_bytes * max(0.0, 1.0 - self.reserve * self.error)
         return min(usable_bytes, self.sample_bytes) if self.fresh and self.proof == 0 else usable_bytes
 
 
-def sampled(level: Level | None, sample_bytes: float, *, every_step: bool) -> Level:
-    """Return the level after a new sample; `every_step` when the last step had one of its own too."""
+def sampled(level: Level | None, sample_bytes: float, *, every_step: bool, at_s: float, failed: bool = False) -> Level:
+    """Return the level after a new sample.
+
+    Args:
+        level: Before it; `None` if it is the first.
+        sample_bytes: What is there.
+        every_step: Whether the last step had a sample of its own too.
+        at_s: When it was taken.
+        failed: Whether a step ran out of memory since the last one.
+    """
     if level is None:
-        return Level(level_bytes=sample_bytes, sample_bytes=sample_bytes)
+        return Level(level_bytes=sample_bytes, sample_bytes=sample_bytes, at_s=at_s)
     miss = sample_bytes / max(1.0, level.level_bytes) - 1.0
     cut = max(_LEAST_CUT, _CUT * level.spread)
     spread, gain, samples, risen = level.spread, level.gain, level.samples + 1, False
@@ -131,6 +146,7 @@ def sampled(level: Level | None, sample_bytes: float, *, every_step: bool) -> Le
             product = max(-_LARGEST_PRODUCT, min(_LARGEST_PRODUCT, (miss / sigma) * (level.miss / sigma)))
             gain = max(_LEAST_GAIN, min(_MOST_GAIN, gain + _GAIN_FOLLOW * product))
         follow = max(gain, 1.0 / samples)
+    fell = 1.0 - sample_bytes / max(1.0, level.sample_bytes)
     proof = level.proof
     if proof == 0 and sample_bytes == level.sample_bytes:
         proof = _MOST_PROOF  # noise does not repeat itself
@@ -148,6 +164,8 @@ def sampled(level: Level | None, sample_bytes: float, *, every_step: bool) -> Le
         proof=proof,
         next_ban=level.next_ban,
         risen=risen,
+        at_s=at_s,
+        falls=fallen(level.falls, fell, at_s - level.at_s, failed=failed),
     )
 
 

@@ -225,8 +225,8 @@ def _sampled(state: Sizer, bounds: Bounds, event: Asked) -> Sizer:
         if level is None or not (state.told or level.fresh):
             return state
         return replace(state, level=replace(level, fresh=False), told=False)
-    level = sampled(level, float(event.free_bytes), every_step=state.told)
     unsure = state.unsure_since_s is not None
+    level = sampled(level, float(event.free_bytes), every_step=state.told, at_s=event.at_s, failed=unsure)
     state = replace(state, level=level, told=True, sampled_at_s=event.at_s, unsure_since_s=None)
     return _judged(state, bounds) if unsure else state
 
@@ -290,6 +290,9 @@ def _promised(state: Sizer, bounds: Bounds, now_s: float) -> float | None:
     cooling = bool(state.failed_at_s) and now_s < state.failed_at_s[-1] + _COOL_S
     usable_bytes = level.usable_bytes * (_PROMISED_WHILE_COOLING if cooling else 1.0)
     x = line.known_x(usable_bytes, above_x=line.largest_x(usable_bytes))
+    smallest_x = float(bounds.smallest) ** bounds.power
+    if x < smallest_x and level.exact:
+        x = min(smallest_x, line.largest_x(level.sample_bytes))  # what may go away soon is no emergency yet
     if x <= 0:
         return 0.0
     power = 1.0 / bounds.power

@@ -1,0 +1,62 @@
+"""How much memory may go away while a step runs, by what samples of it did lately.
+
+A sample is exact when it is taken, and the step lasts. Does not know how much memory there is, nor what a step needs.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+#: Falls come in rows: a program that loads takes its memory piece by piece. After two, another one as large as the last
+#: is expected, up to this share; that fades, to the e-th part in this time.
+_MOST_FALL: Final = 0.25
+_FALL_FADES_S: Final = 2.0
+
+#: Whoever gives half as much again back may take a little of it once more; as long as after falls, this is expected.
+_LARGE_RISE: Final = 0.5
+_FALL_AFTER_RISE: Final = 0.05
+
+#: A step that failed because no more than this share went away while it ran: more jitter of that kind is expected.
+_MOST_JITTER: Final = 0.12
+_JITTER_FADES_S: Final = 20.0
+
+
+class Falls(NamedTuple):
+    """What is to be expected until the next sample."""
+
+    falling: bool = False
+    """Whether the last change was a fall."""
+    fall: float = 0.0
+    """Share of the memory that may go away, since it fell twice in a row or has just come back."""
+    jitter: float = 0.0
+    """The same, since a step failed because a little of it went away."""
+
+    @property
+    def share(self) -> float:
+        """The larger of both."""
+        return max(self.fall, self.jitter)
+
+
+STILL: Final = Falls()
+
+
+def fallen(falls: Falls, fell: float, passed_s: float, *, failed: bool) -> Falls:
+    """Return what is to be expected after a new sample.
+
+    Args:
+        falls: Before it.
+        fell: Share by which it lies below the last one; negative if above.
+        passed_s: Seconds since the last one.
+        failed: Whether a step ran out of memory between the two.
+    """
+    if fell == 0.0 and falls.fall == 0.0 and falls.jitter == 0.0:
+        return falls
+    fall = falls.fall * max(0.0, 1.0 - passed_s / _FALL_FADES_S)
+    jitter = falls.jitter * max(0.0, 1.0 - passed_s / _JITTER_FADES_S)
+    if fell > 0.0 and falls.falling:
+        fall = max(fall, min(_MOST_FALL, fell))
+    elif fell < -_LARGE_RISE:
+        fall = max(fall, _FALL_AFTER_RISE)
+    if failed and 0.0 < fell <= _MOST_JITTER:
+        jitter = max(jitter, fell)
+    return Falls(falling=fell > 0.0 or (fell == 0.0 and falls.falling), fall=fall, jitter=jitter)
