@@ -72,6 +72,12 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         str | None, typer.Option(help='Inject faults, such as "oom:rate=0.05;kill:every=20s".', metavar="FAULTS")
     ] = None,
     chaos_seed: Annotated[int, typer.Option(help="Of --chaos: the same seed, the same faults.")] = 0,
+    fake_sensors: Annotated[
+        Path | None,
+        typer.Option(
+            help="Of a rehearsal: temperatures and alarms by a script, such as scripts/heat.json.", metavar="FILE"
+        ),
+    ] = None,
     yes_really: Annotated[
         bool, typer.Option("--yes-really", help="Allow --chaos on a real cluster, not only in a rehearsal.")
     ] = False,
@@ -93,6 +99,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         wait_for_nodes=wait_for_nodes,
         chaos=None if chaos is None else parse_chaos(chaos, chaos_seed),
         yes_really=yes_really,
+        fake_sensors=fake_sensors,
     )
     named = {"run.duration": duration, "workload.name": workload, "memory.policy": policy, "run.dir": run_dir}
     given = [f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
@@ -236,6 +243,33 @@ def limits(
     else:
         width = shutil.get_terminal_size(fallback=(0, 0)).columns or None  # without a terminal, one line for each
         _print(limits_verb.limits_text(store, selection, now_unix_s, width, glyphs))
+
+
+@app.command()
+def doctor(
+    config: ConfigPath = "cluster.yaml",
+    overrides: Overrides = None,
+    node: Annotated[
+        str | None, typer.Option(help="Which node of the configuration this PC is.", metavar="NODE")
+    ] = None,
+    json_output: AsJson = False,
+) -> None:
+    """Check every node of the running cluster, or this machine alone, and say how to put right what is wrong."""
+    from orchestrator.doctor import verb  # noqa: PLC0415 - only this verb needs it
+
+    raise typer.Exit(verb.doctor(config, overrides or [], node, json=json_output))
+
+
+@app.command()
+def init(
+    output: Annotated[str, typer.Option("--output", "-o", help="Where to.", metavar="FILE")] = "cluster.yaml",
+    force: Annotated[bool, typer.Option("--force", help="Replace that file if it is there.")] = False,
+) -> None:
+    """Write a commented configuration that fits every node of the running cluster, or this machine alone."""
+    from orchestrator import init_verb  # noqa: PLC0415 - only this verb needs it
+
+    for line in init_verb.init(output, force=force):
+        typer.echo(line)
 
 
 #: Base of what typer raises for a bad command line: click's ClickException, or that of the copy newer typers carry.

@@ -17,6 +17,7 @@ from orchestrator.config_problems import validated
 from orchestrator.duration import VALID_DURATION, parse_duration
 from orchestrator.overrides import apply_overrides
 from orchestrator.yaml_source import YamlSource, plain_source, read_yaml_file, read_yaml_text
+from workers.policy.thermal import ThermalSettings
 
 #: A year of seconds would be a typing error for any pause or timeout; a day is the longest that helps.
 _DAY_S = 86_400
@@ -61,6 +62,19 @@ def _duration(value: Any) -> Any:  # noqa: ANN401  # before validation it may be
         raise ValueError(f"this is not a duration; valid: {VALID_DURATION}")  # noqa: TRY004  # pydantic's protocol
     parse_duration(value)
     return value
+
+
+def _or_off(value: Any) -> Any:  # noqa: ANN401  # before validation it may be anything
+    """Read `off` as nothing; YAML 1.1 has made a false of it already, unless it stands in quotes."""
+    return None if value is False or value == "off" else value
+
+
+#: `None` is off.
+Celsius: TypeAlias = Annotated[
+    Annotated[float, Field(gt=-50, lt=150)] | None,
+    BeforeValidator(_or_off),
+    Field(description="degrees Celsius, or off"),
+]
 
 
 class _Section(BaseModel):
@@ -140,6 +154,40 @@ class MemoryConfig(_Section):
     cleanup_every: Annotated[int, Field(ge=0, le=1_000_000)] = 15
 
 
+class ThermalConfig(_Section):
+    """From which temperatures on workers slow down and pause; the numbers are the guides'."""
+
+    warm_c: Celsius = 70.0
+    hot_c: Celsius = 78.0
+    critical_c: Celsius = 83.0
+    resume_c: Celsius = 75.0
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ThermalConfig:
+        """Refuse thresholds that contradict each other."""
+        self.settings()
+        return self
+
+    def settings(self) -> ThermalSettings:
+        """Return what a worker's governor is told.
+
+        Raises:
+            ValueError: The thresholds are not in ascending order.
+        """
+        try:
+            return ThermalSettings(
+                warm_c=self.warm_c, hot_c=self.hot_c, critical_c=self.critical_c, resume_c=self.resume_c
+            )
+        except ValueError as error:
+            raise ValueError(f"{error}; valid: warm_c < hot_c < critical_c and resume_c < critical_c") from None
+
+
+class VerifyConfig(_Section):
+    """How results are checked for corruption."""
+
+    share: Annotated[float, Field(ge=0, le=0.5)] = 0.01
+
+
 class RunConfig(_Section):
     """How long, how often, and when to give up."""
 
@@ -196,6 +244,8 @@ class Config(_Section):
     workload: WorkloadConfig = WorkloadConfig()
     memory: MemoryConfig = MemoryConfig()
     compute_share_mode: ComputeShareMode = "duty"
+    thermal: ThermalConfig = ThermalConfig()
+    verify: VerifyConfig = VerifyConfig()
     run: RunConfig = RunConfig()
 
     @property

@@ -100,6 +100,8 @@ def _slot_plan(
             batch=budget.batch,
             seed=seed,
         ),
+        thermal=config.thermal.settings(),
+        check_share=config.verify.share,
     )
     seat = Seat(slot=slot, node=budget.node, num_cpus=budget.cpus_per_worker, num_gpus=budget.gpu_fraction)
     return SlotPlan(seat=seat, spec=spec, gpu=node.gpu)

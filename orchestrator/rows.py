@@ -7,16 +7,21 @@ from dataclasses import asdict, dataclass, field
 
 from orchestrator.ledger import steps_at_risk
 from orchestrator.placement import SlotPlan
+from orchestrator.profiles import match_profile, peak_tflops
 from orchestrator.slots import Slot
 from orchestrator.watch.model import Row, success_rate
 from orchestrator.watch.records import SlotRecord
-from workers.messages import Report, WorkerState
+from workers.messages import DeviceInfo, Report, WorkerState
+from workers.readings import SensorReading
 
 #: Throughput and duty are means over the reports of about this long: steady to read, quick to fall.
 _WINDOW_S = 10.0
 
 #: States in which the last throughput is history: no process of the slot works.
 _IDLE = frozenset({WorkerState.LOST, WorkerState.STARTING, WorkerState.RESTARTING, WorkerState.QUARANTINED})
+
+#: Of a worker that has not looked yet.
+_NO_SENSORS = SensorReading()
 
 
 @dataclass(slots=True)
@@ -58,6 +63,15 @@ def _is_first(report: Report) -> bool:
     return any(event.name == "device_opened" for event in report.events)
 
 
+def _peak_pct(tflops: float | None, device: DeviceInfo | None, sensors: SensorReading) -> float | None:
+    """Return the share of what the card is rated for at its present clock; `None` where no rating is known."""
+    if tflops is None or device is None or device.kind != "cuda":
+        return None
+    profile = match_profile(device.name, device.total_bytes)
+    peak = None if profile is None else peak_tflops(profile, device.dtype, sensors.sm_clock_mhz)
+    return 100.0 * tflops / peak if peak else None
+
+
 def record(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> SlotRecord:
     """Return what must be known of a slot to show it, and to go on with it, when this process is gone."""
     return SlotRecord(
@@ -79,6 +93,7 @@ def row(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
     report, counters = slot.report, slot.counters
     device = slot.device
     memory = report.memory if report is not None else None
+    sensors = report.sensors if report is not None and report.sensors is not None else _NO_SENSORS
     tflops = None if slot.state in _IDLE else meter.tflops
     baseline_pct = 100.0 * tflops / meter.best_tflops if tflops is not None and meter.best_tflops else None
     return Row(
@@ -94,6 +109,7 @@ def row(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
         batch=report.batch if report is not None else None,
         dtype=device.dtype if device is not None else plan.spec.workload.dtype,
         tflops=tflops,
+        peak_pct=_peak_pct(tflops, device, sensors),
         baseline_pct=baseline_pct,
         allocated_bytes=memory.allocated_bytes if memory is not None else None,
         reserved_bytes=memory.reserved_bytes if memory is not None else None,
@@ -113,6 +129,14 @@ def row(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
         emergency_count=counters.emergency_count,
         restarts=counters.restarts,
         duty_requested=plan.spec.duty,
+        temperature_c=sensors.temperature_c,
+        margin_c=sensors.margin_c,
+        memory_temperature_c=sensors.memory_temperature_c,
+        power_w=sensors.power_w,
+        power_limit_w=sensors.power_limit_w,
+        sm_clock_mhz=sensors.sm_clock_mhz,
+        fan_pct=sensors.fan_pct,
+        throttle_pct=sensors.throttle_pct,
         duty_measured=None if slot.state in _IDLE else meter.duty,
         verify_checks=counters.verify_checks,
         verify_errors=counters.verify_errors,

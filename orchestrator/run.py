@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from orchestrator import havoc, preflight, resume
+from orchestrator import havoc, preflight, pretence, resume
 from orchestrator.briefing import Past, RunInfo
 from orchestrator.chaos.plan import ChaosPlan, check
 from orchestrator.cluster.janitor import start_time
@@ -33,6 +33,7 @@ from orchestrator.head_process import NOTE_NAME
 from orchestrator.interrupts import Interrupts
 from orchestrator.lessons import Lessons
 from orchestrator.modes import Mode, Stage
+from orchestrator.placement import SlotPlan
 from orchestrator.screen import Screen, own_screen
 from orchestrator.supervisor import Supervisor
 from orchestrator.watch.archive import StoredRun
@@ -60,6 +61,8 @@ class Options:
     """Faults to inject."""
     yes_really: bool = False
     """The user knows that they hit a real cluster."""
+    fake_sensors: Path | None = None
+    """A script of sensors to rehearse heat with."""
 
 
 def run(stage: Stage, options: Options) -> int:
@@ -68,7 +71,7 @@ def run(stage: Stage, options: Options) -> int:
     Raises:
         OrchestratorError: Nothing could be run; nothing was left behind.
     """
-    _check_chaos(stage, options)
+    _check_pretence(stage, options)
     folder = _new_folder(stage.config)
     return _in_folder(folder, stage, options, time.time(), None)
 
@@ -81,7 +84,7 @@ def go_on(stored: StoredRun, options: Options) -> int:
     """
     _check_mine(stored.folder)
     stage = resume.stage_of(stored)
-    _check_chaos(stage, options)
+    _check_pretence(stage, options)
     return _in_folder(stored.folder, stage, options, stored.facts.started_at_unix_s, resume.past_of(stored))
 
 
@@ -95,7 +98,9 @@ def _check_mine(folder: Path) -> None:
         )
 
 
-def _check_chaos(stage: Stage, options: Options) -> None:
+def _check_pretence(stage: Stage, options: Options) -> None:
+    if options.fake_sensors is not None:
+        pretence.check(options.fake_sensors, is_rehearsal=stage.mode is Mode.REHEARSE)
     if options.chaos is None:
         return
     is_rehearsal = stage.mode is not Mode.CLUSTER
@@ -143,7 +148,7 @@ def _staged(stage: Stage, record: _Record, interrupts: Interrupts) -> int:
             "run_started", run_id=info.run_id, workers=len(settled.plans), elapsed_s=info.past.elapsed_s
         )
         lessons = Lessons(_limits(settled, record), record.outlets.events)
-        plans = lessons.sent_along(havoc.with_faults(settled.plans, record.options.chaos))
+        plans = lessons.sent_along(havoc.with_faults(_with_sensors(settled, record), record.options.chaos))
         faults = _havoc(settled, record)
         supervisor = Supervisor(
             info=info,
@@ -158,6 +163,14 @@ def _staged(stage: Stage, record: _Record, interrupts: Interrupts) -> int:
         record.watch(supervisor.snapshot, faults)
         snapshot = supervisor.run()
     return record.ended(snapshot, settled.config.run.min_success_rate, interrupted=interrupts.asked)
+
+
+def _with_sensors(stage: Stage, record: _Record) -> tuple[SlotPlan, ...]:
+    script = record.options.fake_sensors
+    if script is None:
+        return stage.plans
+    record.tell(f"Sensors: faked by {script}")
+    return pretence.with_sensors(stage.plans, script, record.folder / "fake-sensors")
 
 
 def _limits(stage: Stage, record: _Record) -> LimitStore | None:

@@ -12,6 +12,9 @@
     python scripts/bench.py policy --seeds 3
     python scripts/bench.py pool --seed 1
     python scripts/bench.py pressure --rounds 3
+    python scripts/bench.py thermal --cards 10
+    python scripts/bench.py verify --checks 20000
+    python scripts/bench.py watching --rounds 8
 
 Every figure is a ratio inside one run, or stands beside one: this machine's seconds say nothing about another's.
 Exit code 0; 1 when a property is broken (a target that is missed is told, not punished); 2 for wrong arguments.
@@ -98,6 +101,27 @@ def _run(arguments: argparse.Namespace) -> Result:
             result = rejoin.run(arguments.cycles, arguments.quiet_s, arguments.cycle_s)
         case "policy" | "pool" | "pressure":
             result = _run_sizes(arguments)
+        case _:
+            result = _run_card(arguments)
+    return result
+
+
+def _run_card(arguments: argparse.Namespace) -> Result:
+    """Run one of the verbs that are about the card and what it computes."""
+    match arguments.verb:
+        case "thermal":
+            from benches import thermal
+
+            result = thermal.run(arguments.cards, arguments.seed)
+        case "verify":
+            from benches import verify
+
+            result = verify.run(arguments.checks, arguments.flips, arguments.seed, arguments.device, arguments.dtypes)
+        case "watching":
+            from benches import watching
+
+            size = arguments.size or (8192 if arguments.device == "cuda" else 1024)
+            result = watching.run(arguments.rounds, arguments.seconds, size, arguments.device)
     return result
 
 
@@ -179,7 +203,28 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--seed", type=int, default=1, help="another one, other inputs (default: %(default)s)")
     verb.add_argument("--processes", type=_count, default=os.cpu_count(), help="(default: one for each core)")
     _add_trials(verbs)
+    _add_card(verbs)
     return parser
+
+
+def _add_card(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the verbs that are about the card and what it computes."""
+    verb = verbs.add_parser("thermal", help="the thermal governor on model cards, against the guides' rule")
+    verb.add_argument("--cards", type=_count, default=10, help="how many (default: %(default)s)")
+    verb.add_argument("--seed", type=int, default=1, help="of the first card (default: %(default)s)")
+
+    verb = verbs.add_parser("verify", help="checks of results: false alarms, flipped bits found, cost")
+    verb.add_argument("--checks", type=_count, default=20_000, help="of right products (default: %(default)s)")
+    verb.add_argument("--flips", type=_count, default=20, help="for each bit and size (default: %(default)s)")
+    verb.add_argument("--seed", type=int, default=1, help="of what is drawn (default: %(default)s)")
+    verb.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: %(default)s)")
+    verb.add_argument("--dtypes", nargs="+", default=["fp32", "bf16", "fp16"], help="also tf32 on a card")
+
+    verb = verbs.add_parser("watching", help="what sensors, governor and checks cost a worker")
+    verb.add_argument("--rounds", type=_count, default=8, help="turns of each (default: %(default)s)")
+    verb.add_argument("--seconds", type=float, default=4.0, help="of each turn (default: %(default)s)")
+    verb.add_argument("--size", type=_count, default=None, help="(default: 1024, 8192 on a card)")
+    verb.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: %(default)s)")
 
 
 def _add_trials(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -28,7 +28,8 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 OPTIONS = {
     "run": {
         "--config", "-c", "--duration", "--local", "--rehearse", "--scale", "--workload", "--policy", "--set", "--json",
-        "--plain", "--wait-for-nodes", "--run-dir", "--resume", "--chaos", "--chaos-seed", "--yes-really", "--help",
+        "--plain", "--wait-for-nodes", "--run-dir", "--resume", "--chaos", "--chaos-seed", "--yes-really",
+        "--fake-sensors", "--help",
     },
     "plan": {"--config", "-c", "--set", "--json", "--help"},
     "up": {"node", "--config", "-c", "--set", "--head-address", "--exec", "--help"},
@@ -36,6 +37,8 @@ OPTIONS = {
     "runs": {"--config", "-c", "--set", "--run-dir", "--json", "--help"},
     "report": {"run_id", "--config", "-c", "--set", "--run-dir", "--text", "--json", "--help"},
     "limits": {"--clear", "--card", "--workload", "--json", "--help"},
+    "doctor": {"--config", "-c", "--set", "--node", "--json", "--help"},
+    "init": {"--output", "-o", "--force", "--help"},
 }  # fmt: skip
 
 #: Runs the example in the engine on the CPU, in a process of its own because the cap of a process is for ever.

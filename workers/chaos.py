@@ -19,6 +19,7 @@ from typing import Final
 from workers.messages import FailureKind, FaultKind, StepFaults, Strike
 from workers.tally import Tally
 from workers.testing import OomInjector, injected_error
+from workers.verification.check import Check
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 
 #: Status of a process that leaves by `os._exit`; what most programs end with when something went wrong.
@@ -45,6 +46,7 @@ class ChaoticWorkload(Workload):
         self._counted = OomInjector(num=faults.oom_num, skip=faults.oom_skip)
         self._tally: Tally | None = None
         self._chance = random.Random(faults.seed)  # noqa: S311 - repeatable is what is wanted
+        self._flips = random.Random(faults.seed)  # noqa: S311 - checks come by the clock: not to disturb the steps
         self._strike: Strike | None = None
         self._strike_at_s = 0.0
         self._told: dict[FaultKind, int] = {}
@@ -90,6 +92,20 @@ class ChaoticWorkload(Workload):
     def needed_bytes(self, size: int, batch: int) -> int | None:
         """See `Workload.needed_bytes`."""
         return self._inner.needed_bytes(size, batch)
+
+    def check(self, seed: int) -> Check | None:
+        """Check the latest result, in which some checks find a bit flipped."""
+        if self._flips.random() < self._faults.flip_rate and self._inner.tamper(seed) is not None:
+            self._tell(FaultKind.FLIP)
+        return self._inner.check(seed)
+
+    def move(self) -> int | None:
+        """See `Workload.move`."""
+        return self._inner.move()
+
+    def tamper(self, seed: int) -> str | None:
+        """See `Workload.tamper`."""
+        return self._inner.tamper(seed)
 
     def _tell(self, kind: FaultKind) -> None:
         """Note an injected failure: one event for each kind and slice, whose count grows."""

@@ -15,6 +15,7 @@ from workers.errors import MisfitError, PoisonedError
 from workers.life import Life, open_life, take_up
 from workers.messages import Directive, FailureKind, Report, ResumeState, Verdict, WorkerState
 from workers.oom import Failure
+from workers.pacing import GLANCE_S, between_steps, cool_enough, pay_sleep, settle_working
 from workers.policy.base import Decision, Emergency, Event, Release, Run, StepOk, StepOom
 from workers.recovery import emergency_failure, find_claim, stay_in_emergency, survive
 from workers.tally import Tally
@@ -24,13 +25,8 @@ from workers.workloads.base import StepResult
 #: the workload, and shrinking does not cure a bug.
 MAX_PROBABLE_IN_A_ROW = 2
 
-
-#: A slice in which nothing may be held is over so soon, and not sooner: the head may need a while to find a share.
-_GLANCE_S = 0.1
-
-#: Factor between two steps that is an event, and the share of its cap below which a worker says why.
+#: Factor between two steps that is an event.
 _WORTH_TELLING = 1.1
-_WORTH_SAYING = 0.9
 
 
 class Engine:
@@ -55,8 +51,10 @@ class Engine:
             life = self._adopt(directive, tally)
             if life.chaos is not None:
                 life.chaos.begin_slice(tally)
+            life.heat.look(tally)
             if _begun(life, tally):
                 _work(life, tally)
+            tally.sensors = life.heat.reading
             memory = life.device.memory()
         except MisfitError as error:
             tally.settle(WorkerState.STOPPED, str(error))
@@ -128,7 +126,7 @@ def _begun(life: Life, tally: Tally) -> bool:
         tally.settle(WorkerState.WARMING, "its device is open; it waits for its share of the card")
         if life.state is not None:
             life.release()
-        time.sleep(min(tally.remaining_s, _GLANCE_S))
+        time.sleep(min(tally.remaining_s, GLANCE_S))
         return False
     if life.state is not None:
         return True
@@ -146,9 +144,9 @@ def _work(life: Life, tally: Tally) -> None:
     """
     if life.last_run is not None:
         tally.size, tally.batch = life.last_run.size, life.last_run.batch
-    _pay_sleep(life, tally)
+    pay_sleep(life, tally)
     if life.owed_sleep_s > 0 and tally.directive.duration_s > 0:
-        tally.settle(WorkerState.RUNNING, "resting, as its duty asks after a long step")
+        settle_working(life, tally, "resting, as its duty asks after a long step")
         return
     decision = life.ask(life.pressure())
     while True:
@@ -165,8 +163,7 @@ def _work(life: Life, tally: Tally) -> None:
         if event is None:
             return
         if isinstance(event, StepOk):
-            _owe_sleep(life, event.seconds)
-            _pay_sleep(life, tally)
+            between_steps(life, tally, event)
             # Looked at after the sleep: what was free before it may have been taken meanwhile.
             decision = life.ask(replace(event, at_s=time.monotonic(), room_bytes=life.room_bytes_if_due()))
             if tally.remaining_s <= 0:
@@ -181,7 +178,13 @@ def _work(life: Life, tally: Tally) -> None:
 
 
 def _step(life: Life, tally: Tally, run: Run) -> Event | None:
-    """Run one step; return what to tell the policy, or `None` if the workload failed by its own fault."""
+    """Run one step; return what to tell the policy.
+
+    `None` if there is nothing to tell, and no more to do in this slice: the workload failed by its own fault, or the
+    card is too hot.
+    """
+    if not cool_enough(life, tally):
+        return None
     failure: Failure | None = None
     traceback: str | None = None
     _note_change(life, tally, run)
@@ -203,7 +206,7 @@ def _step(life: Life, tally: Tally, run: Run) -> Event | None:
         tally.steps_ok += 1
         tally.work_flop += flop
         tally.busy_s += seconds
-        tally.settle(WorkerState.RUNNING, _squeeze(life))
+        settle_working(life, tally)
         return StepOk(
             at_s=time.monotonic(),
             size=run.size,
@@ -264,16 +267,6 @@ def _note_change(life: Life, tally: Tally, run: Run) -> None:
     )
 
 
-def _squeeze(life: Life) -> str:
-    """Say why a worker has much less than its cap, if it has; empty otherwise."""
-    most_bytes = life.device.most_bytes
-    if life.room is None or life.room >= _WORTH_SAYING * most_bytes:
-        return ""
-    leased = life.lease_bytes is not None and life.lease_bytes <= life.room
-    why = "its share while the card is short" if leased else "all that others leave on the device"
-    return f"{life.room / 2**20:.0f} of {most_bytes / 2**20:.0f} MiB: {why}"
-
-
 def _note_backoff(tally: Tally, event: Event, decision: Decision) -> None:
     if isinstance(event, StepOom) and isinstance(decision, Run):
         again = (decision.size, decision.batch) == (event.size, event.batch)
@@ -286,17 +279,3 @@ def _note_backoff(tally: Tally, event: Event, decision: Decision) -> None:
             size=decision.size,
             batch=decision.batch,
         )
-
-
-def _owe_sleep(life: Life, busy_s: float) -> None:
-    """A step of `busy_s` at duty d owes busy_s x (1/d - 1) of idleness."""
-    if life.spec.duty is not None:
-        life.owed_sleep_s += busy_s * (1.0 / life.spec.duty - 1.0)
-
-
-def _pay_sleep(life: Life, tally: Tally) -> None:
-    """Sleep off what is owed, as far as the slice allows; the rest is left to the next one."""
-    pause_s = min(life.owed_sleep_s, tally.remaining_s)
-    if pause_s > 0:
-        time.sleep(pause_s)
-        life.owed_sleep_s -= pause_s

@@ -16,17 +16,23 @@ from workers.chaos import ChaoticWorkload
 from workers.devices.base import Device
 from workers.devices.opening import open_device
 from workers.errors import MisfitError, PoisonedError
+from workers.fake_nvml.library import load
+from workers.heat import Heat, open_heat
 from workers.limits import LimitKey, StoredLimit, choose, workload_fingerprint
 from workers.messages import DeviceInfo, FailureKind, WorkerSpec
 from workers.oom import Failure
 from workers.policy.base import Decision, Event, Growth, Policy, Pressure, Run
 from workers.policy.registry import make_policy
+from workers.proof import Proof
 from workers.tally import Tally
 from workers.workloads.base import Workload, WorkloadContext
 from workers.workloads.loading import load_workload
 
 #: How often a device is asked at most how much memory there is: it takes up to a fifth of a millisecond.
 _MEASURE_EVERY_S: Final = 0.02
+
+#: The best of so many copies is the memory's speed: others take their turns on the card in some of them.
+_COPIES: Final = 8
 
 
 @dataclass(slots=True)
@@ -42,6 +48,8 @@ class Life:
     key: LimitKey
     """The circumstances, under which alone what is learned here means anything."""
     incarnation: int
+    heat: Heat
+    proof: Proof
     claim_bytes: int = 0
     """What the workload may fill: what progressive allocation obtained last, times `claim_share`, or what the policy
     wants held."""
@@ -92,6 +100,17 @@ class Life:
         if less:
             self.device.release()
 
+    def bandwidth(self) -> float | None:
+        """Time the memory of the device, in bytes per second; `None` if the workload has none to spare for it."""
+        best: float | None = None
+        for _ in range(_COPIES):
+            with self.device.enforced():
+                moved_bytes, seconds = self.device.timed(self.workload.move)
+            if moved_bytes is None:
+                return None
+            best = max(best or 0.0, moved_bytes / seconds) if seconds > 0 else best
+        return best
+
     def lesson(self, peak_bytes: int) -> StoredLimit | None:
         """Return what a later run under the same circumstances could start from; `None` if the policy knows nothing."""
         learned = self.policy.learned(self.state)
@@ -128,7 +147,10 @@ def open_life(spec: WorkerSpec, incarnation: int, tally: Tally) -> Life:
     failure: Failure | None = None
     chaos: ChaoticWorkload | None = None
     try:
+        if spec.fake_sensors is not None:
+            load(spec.fake_sensors)  # before anything asks the real ones
         device = open_device(spec)
+        heat = open_heat(spec, device.info.uuid)
         context = WorkloadContext(device=device.torch_device, dtype=device.torch_dtype, seed=spec.workload.seed)
         workload = load_workload(spec.workload.name, context)
         if spec.step_faults is not None:
@@ -163,6 +185,8 @@ def open_life(spec: WorkerSpec, incarnation: int, tally: Tally) -> Life:
         state=None,
         key=_key(spec, device.info),
         incarnation=incarnation,
+        heat=heat,
+        proof=Proof(spec.check_share, f"{spec.slot}, {_card_words(device.info)}"),
         chaos=chaos,
     )
 
@@ -182,6 +206,10 @@ def take_up(life: Life, tally: Tally) -> None:
     if limit is not None:
         tally.event("remembered", size=limit.learned.size, learned_at_unix_s=limit.learned_at_unix_s)
     life.state = life.policy.initial(life.claim_bytes, None if limit is None else limit.learned)
+
+
+def _card_words(device: DeviceInfo) -> str:
+    return device.name if device.uuid is None else f"{device.name} {device.uuid}"
 
 
 def _key(spec: WorkerSpec, device: DeviceInfo) -> LimitKey:

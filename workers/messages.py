@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
+from workers.fake_nvml.library import FakeSensors
 from workers.limits import StoredLimit
+from workers.policy.thermal import THERMAL_OFF, ThermalSettings
+from workers.readings import SensorReading
 
 Scalar: TypeAlias = str | int | float | bool | None
 
@@ -30,6 +33,7 @@ class WorkerState(StrEnum):
     EMERGENCY = "EMERGENCY"
     THROTTLED = "THROTTLED"
     PAUSED = "PAUSED"
+    CORRUPT = "CORRUPT"
     RESTARTING = "RESTARTING"
     LOST = "LOST"
     QUARANTINED = "QUARANTINED"
@@ -55,6 +59,8 @@ class FaultKind(StrEnum):
     OOM = "oom"
     #: A step raises an error of its own, as a workload with a bug does.
     RAISE = "raise"
+    #: A bit of a result is flipped before it is checked.
+    FLIP = "flip"
     #: A step meets an error after which the device context is beyond repair.
     POISON = "poison"
     #: The process ends itself by SIGKILL.
@@ -131,6 +137,8 @@ class StepFaults:
     """DEFINITE or PROBABLE."""
     raise_rate: float = 0.0
     """Share of steps in which the workload raises, 0..1."""
+    flip_rate: float = 0.0
+    """Share of checks before which a bit of the result is flipped, 0..1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +178,14 @@ class WorkerSpec:
     """Of `run --chaos`; `None` injects nothing."""
     learned: tuple[StoredLimit, ...] = ()
     """What earlier runs have learned of the workload, on this card or another; the worker picks its own."""
+    thermal: ThermalSettings = THERMAL_OFF
+    """From which temperatures on it slows down and pauses; with all of them off it does not."""
+    check_share: float = 0.0
+    """Share of its time that checks of its results may take; 0 checks nothing."""
+    fake_sensors: FakeSensors | None = None
+    """Instead of the driver's; `None` asks the driver."""
+    fake_card: int = 0
+    """Of the fake sensors: which card it reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,6 +302,8 @@ class Report:
     wall_s: float = 0.0
     verify_checks: int = 0
     verify_errors: int = 0
+    sensors: SensorReading | None = None
+    """The last look at the sensors; `None` if there was none yet."""
     rss_bytes: int | None = None
     """Resident memory of the worker's process on its host at the end of the slice."""
     error: str | None = None

@@ -1,20 +1,47 @@
-"""What NVML knows of a card that torch does not: use by everybody, and use by one process.
+"""What NVML knows of the cards that torch does not: which there are, their use by everybody, and by one process.
 
-Every answer may be `None`: no library, no card, or a platform that does not tell (WSL2 and WDDM give no memory per
-process). Does not sample over time, and never sets anything.
+Each function asks once and closes NVML again; they serve before a sampler exists, and in the head. Every answer may be
+`None`: no library, no card, or a platform that does not tell (WSL2 and WDDM give no memory per process). Does not
+sample over time (`sampler` does), and never sets anything.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias, TypeVar
 
 import pynvml
 
 T = TypeVar("T")
 
+#: Who computes on a card; clients of an MPS server are in a list of their own. The newer function, and that of drivers
+#: before 510. (By the names without a version, nvidia-ml-py raises what is no NVMLError if the driver is old.)
+PROCESS_LISTS: Final = (
+    ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2"),
+    ("nvmlDeviceGetMPSComputeRunningProcesses_v3", "nvmlDeviceGetMPSComputeRunningProcesses_v2"),
+)
+
 _Question: TypeAlias = Callable[[Any], T | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardIdentity:
+    """One card of this machine, by what does not change while it runs. `None`: the card or its driver does not tell."""
+
+    index: int
+    """NVML's, in the order of the PCI bus; CUDA's too under CUDA_DEVICE_ORDER=PCI_BUS_ID."""
+    uuid: str | None = None
+    name: str | None = None
+    total_bytes: int | None = None
+    compute_capability: tuple[int, int] | None = None
+    power_limit_default_w: float | None = None
+    power_limit_min_w: float | None = None
+    power_limit_max_w: float | None = None
+    driver: str | None = None
+    lost: bool = False
+    """The driver lists the card and says that it does not answer."""
 
 
 def visible_card() -> str:
@@ -23,6 +50,20 @@ def visible_card() -> str:
     An index means the same card to NVML only under CUDA_DEVICE_ORDER=PCI_BUS_ID, which the actor sets.
     """
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
+
+
+def cards() -> tuple[CardIdentity, ...]:
+    """Return all cards of this machine, whatever CUDA_VISIBLE_DEVICES says; none if there is no driver."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return ()
+    try:
+        return tuple(_identity(index) for index in range(pynvml.nvmlDeviceGetCount()))
+    except pynvml.NVMLError:
+        return ()
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def card_used_bytes(card: str) -> int | None:
@@ -34,20 +75,44 @@ def process_used_bytes(card: str) -> int | None:
     """Bytes of the card that this process holds, its CUDA context included."""
 
     def own(handle: Any) -> int | None:  # noqa: ANN401 - nvidia-ml-py has no types
-        # Clients of an MPS server are in a list of their own.
-        for ask in (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetMPSComputeRunningProcesses):
-            for process in ask(handle):
-                if process.pid == os.getpid():
-                    used: int | None = process.usedGpuMemory
-                    return used
+        for newer, older in PROCESS_LISTS:
+            processes = _answer(getattr(pynvml, newer), handle)
+            used_bytes = own_bytes(_answer(getattr(pynvml, older), handle) if processes is None else processes)
+            if used_bytes is not None:
+                return used_bytes
         return None
 
     return _ask(card, own)
 
 
+def own_bytes(processes: Iterable[Any] | None) -> int | None:
+    """Find this process in one of NVML's lists of processes; `None` if it is not there or its memory is not told."""
+    for process in processes or ():
+        if process.pid == os.getpid():
+            used: int | None = process.usedGpuMemory
+            return used
+    return None
+
+
 def driver_version(card: str) -> str | None:
     """Version of the driver that the card runs under, such as 580.65.06."""
     return _ask(card, lambda _handle: str(pynvml.nvmlSystemGetDriverVersion()))
+
+
+def handle_of(card: str) -> Any:  # noqa: ANN401 - nvidia-ml-py has no types
+    """Return NVML's handle of a card; NVML has to be open.
+
+    Args:
+        card: A UUID, or an index in the order of the PCI bus.
+
+    Raises:
+        pynvml.NVMLError: There is no such card, or it is lost.
+    """
+    if card.startswith(("GPU-", "MIG-")):
+        return pynvml.nvmlDeviceGetHandleByUUID(card)
+    if not card.isdecimal():  # CUDA_VISIBLE_DEVICES may hold anything, and then CUDA sees no card
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+    return pynvml.nvmlDeviceGetHandleByIndex(int(card))
 
 
 def _ask(card: str, question: _Question[T]) -> T | None:
@@ -56,10 +121,39 @@ def _ask(card: str, question: _Question[T]) -> T | None:
     except pynvml.NVMLError:
         return None
     try:
-        by_uuid = card.startswith(("GPU-", "MIG-"))
-        handle = pynvml.nvmlDeviceGetHandleByUUID(card) if by_uuid else pynvml.nvmlDeviceGetHandleByIndex(int(card))
-        return question(handle)
-    except (pynvml.NVMLError, ValueError):
+        return question(handle_of(card))
+    except pynvml.NVMLError:
         return None
     finally:
         pynvml.nvmlShutdown()
+
+
+def _identity(index: int) -> CardIdentity:
+    driver = _answer(pynvml.nvmlSystemGetDriverVersion)
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        uuid = pynvml.nvmlDeviceGetUUID(handle)
+    except pynvml.NVMLError as error:
+        gone = error.value in {pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED}
+        return CardIdentity(index=index, driver=driver, lost=gone)
+    memory = _answer(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    default_mw = _answer(pynvml.nvmlDeviceGetPowerManagementDefaultLimit, handle)
+    least_mw, most_mw = _answer(pynvml.nvmlDeviceGetPowerManagementLimitConstraints, handle) or (None, None)
+    return CardIdentity(
+        index=index,
+        uuid=str(uuid),
+        name=_answer(pynvml.nvmlDeviceGetName, handle),
+        total_bytes=None if memory is None else int(memory.total),
+        compute_capability=_answer(pynvml.nvmlDeviceGetCudaComputeCapability, handle),
+        power_limit_default_w=None if default_mw is None else default_mw / 1e3,
+        power_limit_min_w=None if least_mw is None else least_mw / 1e3,
+        power_limit_max_w=None if most_mw is None else most_mw / 1e3,
+        driver=driver,
+    )
+
+
+def _answer(function: Callable[..., T], *arguments: object) -> T | None:
+    try:
+        return function(*arguments)
+    except pynvml.NVMLError:
+        return None

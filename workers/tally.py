@@ -19,6 +19,7 @@ from workers.messages import (
     WorkerEvent,
     WorkerState,
 )
+from workers.readings import SensorReading
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,6 +39,9 @@ class Tally:
     emergency_count: int = 0
     work_flop: float = 0.0
     busy_s: float = 0.0
+    verify_checks: int = 0
+    verify_errors: int = 0
+    sensors: SensorReading | None = None
     error: str | None = None
     learned: StoredLimit | None = None
     events: list[WorkerEvent] = field(default_factory=list)
@@ -93,6 +97,9 @@ class Tally:
             work_flop=self.work_flop,
             busy_s=self.busy_s,
             wall_s=self.elapsed_s,
+            verify_checks=self.verify_checks,
+            verify_errors=self.verify_errors,
+            sensors=self.sensors,
             rss_bytes=psutil.Process().memory_info().rss,
             error=self.error,
             events=tuple(self.events),

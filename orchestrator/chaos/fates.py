@@ -18,6 +18,9 @@ from orchestrator.chaos.book import (
 from orchestrator.slots import Phase, Slot
 from workers.messages import FaultKind, Report, Verdict
 
+#: Faults of single steps and checks: a report tells of them by its events.
+_STEP_FAULTS = frozenset({FaultKind.OOM, FaultKind.RAISE, FaultKind.FLIP})
+
 
 def watch(book: ChaosBook, before: Slot, after: Slot, now_s: float) -> ChaosBook:
     """Take in what an event made of a slot; called at every one, before the commands that follow are performed."""
@@ -137,8 +140,10 @@ def _step_faults(book: ChaosBook, after: Slot, report: Report, *, given_up: bool
         fate, became = Fate.SURVIVED, "survived in the same slice"
     for event in report.events:
         kind, count = event.detail.get("kind"), event.detail.get("count")
-        if event.name != "chaos" or kind not in {FaultKind.OOM, FaultKind.RAISE} or not isinstance(count, int):
+        if event.name != "chaos" or kind not in _STEP_FAULTS or not isinstance(count, int):
             continue
+        if kind == FaultKind.FLIP:
+            became = "found by the check" if report.verify_errors >= count else "not all found by the checks"
         key = (FaultKind(str(kind)), after.slot, became)
         known = next((fault for fault in book.steps if (fault.kind, fault.target, fault.became) == key), None)
         if known is not None:

@@ -29,12 +29,14 @@ _STRIKES = (FaultKind.KILL, FaultKind.SEGV, FaultKind.EXIT, FaultKind.HANG, Faul
 _VALID = {
     FaultKind.OOM: "oom:rate=0.05, oom:num=2,skip=10 or both; and kind=definite or kind=probable",
     FaultKind.RAISE: "raise:rate=0.001",
+    FaultKind.FLIP: "flip:rate=0.1",
     FaultKind.NODE: "node:NAME@30s, node:NAME@30s+20s, or node:every=120s,for=15s",
     **{kind: f"{kind}:every=20s or {kind}:rate=0.001" for kind in _STRIKES},
 }
 _KEYS = {
     FaultKind.OOM: ("rate", "num", "skip", "kind"),
     FaultKind.RAISE: ("rate",),
+    FaultKind.FLIP: ("rate",),
     FaultKind.NODE: ("every", "for"),
     **dict.fromkeys(_STRIKES, ("every", "rate")),
 }
@@ -100,6 +102,8 @@ class ChaosPlan:
             kinds.add(FaultKind.OOM)
         if self.steps is not None and self.steps.raise_rate:
             kinds.add(FaultKind.RAISE)
+        if self.steps is not None and self.steps.flip_rate:
+            kinds.add(FaultKind.FLIP)
         if self.node_faults or self.random_nodes is not None:
             kinds.add(FaultKind.NODE)
         return tuple(kind for kind in FaultKind if kind in kinds)
@@ -127,6 +131,8 @@ def _described_steps(steps: StepFaults) -> list[str]:
         words.append(f"oom{kind} in {steps.oom_num} steps after the first {steps.oom_skip} of each process")
     if steps.raise_rate:
         words.append(f"raise {_share(steps.raise_rate)}")
+    if steps.flip_rate:
+        words.append(f"flip a bit before {100 * steps.flip_rate:g} % of checks")
     return words
 
 
@@ -214,8 +220,8 @@ def _collect(piece: str, kind: FaultKind, rest: str, into: _Typed) -> None:
 
 
 def _steps(typed: Mapping[FaultKind, _Typed], seed: int) -> StepFaults | None:
-    oom, raising = typed.get(FaultKind.OOM, {}), typed.get(FaultKind.RAISE, {})
-    if not oom and not raising:
+    oom, raising, flipping = (typed.get(kind, {}) for kind in (FaultKind.OOM, FaultKind.RAISE, FaultKind.FLIP))
+    if not oom and not raising and not flipping:
         return None
     for piece, _ in oom.values():
         if "rate" not in oom and "num" not in oom:
@@ -233,6 +239,7 @@ def _steps(typed: Mapping[FaultKind, _Typed], seed: int) -> StepFaults | None:
         oom_skip=_count(*oom["skip"], at_least=0) if "skip" in oom else 0,
         oom_kind=kinds[kind],
         raise_rate=_rate(*raising["rate"]) if "rate" in raising else 0.0,
+        flip_rate=_rate(*flipping["rate"]) if "rate" in flipping else 0.0,
     )
 
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import os
 import secrets
+from functools import cache
 from pathlib import Path
 
 
 def use_private_token(folder: Path) -> None:
-    """Make a token for this run alone and use it; only this user can read it."""
+    """Make a token for this process's own clusters and use it; only this user can read it."""
     path = folder / "auth_token"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        os.write(descriptor, secrets.token_hex(32).encode("ascii"))
+        os.write(descriptor, _own_token().encode("ascii"))
     finally:
         os.close(descriptor)
     os.environ.pop("RAY_AUTH_TOKEN", None)  # it would win over the path
@@ -37,6 +38,12 @@ def use_user_token(mode: str) -> bool:
     has_token = mode == "token" and (bool(os.environ.get("RAY_AUTH_TOKEN")) or _token_path().is_file())
     os.environ["RAY_AUTH_MODE"] = "token" if has_token else "disabled"
     return has_token
+
+
+@cache
+def _own_token() -> str:
+    """One for all clusters that this process starts, one after the other: Ray keeps the first it has read."""
+    return secrets.token_hex(32)
 
 
 def _token_path() -> Path:

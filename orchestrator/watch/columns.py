@@ -19,6 +19,7 @@ from workers.messages import WorkerState
 STATE_STYLES = {
     WorkerState.QUARANTINED: "bold red",
     WorkerState.LOST: "bold red",
+    WorkerState.CORRUPT: "bold red",
     WorkerState.RESTARTING: "magenta",
     WorkerState.EMERGENCY: "bold yellow",
     WorkerState.PAUSED: "yellow",
@@ -50,10 +51,12 @@ KEPT_LONGEST_FIRST = (
     "throttle",
     "duty",
     "power",
+    "peak",
     "reason",
     "dtype",
     "restarts",
     "card_memory",
+    "memory_temperature",
 )
 NEVER_DROPPED = KEPT_LONGEST_FIRST[:4]
 
@@ -115,6 +118,7 @@ def _work_columns(rows: Sequence[Row], glyphs: Glyphs) -> tuple[Column, ...]:
         Column(name="dtype", title="type", unit="", left=True, cell=lambda row: _text(_words(row.dtype, glyphs, 10))),
         Column(name="tflops", title="TFLOP/s", unit="", cell=lambda row: _text(number(row.tflops, tflops_decimals))),
         Column(name="baseline", title="base", unit="%", cell=lambda row: _text(number(row.baseline_pct, 0))),
+        Column(name="peak", title="peak", unit="%", cell=lambda row: _text(number(row.peak_pct, 0))),
     )
 
 
@@ -168,6 +172,12 @@ def _health_columns(glyphs: Glyphs) -> tuple[Column, ...]:
         in_pct = (None if value is None else number(value * 100, 0) for value in known)
         return _text(joined(in_pct, glyphs.missing))
 
+    def temperature(row: Row) -> Text | None:
+        return _text(joined((number(row.temperature_c, 0), number(row.margin_c, 0)), glyphs.missing))
+
+    def memory_temperature(row: Row) -> Text | None:
+        return _text(number(row.memory_temperature_c, 0))
+
     def power(row: Row) -> Text | None:
         return _text(joined((number(row.power_w, 0), number(row.power_limit_w, 0)), glyphs.missing))
 
@@ -188,7 +198,8 @@ def _health_columns(glyphs: Glyphs) -> tuple[Column, ...]:
         Column(name="oom", title="OOM", unit="/emerg", cell=oom),
         Column(name="success", title="good", unit="%", cell=success),
         Column(name="duty", title="duty %", unit="ask/got", cell=duty),
-        Column(name="temperature", title="temp", unit="C", cell=lambda row: _text(number(row.temperature_c, 0))),
+        Column(name="temperature", title="temp C", unit="/margin", cell=temperature),
+        Column(name="memory_temperature", title="VRAM", unit="C", cell=memory_temperature),
         Column(name="power", title="power", unit="/cap W", cell=power),
         Column(name="throttle", title="slowed", unit="% time", cell=lambda row: _text(number(row.throttle_pct, 0))),
         Column(name="verify", title="checks", unit="/wrong", cell=verify),

@@ -21,6 +21,7 @@ from workers.messages import WorkerState
 STATES_WORST_FIRST = (
     WorkerState.QUARANTINED,
     WorkerState.LOST,
+    WorkerState.CORRUPT,
     WorkerState.RESTARTING,
     WorkerState.EMERGENCY,
     WorkerState.PAUSED,
@@ -78,6 +79,9 @@ class Row:
     dtype: str | None = None
     tflops: float | None = None
     baseline_pct: float | None = None
+    """Share of the best that this card has done for such a worker."""
+    peak_pct: float | None = None
+    """Share of what the card is rated for at its present clock."""
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     claim_bytes: int | None = None
@@ -96,8 +100,13 @@ class Row:
     duty_requested: float | None = None
     duty_measured: float | None = None
     temperature_c: float | None = None
+    margin_c: float | None = None
+    """How much warmer the card may get before it slows itself down."""
+    memory_temperature_c: float | None = None
     power_w: float | None = None
     power_limit_w: float | None = None
+    sm_clock_mhz: int | None = None
+    fan_pct: float | None = None
     throttle_pct: float | None = None
     verify_checks: int = 0
     verify_errors: int = 0

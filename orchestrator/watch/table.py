@@ -34,6 +34,9 @@ _PROGRESS_CELLS = 16
 _ROWS_BEFORE_SUMS = 8
 """The line of sums goes when the terminal has room for fewer lines of rows than that."""
 
+#: Who watches a card should know what the table cannot show: GDDR6X gets hot long before the die does.
+_HIDDEN_TEMPERATURE = "VRAM temperature: not told by GeForce"
+
 #: In these states a reason is only worth a line of its own when the row is in trouble nevertheless.
 _QUIET_STATES = frozenset({WorkerState.RUNNING, WorkerState.STOPPED})
 
@@ -101,7 +104,14 @@ def _header(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
 
 
 def _footer(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
-    return flow([Text(said) for said in totals(snapshot)], width, glyphs.separator)
+    said = [Text(words) for words in totals(snapshot)]
+    if any(_hides_memory_temperature(row) for row in snapshot.rows):
+        said.append(Text(_HIDDEN_TEMPERATURE, "dim"))
+    return flow(said, width, glyphs.separator)
+
+
+def _hides_memory_temperature(row: Row) -> bool:
+    return row.temperature_c is not None and row.memory_temperature_c is None and "GeForce" in (row.gpu_name or "")
 
 
 def _notices(notices: Sequence[str], width: int, most: int | None, glyphs: Glyphs) -> list[Text]:

@@ -104,6 +104,7 @@ def run(rounds: int, seconds: float, size: int, dtype: str, slice_s: float) -> R
         "workload": {"dtype": dtype},
         "memory": {"floor_mib": 16},
         "compute_share_mode": "none",
+        "verify": {"share": 0.0},  # `watching` tells what checks cost
         "run": {"slice_s": slice_s},
     }
     config = config_from_data(data, "bench")

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from workers import oom
 from workers.devices.cpu import CpuDevice
 from workers.messages import FailureKind, WorkerSpec
+from workers.verification.freivalds import freivalds
+from workers.verification.repeat import same_bits
 from workers.workloads.base import WorkloadContext
 from workers.workloads.matmul import TILE, Matmul, matrix_bytes, rounded
 
@@ -166,3 +168,62 @@ def test_needs_what_it_says_and_no_more(in_child: InChild, make_spec: MakeSpec, 
     spec = make_spec(budget_bytes=160 * MIB, dtype=dtype)
     assert in_child(room_for, spec, sizes, spare_bytes) == [None] * len(sizes)
     assert in_child(room_for, spec, sizes, -128 * 1024) == [FailureKind.DEFINITE] * len(sizes)
+
+
+def checks_at_the_wall(spec: WorkerSpec, sizes: list[int]) -> list[tuple[str, bool] | None]:
+    """Fill the cap up to the device's margin, ring included, and do two checks of each kind."""
+    device = CpuDevice(spec)
+    workload = Matmul(WorkloadContext(device=device.torch_device, dtype=device.torch_dtype, seed=0))
+    found: list[tuple[str, bool] | None] = []
+    for size in sizes:
+        claim_bytes = 5 * matrix_bytes(size, device.torch_dtype)
+        workload.resize(claim_bytes)
+        ballast_bytes = device.most_bytes - device.held_bytes() - claim_bytes
+        with device.enforced():
+            ballast = torch.empty(ballast_bytes, dtype=torch.uint8)
+        for seed in range(4):
+            device.timed(lambda size=size: workload.step(size, 1))
+            check, _ = device.timed(lambda seed=seed: workload.check(seed))
+            found.append(None if check is None else (check.kind, check.ok))
+        with device.enforced():
+            workload.release()
+            del ballast
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_check_needs_no_memory_of_its_own(in_child: InChild, make_spec: MakeSpec, dtype: str) -> None:
+    sizes = [512, 1024]
+    found = in_child(checks_at_the_wall, make_spec(budget_bytes=96 * MIB, dtype=dtype), sizes)
+    assert found[0::2] == [("freivalds", True)] * 4
+    # A product without memory for its buffers may be summed in another order, and is then not compared.
+    assert set(found[1::2]) <= {("repeat", True), None}
+
+
+def orders_of_summation(spec: WorkerSpec, spare_bytes: int) -> tuple[bool | None, bool, bool]:
+    """Do a product with next to no memory and once more with plenty; say what repeat and Freivalds' test find."""
+    device = CpuDevice(spec)
+    n = 1024
+    left, right, tight, roomy = torch.empty((4, n, n), dtype=device.torch_dtype)
+    for operand in (left, right):
+        operand.normal_(generator=torch.Generator().manual_seed(1))
+    scratch = torch.empty(n * n, dtype=torch.float64)
+    ballast_bytes = device.info.cap_bytes - device.held_bytes() - spare_bytes
+    with device.enforced():
+        ballast = torch.empty(ballast_bytes, dtype=torch.uint8)
+        torch.mm(left, right, out=tight)
+        del ballast
+        torch.mm(left, right, out=roomy)
+    verdicts = [freivalds(left, right, result, scratch, 0).ok for result in (tight, roomy)]
+    repeated = same_bits(tight, roomy, scratch)
+    return None if repeated is None else repeated.ok, verdicts[0], verdicts[1]
+
+
+@pytest.mark.parametrize("spare_bytes", [256 * 1024, 2 * MIB, 8 * MIB])
+def test_a_product_without_memory_for_its_buffers_is_no_false_alarm(
+    in_child: InChild, make_spec: MakeSpec, spare_bytes: int
+) -> None:
+    repeated, tight, roomy = in_child(orders_of_summation, make_spec(budget_bytes=96 * MIB), spare_bytes)
+    assert repeated is not False
+    assert tight
+    assert roomy

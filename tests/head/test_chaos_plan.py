@@ -24,6 +24,7 @@ GOOD = {
         seed=7, steps=StepFaults(seed=7, oom_num=2, oom_skip=10, oom_kind=FailureKind.PROBABLE)
     ),
     "oom:rate=.5;oom:num=1,kind=definite": ChaosPlan(seed=7, steps=StepFaults(seed=7, oom_rate=0.5, oom_num=1)),
+    "flip:rate=0.1": ChaosPlan(seed=7, steps=StepFaults(seed=7, flip_rate=0.1)),
     "raise:rate=1e-3": ChaosPlan(seed=7, steps=StepFaults(seed=7, raise_rate=0.001)),
     "kill:every=20s": ChaosPlan(seed=7, strikes=(StrikeRule(kind=FaultKind.KILL, every_s=20.0, rate=None),)),
     "hang:rate=0.001; segv : every = 1m30s ;": ChaosPlan(
@@ -45,7 +46,7 @@ GOOD = {
     "node:every=2m,for=5s": ChaosPlan(seed=7, random_nodes=RandomNodes(every_s=120.0, pause_s=5.0)),
 }
 
-ALL = "oom, raise, poison, kill, segv, exit, hang, node"
+ALL = "oom, raise, flip, poison, kill, segv, exit, hang, node"
 OOM = "oom:rate=0.05, oom:num=2,skip=10 or both; and kind=definite or kind=probable"
 KILL = "kill:every=20s or kill:rate=0.001"
 NODE = "node:NAME@30s, node:NAME@30s+20s, or node:every=120s,for=15s"

@@ -104,7 +104,7 @@ def test_the_text_these_tests_break_is_good(tmp_path: Path) -> None:
             "cpus_per_worker, dtype, gpu, gpu_share, gpus, host, memory_fraction",
         ),
         ("workload:", "wrkload:", 11, "wrkload", "unknown key; did you mean workload?", "cluster, compute_share_mode"),
-        ("workload:", "thermal:", 11, "thermal", "unknown key", "cluster, compute_share_mode, memory, nodes, run"),
+        ("workload:", "heat:", 11, "heat", "unknown key", "cluster, compute_share_mode, memory, nodes, run"),
         ("    workers: 7\n", "", 4, "nodes.pc1.workers", "is missing", "a whole number, at least 1"),
         # duplicate keys: both lines
         (

@@ -106,8 +106,8 @@ def test_nothing_that_is_asked_for_is_missing_when_there_is_room(
 
     for shown in (
         "nodes 2/2", "1 RUNNING", "9.610 TFLOP/s", "00:10 of 00:30", "33 %", "00:20 left",
-        "RTX 3090", "8192/128", "fp16", " 97 ", "███████▒▒░", "1.90/2.40/2.63", "3/1", "99.9", "60/59", " 71 ",
-        "281/350", "412/2", " 0.8", "21.0/24.0", "steady",
+        "RTX 3090", "8192/128", "fp16", " 97 ", "███████▒▒░", "1.90/2.40/2.63", "3/1", "99.9", "60/59", " 71/24 ",
+        " 62 ", "281/350", "412/2", " 0.8", "21.0/24.0", "steady",
     ):  # fmt: skip
         assert shown in text
 
@@ -115,13 +115,25 @@ def test_nothing_that_is_asked_for_is_missing_when_there_is_room(
 def test_columns_without_one_value_go_before_any_other(
     make_row: RowMaker, make_snapshot: SnapshotMaker, draw: Drawer
 ) -> None:
-    sensors = {"temperature_c": None, "power_w": None, "power_limit_w": None, "throttle_pct": None}
+    sensors = {"temperature_c": None, "margin_c": None, "power_w": None, "power_limit_w": None, "throttle_pct": None}
     snapshot = make_snapshot(make_row(**sensors))
 
     assert "temp" not in "\n".join(draw(health_table(snapshot, 120), 120))
     wide = draw(health_table(snapshot, 230), 230)
     assert "temp" in "\n".join(wide)
     assert f"  {UNICODE.missing}  " in next(line for line in wide if line.startswith("pc1/0"))
+
+
+def test_what_a_card_does_not_tell_is_said_and_not_left_to_be_guessed(
+    make_row: RowMaker, make_snapshot: SnapshotMaker, draw: Drawer
+) -> None:
+    def drawn(**values: object) -> str:
+        return "\n".join(draw(health_table(make_snapshot(make_row(**values)), 120), 120))
+
+    assert "VRAM temperature: not told by GeForce" in drawn(gpu_name="NVIDIA GeForce RTX 3090")
+    assert "not told" not in drawn(gpu_name="NVIDIA GeForce RTX 3090", memory_temperature_c=84.0)
+    assert "not told" not in drawn(gpu_name="NVIDIA H100 80GB HBM3")
+    assert "not told" not in drawn(gpu_name="NVIDIA GeForce RTX 3090", temperature_c=None)
 
 
 def test_every_column_has_a_place_in_the_order(make_row: RowMaker) -> None:

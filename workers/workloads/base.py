@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from workers.verification.check import Check
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadContext:
@@ -66,4 +68,32 @@ class Workload(ABC):
     def needed_bytes(self, size: int, batch: int) -> int | None:
         """The least memory a step of this size and batch takes, or `None` if it cannot be told beforehand."""
         del size, batch  # the default knows nothing of them
+        return None
+
+    def check(self, seed: int) -> Check | None:
+        """Verify the latest result; `None`: there is nothing to verify, or this workload cannot.
+
+        Called between two steps now and then, about 1 % of the time. Must leave the next step as it would have been,
+        and should take no memory beyond what the last step held. May raise whatever torch raises.
+
+        Args:
+            seed: For what it draws at random. Counts up: a workload with several kinds of check takes them in turn.
+        """
+        del seed  # the default cannot
+        return None
+
+    def move(self) -> int | None:
+        """Copy a fixed and large part of the memory this workload holds; return the bytes read and written.
+
+        For the bandwidth of a card's memory, timed now and then: memory that gets slower is sick. `None`: there is
+        not enough to copy, or this workload does not care. The latest result may be lost by it.
+        """
+        return None
+
+    def tamper(self, seed: int) -> str | None:
+        """Corrupt the latest result, as a sick device would, and say what was done; `None`: there is none.
+
+        For `run --chaos` alone, which wants to see that `check` finds it.
+        """
+        del seed  # as above
         return None

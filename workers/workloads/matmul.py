@@ -1,8 +1,9 @@
 """Matrix multiplication as a burn-in: C = A B over a ring of results that fills the claim.
 
 A worker that shares a card must really hold its memory, or nothing proves that the card can carry it. So every
-result goes to the next place of a ring that takes all of the claim the operands leave. Does not time itself for the
-report (the engine does) and does not decide sizes.
+result goes to the next place of a ring that takes all of the claim the operands leave. Results can be verified without
+more memory: the places of older ones are scratch. Does not time itself for the report (the engine does) and does not
+decide sizes, nor when to verify.
 """
 
 from __future__ import annotations
@@ -11,11 +12,19 @@ import time
 
 import torch
 
+from workers.verification import repeat
+from workers.verification.check import Check
+from workers.verification.freivalds import freivalds, least_scratch
+from workers.verification.tamper import flip_any_bit
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 
 #: Rows and columns are a multiple of this: whole tiles of every tensor core so far; odd widths cost speed
 #: (pytorch #181718: n % 16 == 8 slows bf16 on a 4090).
 TILE = 64
+
+#: What is copied to time the card's memory: several times the largest L2 cache (72 MB, RTX 4090), and so little that a
+#: copy fits into one turn on a shared card.
+_MOVED_BYTES = 256 * 2**20
 
 #: A step queues as many products as take about this long, so that waiting for the device costs little and a stop is
 #: still prompt.
@@ -35,6 +44,7 @@ class Matmul(Workload):
         self._claim_bytes = 0
         self._tensors: _Tensors | None = None
         self._products_per_step = 1
+        _load_kernels(context)
 
     def resize(self, claim_bytes: int) -> None:
         """Fill this much from the next step on."""
@@ -69,6 +79,25 @@ class Matmul(Workload):
         n = rounded(size)
         return StepResult(flop=2.0 * n * n * n * products)
 
+    def check(self, seed: int) -> Check | None:
+        """Verify the latest product by Freivalds' test (even seeds) or by repeating it (odd ones).
+
+        A ring of one place has nowhere to put a repeat: it gets Freivalds' test always, or none where the claim leaves
+        nothing beside it. (With n = 64 in half precision it takes a ring of four; from 128 on, two do.) A repeat that
+        cannot be compared, see `repeat`, says nothing.
+        """
+        tensors = self._tensors
+        return None if tensors is None else tensors.check(seed)
+
+    def move(self) -> int | None:
+        """Copy one stretch of the ring to another."""
+        return None if self._tensors is None else self._tensors.move()
+
+    def tamper(self, seed: int) -> str | None:
+        """Flip one bit of the latest product."""
+        latest = None if self._tensors is None else self._tensors.latest
+        return None if latest is None else flip_any_bit(latest, seed)
+
     def _pace(self, took_s: float, products: int) -> None:
         """Aim at `_STEP_S` a step, at most doubling: one fast step says little."""
         fitting = int(products * _STEP_S / took_s) if took_s > 0 else 2 * products
@@ -94,10 +123,62 @@ class _Tensors:
         matrices[:2].normal_(generator=generator)
         self._left, self._right, *self._ring = matrices.unbind()
         self._next = 0
+        self._multiplied = False
+        self._block = block
+        self._each_bytes = each_bytes
 
     def multiply(self) -> None:
         torch.mm(self._left, self._right, out=self._ring[self._next])
         self._next = (self._next + 1) % len(self._ring)
+        self._multiplied = True
+
+    @property
+    def latest(self) -> torch.Tensor | None:
+        """The result of the last product, unless a check has used it up."""
+        return self._ring[self._next - 1] if self._multiplied else None
+
+    def check(self, seed: int) -> Check | None:
+        """Verify the latest result; see `Matmul.check`."""
+        latest = self.latest
+        if latest is None:
+            return None
+        n = latest.shape[0]
+        if seed % 2 and len(self._ring) > 1:
+            again = self._ring[self._next]
+            scratch = self._scratch(self._next)
+            if len(scratch) >= repeat.least_scratch(n):
+                torch.mm(self._left, self._right, out=again)
+                self._multiplied = False  # the comparison may use up both of them
+                return repeat.same_bits(latest, again, scratch)
+        scratch = self._scratch((self._next - 1) % len(self._ring))
+        return freivalds(self._left, self._right, latest, scratch, seed) if len(scratch) >= least_scratch(n) else None
+
+    def move(self) -> int | None:
+        """See `Matmul.move`."""
+        ring = self._block[2 * self._each_bytes :]
+        if len(ring) < 2 * _MOVED_BYTES:
+            return None
+        self._multiplied = False
+        ring[_MOVED_BYTES : 2 * _MOVED_BYTES].copy_(ring[:_MOVED_BYTES])
+        return 2 * _MOVED_BYTES
+
+    def _scratch(self, kept: int) -> torch.Tensor:
+        """Return the longer stretch of the block on either side of one place of the ring, as doubles.
+
+        Nobody reads an older result again, so all other places are free until the next products come.
+        """
+        begin = (2 + kept) * self._each_bytes
+        before, after = self._block[2 * self._each_bytes : begin], self._block[begin + self._each_bytes :]
+        stretch = max(before, after, key=len)
+        return stretch[: len(stretch) // 8 * 8].view(torch.float64)
+
+
+def _load_kernels(context: WorkloadContext) -> None:
+    """Do a small product and each kind of check, so that their kernels are in memory before all of it is taken."""
+    tensors = _Tensors(TILE, 8 * matrix_bytes(TILE, context.dtype), context)
+    for seed in (0, 1):
+        tensors.multiply()
+        tensors.check(seed)
 
 
 def rounded(size: int) -> int:

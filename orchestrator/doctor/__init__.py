@@ -1,0 +1,1 @@
+"""What `doctor` checks, how it asks, and how it tells."""

@@ -1,0 +1,115 @@
+"""The doctor's report as text for people and as JSON for scripts. No I/O.
+
+A verdict is a word before it is a colour, and what is to be typed stands on a line of its own, which is never broken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from textwrap import wrap
+from typing import Any
+
+from rich.text import Text
+
+from orchestrator.doctor.finding import Finding, Verdict, count, exit_code
+from orchestrator.doctor.visit import Diagnosis
+from orchestrator.watch.cells import Glyphs
+from orchestrator.watch.summary import SCHEMA, summary_text
+from orchestrator.watch.wording import counted
+
+_STYLES = {Verdict.OK: "green", Verdict.SKIP: "dim", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
+
+#: Columns before the words: two blanks, the verdict, the check.
+_VERDICT_WIDTH = 6
+_CHECK_WIDTH = 14
+_INDENT = 2 + _VERDICT_WIDTH + _CHECK_WIDTH
+
+#: Words are not spread over more columns than eyes like to follow.
+_WIDEST = 110
+
+
+def diagnosis_json(diagnosis: Diagnosis) -> str:
+    """Return the report as one JSON object; `null` is unknown or not needed."""
+    findings = diagnosis.findings
+    report: dict[str, Any] = {
+        "schema": SCHEMA,
+        "where": diagnosis.where,
+        "is_cluster": diagnosis.is_cluster,
+        "exit_code": exit_code(findings),
+        **{f"{verdict}_count": count(findings, verdict) for verdict in Verdict},
+        "findings": [
+            {
+                "node": finding.node,
+                "check": finding.check,
+                "verdict": finding.verdict.value,
+                "found": finding.found,
+                "hint": finding.hint,
+                "fix": finding.fix,
+            }
+            for finding in findings
+        ],
+    }
+    return summary_text(report)
+
+
+def diagnosis_lines(diagnosis: Diagnosis, width: int | None, glyphs: Glyphs) -> Iterator[Text]:
+    """Yield the report, line by line: what concerns all first, then each node.
+
+    Args:
+        diagnosis: What was found.
+        width: Cells of a line of the terminal; `None` if it is none, so that no line is broken.
+        glyphs: `glyphs_for(stream.encoding)` of the stream it will be printed to.
+    """
+    room = None if width is None else max(20, min(width, _WIDEST) - _INDENT)
+    yield Text(glyphs.clean(f"Looked at {diagnosis.where}."), style="bold")
+    ordered = sorted(diagnosis.findings, key=lambda finding: finding.node or "")
+    for node, findings in groupby(ordered, key=lambda finding: finding.node):
+        yield Text()
+        if node is not None:
+            yield Text(glyphs.clean(f"{node}:"), style="bold")
+        for finding in findings:
+            yield from _finding_lines(finding, room, glyphs)
+    yield Text()
+    yield from _closing(diagnosis, width, glyphs)
+
+
+def _finding_lines(finding: Finding, room: int | None, glyphs: Glyphs) -> Iterator[Text]:
+    word = glyphs.missing if finding.verdict is Verdict.SKIP else finding.verdict.value.upper()
+    first, *others = _wrapped(glyphs.clean(finding.found), room) or [""]
+    line = Text("  ").append(word.ljust(_VERDICT_WIDTH), _STYLES[finding.verdict])
+    yield line.append(finding.check.ljust(_CHECK_WIDTH)).append(first)
+    hints = [] if finding.hint is None else _wrapped(glyphs.clean(finding.hint), room)
+    for text in (*others, *hints):
+        yield Text(" " * _INDENT + text)
+    if finding.fix is not None:
+        yield Text("type: ".rjust(_INDENT)).append(glyphs.clean(finding.fix), "bold")
+
+
+def _wrapped(text: str, room: int | None) -> list[str]:
+    return [text] if room is None else wrap(text, room, break_on_hyphens=False, break_long_words=False)
+
+
+def _closing(diagnosis: Diagnosis, width: int | None, glyphs: Glyphs) -> Iterator[Text]:
+    failures, warnings = (count(diagnosis.findings, verdict) for verdict in (Verdict.FAIL, Verdict.WARN))
+    if failures:
+        words = f"{counted(failures, 'failure')} to put right first, {counted(warnings, 'warning')}."
+    elif diagnosis.is_cluster:
+        words = f"Ready for `python -m orchestrator run`; {counted(warnings, 'warning')}."
+    elif not diagnosis.has_config:
+        words = (
+            f"Nothing stands in the way but a configuration; {counted(warnings, 'warning')}. Type "
+            f"`python -m orchestrator init`."
+        )
+    elif diagnosis.has_card:
+        words = (
+            f"Nothing stands in the way here; {counted(warnings, 'warning')}. This machine alone: "
+            f"`python -m orchestrator run --local`; with others: `python -m orchestrator up NODE`."
+        )
+    else:
+        words = (
+            f"Nothing stands in the way of a rehearsal; {counted(warnings, 'warning')}. Type "
+            f"`python -m orchestrator run --rehearse`."
+        )
+    for line in _wrapped(glyphs.clean(words), None if width is None else min(width, _WIDEST)):
+        yield Text(line, style="bold")

@@ -1,0 +1,56 @@
+"""The fake sensors of a rehearsal: each node's workers read a card of a script instead of the driver's.
+
+Does not read sensors (the workers do, through the real nvidia-ml-py) and does not know what is in a script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from orchestrator.errors import UsageError
+from orchestrator.placement import SlotPlan
+from workers.fake_nvml.library import FakeSensorsError
+from workers.fake_nvml.prepare import prepare
+from workers.fake_nvml.script import read_script
+
+
+def check(script: Path, *, is_rehearsal: bool) -> None:
+    """Refuse a script before anything is started for it.
+
+    Raises:
+        UsageError: It cannot be used, or real cards would be taken for cool ones.
+    """
+    if not is_rehearsal:
+        raise UsageError("--fake-sensors only makes sense with --rehearse: real cards have sensors of their own")
+    try:
+        read_script(script)
+    except FakeSensorsError as error:
+        raise UsageError(str(error)) from error
+
+
+def with_sensors(plans: Sequence[SlotPlan], script: Path, folder: Path) -> tuple[SlotPlan, ...]:
+    """Return the slots with workers that read the script; the first node its first card, and so on.
+
+    Args:
+        plans: Every slot.
+        script: What a person wrote.
+        folder: Where the library for it is built.
+
+    Raises:
+        UsageError: It cannot be built.
+    """
+    try:
+        cards = len(read_script(script).cards)
+        folder.mkdir(exist_ok=True)
+        fake = prepare(script, folder)
+    except FakeSensorsError as error:
+        raise UsageError(str(error)) from error
+    except OSError as error:
+        raise UsageError(f"the fake sensors cannot be made ready in {folder}: {error.strerror}") from error
+    nodes = list(dict.fromkeys(plan.spec.node for plan in plans))
+    return tuple(
+        replace(plan, spec=replace(plan.spec, fake_sensors=fake, fake_card=nodes.index(plan.spec.node) % max(1, cards)))
+        for plan in plans
+    )

@@ -1,0 +1,359 @@
+"""How well the thermal governor holds a card's temperature, against the best constant duty and the guides' rule.
+
+Plays them on made-up cards: ambient temperature, cooling, time constants, sensor, fan and the number of workers are
+drawn from a seed, in ranges that fit real cards. Every worker runs a rule of its own on the same temperature, read at
+its own moment. Needs no card, no torch and no real second: the same seed gives the same figures everywhere. Does not
+say how well sleeping between steps keeps a duty (the engine's tests do).
+
+The best constant duty knows the card: the largest one whose readings, noise included, stay below the critical
+temperature once it has settled. What counts is the work after settling; before, the governor is ahead.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from benches.common import Result, progress
+from workers.policy.thermal import SensorsRead, ThermalGovernor, ThermalSettings
+from workers.readings import SensorReading
+
+#: What happens, and how long it takes. A game or warmer air comes after one of the phases and goes after the next.
+SCENES = {"steady": 1800.0, "ambient": 2700.0, "game": 2700.0}
+#: After this part of a phase everything counts as settled.
+SETTLED_S = 600.0
+_PHASE_S = 900.0
+_STEP_S = 0.25
+#: The guides: reduce above this, pause from there until below that.
+_HOT_C, _CRITICAL_C, _RESUME_C, _BOOST_C = 78.0, 83.0, 75.0, 70.0
+
+
+class Rule(Protocol):
+    """Whatever turns temperatures into a duty."""
+
+    def duty(self, temperature_c: float, at_s: float) -> float:
+        """Return the share of time to use the card, 0 for a pause."""
+
+
+class Governed:
+    """The governor, as an engine would use it."""
+
+    def __init__(self) -> None:
+        self._governor = ThermalGovernor(ThermalSettings())
+        self._state = self._governor.initial()
+
+    def duty(self, temperature_c: float, at_s: float) -> float:
+        """Return what it decides."""
+        event = SensorsRead(at_s=at_s, reading=SensorReading(temperature_c=temperature_c))
+        self._state, decision = self._governor.decide(self._state, event)
+        return decision.duty
+
+
+class BangBang:
+    """The guides to the letter: less by a fifth each second above 78 C, more below 70, a pause at 83 until below 75."""
+
+    def __init__(self) -> None:
+        self._duty = 1.0
+        self._paused = False
+
+    def duty(self, temperature_c: float, at_s: float) -> float:  # noqa: ARG002 - it knows no time
+        """Return the duty after another reading."""
+        self._paused = temperature_c >= _CRITICAL_C or (self._paused and temperature_c >= _RESUME_C)
+        if temperature_c > _HOT_C:
+            self._duty = max(0.05, 0.8 * self._duty)
+        elif temperature_c < _BOOST_C:
+            self._duty = min(1.0, self._duty / 0.8)
+        return 0.0 if self._paused else self._duty
+
+
+RULES: dict[str, Callable[[], Rule]] = {"governor": Governed, "guides": BangBang}
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Always the same duty."""
+
+    value: float
+
+    def duty(self, temperature_c: float, at_s: float) -> float:  # noqa: ARG002 - whatever happens
+        """Return it."""
+        return self.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """A card with its cooling, its sensor, and the workers on it. Cooling as one or two masses in a row."""
+
+    seed: int
+    ambient_c: float
+    full_c: float
+    """Where it would end at full load, its fan as slow as it is at rest."""
+    idle_share: float
+    """Of the full power that it takes while nothing runs."""
+    heatsink_s: float
+    """Time constant of all it has, or of the heatsink alone."""
+    die_share: float
+    """Of the whole thermal resistance that lies between die and heatsink; 0: one mass."""
+    die_s: float
+    fan: float
+    """By how much a full fan lowers the thermal resistance."""
+    lag_s: float
+    noise_c: float
+    truncates: bool
+    """Whether the sensor cuts fractions off instead of rounding."""
+    offsets_s: tuple[float, ...]
+    """When in a second each worker looks at the sensor."""
+    slot_duty: float
+    """What each worker is allowed anyway."""
+    fills_gaps: bool
+    """Whether one worker alone would keep the device busy, so that they fill each other's gaps."""
+    game: float
+    """Load of the game, where there is one."""
+    ambient_step_c: float
+
+    def used(self, duties: Sequence[float]) -> float:
+        """Return the share of the device that the workers use."""
+        if self.fills_gaps:
+            return 1.0 - math.prod(1.0 - duty for duty in duties)
+        return statistics.fmean(duties)
+
+
+def draw(seed: int) -> Card:
+    """Return the card of a seed."""
+    chance = random.Random(seed)  # noqa: S311 - to play, not to keep secrets
+    heatsink_s = math.exp(chance.uniform(math.log(10.0), math.log(200.0)))
+    return Card(
+        seed=seed,
+        ambient_c=chance.uniform(18.0, 32.0),
+        full_c=chance.uniform(88.0, 105.0),
+        idle_share=chance.uniform(0.06, 0.15),
+        heatsink_s=heatsink_s,
+        die_share=chance.choice([0.0, chance.uniform(0.15, 0.4)]),
+        die_s=min(chance.uniform(2.0, 8.0), heatsink_s / 2.0),
+        fan=chance.choice([0.0, chance.uniform(0.0, 0.2)]),
+        lag_s=chance.uniform(0.0, 3.0),
+        noise_c=chance.uniform(0.0, 0.3),
+        truncates=chance.random() < 0.5,
+        offsets_s=tuple(chance.random() for _ in range(chance.randint(1, 7))),
+        slot_duty=chance.choice([0.6, 0.7, 0.9, 1.0, 1.0]),
+        fills_gaps=chance.random() < 0.6,
+        game=chance.uniform(0.2, 0.5),
+        ambient_step_c=chance.uniform(3.0, 8.0),
+    )
+
+
+class Heat:
+    """The temperature of a card over time."""
+
+    def __init__(self, card: Card, scene: str) -> None:
+        self._card = card
+        self._scene = scene
+        self._noise = random.Random(card.seed)  # noqa: S311 - to play, not to keep secrets
+        rise_c = (card.full_c - card.ambient_c) * card.idle_share
+        self._die_c = rise_c * card.die_share
+        self._heatsink_c = rise_c - self._die_c
+        self._air = 1.0
+        self._sensed_c = self.die_c = card.ambient_c + rise_c
+
+    def pass_time(self, used: float, at_s: float) -> None:
+        """Let a step pass in which the workers use this share of the device."""
+        card = self._card
+        in_the_middle = _PHASE_S <= at_s < 2.0 * _PHASE_S
+        if in_the_middle and self._scene == "game":
+            used = min(1.0, used + card.game)
+        air_c = card.ambient_step_c if in_the_middle and self._scene == "ambient" else 0.0
+        watts = card.idle_share + (1.0 - card.idle_share) * used
+        # The fan follows the die from 50 to 80 C within some seconds.
+        speed = min(1.0, max(0.0, (self.die_c - 50.0) / 30.0))
+        self._air += (1.0 - card.fan * speed - self._air) * _STEP_S / 8.0
+        rise_c = (card.full_c - card.ambient_c) * watts
+        heatsink_c = air_c + rise_c * (1.0 - card.die_share) * self._air
+        self._heatsink_c += (heatsink_c - self._heatsink_c) * _STEP_S / card.heatsink_s
+        self._die_c += (rise_c * card.die_share - self._die_c) * _STEP_S / card.die_s
+        self.die_c = card.ambient_c + self._heatsink_c + self._die_c
+        self._sensed_c += (self.die_c - self._sensed_c) * min(1.0, _STEP_S / max(_STEP_S, card.lag_s))
+
+    def read(self) -> float:
+        """Return what the sensor says, in whole degrees."""
+        told_c = self._sensed_c + self._noise.gauss(0.0, self._card.noise_c)
+        return float(math.floor(told_c) if self._card.truncates else math.floor(told_c + 0.5))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """A worker looked at the sensor."""
+
+    at_s: float
+    worker: int
+    temperature_c: float
+    duty: float
+    """What its rule answered."""
+    settled: bool
+
+
+@dataclass(slots=True)
+class Course:
+    """What happened on a card."""
+
+    looks: list[Look] = field(default_factory=list)
+    work_s: float = 0.0
+    """Device time of the workers since everything was settled for the first time."""
+    critical_unsettled_s: float = 0.0
+    """Seconds in which the die itself was critical, before everything had settled."""
+    critical_settled_s: float = 0.0
+
+    @property
+    def settled_c(self) -> list[float]:
+        """What was read when everything had settled."""
+        return [look.temperature_c for look in self.looks if look.settled]
+
+    def runs_of(self, worker: int) -> list[list[float]]:
+        """Return what a worker was told, one list for each phase in which everything had settled."""
+        looks = [look for look in self.looks if look.worker == worker]
+        runs = itertools.groupby(looks, key=lambda look: look.settled)
+        return [[look.duty for look in run] for settled, run in runs if settled]
+
+
+def settled(scene: str, at_s: float) -> bool:
+    """Return whether the last change of the scene is long ago."""
+    return (at_s if scene == "steady" else at_s % _PHASE_S) >= SETTLED_S
+
+
+def play(card: Card, scene: str, make: Callable[[], Rule]) -> Course:
+    """Return what happens on a card whose workers all follow a rule."""
+    heat, course = Heat(card, scene), Course()
+    rules = [make() for _ in card.offsets_s]
+    looks_at_s = list(card.offsets_s)
+    duties = [0.0] * len(rules)
+    for number in range(int(SCENES[scene] / _STEP_S)):
+        now_s = number * _STEP_S
+        calm = settled(scene, now_s)
+        for worker, rule in enumerate(rules):
+            if now_s >= looks_at_s[worker]:
+                looks_at_s[worker] += 1.0
+                told_c = heat.read()
+                duty = rule.duty(told_c, now_s)
+                duties[worker] = card.slot_duty * duty
+                course.looks.append(Look(at_s=now_s, worker=worker, temperature_c=told_c, duty=duty, settled=calm))
+        used = card.used(duties)
+        heat.pass_time(used, now_s)
+        critical_s = _STEP_S if heat.die_c >= _CRITICAL_C else 0.0
+        course.work_s += used * _STEP_S if now_s >= SETTLED_S else 0.0
+        course.critical_settled_s += critical_s if calm else 0.0
+        course.critical_unsettled_s += 0.0 if calm else critical_s
+    return course
+
+
+def best_constant(card: Card, scene: str) -> Course:
+    """Return the course under the largest constant duty of which no settled reading is critical."""
+    low, high = 0.0, 1.0
+    best = play(card, scene, partial(Constant, high))
+    if max(best.settled_c) < _CRITICAL_C:
+        return best
+    best = play(card, scene, partial(Constant, low))
+    for _ in range(9):
+        middle = (low + high) / 2.0
+        tried = play(card, scene, partial(Constant, middle))
+        if max(tried.settled_c) < _CRITICAL_C:
+            low, best = middle, tried
+        else:
+            high = middle
+    return best
+
+
+def turns(duties: Sequence[float], noticed: float = 0.05) -> int:
+    """Return how often a duty changed its direction; a change by a smaller share than `noticed` is none."""
+    count, direction, turning = 0, 0, duties[0]
+    for duty in duties:
+        if (duty - turning) * direction > 0.0:
+            turning = duty
+        elif abs(duty - turning) > noticed * max(duty, turning):
+            count += direction != 0
+            direction, turning = (1 if duty > turning else -1), duty
+    return count
+
+
+def judge(card: Card, course: Course, best: Course) -> dict[str, Any]:
+    """Return the figures of a course, beside the best constant duty's on the same card."""
+    runs = [run for worker in range(len(card.offsets_s)) for run in course.runs_of(worker)]
+    outside_s = [look.at_s for look in course.looks if _outside(look) and look.at_s < _PHASE_S]
+    return {
+        "settle_s": max(outside_s, default=0.0),
+        "least_c": min(course.settled_c),
+        "most_c": max(course.settled_c),
+        "outside_settled_pct": 100.0 * statistics.fmean(_outside(look) for look in course.looks if look.settled),
+        "critical_unsettled_s": course.critical_unsettled_s,
+        "critical_settled_s": course.critical_settled_s,
+        "pauses_settled": sum(a > b == 0.0 for run in runs for a, b in itertools.pairwise(run)),
+        "swing": max(max(run) - min(run) for run in runs),
+        "turns_per_min": max(60.0 * turns(run) / len(run) for run in runs),
+        "share": course.work_s / best.work_s if best.work_s else math.inf,
+    }
+
+
+def _outside(look: Look) -> bool:
+    """Whether a card is too hot, paused, or cooler than it needs to be."""
+    needless = look.temperature_c < _HOT_C - 3.0 and look.duty < 0.99
+    return look.temperature_c >= _CRITICAL_C or look.duty <= 0.0 or needless
+
+
+def run(cards: int, first_seed: int) -> Result:
+    """Play the governor and the guides' rule on some cards, in each of the scenes.
+
+    Args:
+        cards: How many, from the first seed on.
+        first_seed: Another one, other cards.
+
+    """
+    figures: dict[str, Any] = {"cards": cards, "first_seed": first_seed}
+    broken: list[str] = []
+    drawn = [draw(seed) for seed in range(first_seed, first_seed + cards)]
+    summaries = []
+    for scene in SCENES:
+        best = [best_constant(card, scene) for card in drawn]
+        for name, rule in RULES.items():
+            progress(f"{scene}: {name}")
+            judged = [judge(card, play(card, scene, rule), known) for card, known in zip(drawn, best, strict=True)]
+            summaries.append({"scene": scene, "rule": name, **_summary(judged)})
+            if scene == "steady":
+                figures[name] = [{**_traits(card), **figure} for card, figure in zip(drawn, judged, strict=True)]
+            if name == "governor":
+                broken += [
+                    f"card {card.seed}, {scene}: {figure['critical_settled_s']:g} s at {_CRITICAL_C:g} C and above"
+                    for card, figure in zip(drawn, judged, strict=True)
+                    if figure["critical_settled_s"]
+                ]
+    figures["summary"] = summaries
+    return Result(bench="thermal", figures=figures, broken=broken)
+
+
+def _traits(card: Card) -> dict[str, Any]:
+    return {
+        "seed": card.seed,
+        "full_c": card.full_c,
+        "heatsink_s": card.heatsink_s,
+        "masses": 2 if card.die_share else 1,
+        "workers": len(card.offsets_s),
+    }
+
+
+def _summary(judged: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the worst of each figure; of the share of the best constant duty, which may be above 1, the mean too."""
+    return {
+        "most_settle_s": max(figure["settle_s"] for figure in judged),
+        "most_c": max(figure["most_c"] for figure in judged),
+        "most_outside_pct": max(figure["outside_settled_pct"] for figure in judged),
+        "most_critical_unsettled_s": max(figure["critical_unsettled_s"] for figure in judged),
+        "most_critical_settled_s": max(figure["critical_settled_s"] for figure in judged),
+        "cards_pausing": sum(figure["pauses_settled"] > 0 for figure in judged),
+        "median_swing": statistics.median(figure["swing"] for figure in judged),
+        "most_turns_per_min": max(figure["turns_per_min"] for figure in judged),
+        "mean_share": statistics.fmean(figure["share"] for figure in judged),
+        "least_share": min(figure["share"] for figure in judged),
+    }

@@ -1,0 +1,247 @@
+"""The check of results: how often it cries wolf, which flipped bits it finds, and what it costs.
+
+False alarms are looked for with fresh operands at every check, of several distributions; products and checks are the
+product's own. Most checks are of small matrices, where a million is a matter of minutes; each size and type is counted
+by itself, and nothing is concluded for those that were not tried.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from benches.common import Result, progress
+from workers.verification import freivalds, repeat
+from workers.verification.check import Check
+from workers.verification.tamper import bit_class, flip_bit
+from workers.verification.tolerance import tolerance
+
+_DTYPES: Final = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+#: Of 1000 checks, how many are of this size. A product in fp16 of more than 64 takes a CPU ten times the others' time.
+_MIX: Final = {64: 800, 128: 170, 256: 26, 512: 3, 1024: 1}
+_MIX_FP16: Final = {64: 990, 128: 9, 256: 1}
+_MIX_CUDA: Final = {64: 500, 256: 250, 1024: 200, 4096: 48, 8192: 2}
+
+#: The workload's own operands, operands whose products never cancel, and rows and columns of very different size.
+_DRAWS: Final = ("normal", "normal", "positive", "scaled")
+
+#: Each this many checks the product is repeated instead.
+_REPEAT_EVERY: Final = 10
+
+#: A flip that changes a result by so many tolerances must be found whatever rounding does: the row passed before, so
+#: rounding takes at most one of them away.
+_SURELY: Final = 2.0
+
+_COST_SIZES: Final = {"cpu": (256, 512, 1024, 2048), "cuda": (1024, 2048, 4096, 8192)}
+_COST_FP16_CPU_MOST: Final = 512
+
+
+@dataclass(slots=True)
+class Bench:
+    """Matrices of one type and size: operands, two places for results, scratch."""
+
+    name: str
+    n: int
+    device: torch.device
+    generator: torch.Generator
+    matrices: torch.Tensor = field(init=False)
+    scratch: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Take the memory, and have fp32 computed as the name says from now on."""
+        if self.device.type == "cuda":
+            torch.set_float32_matmul_precision("high" if self.name == "tf32" else "highest")
+        self.matrices = torch.empty((4, self.n, self.n), dtype=_DTYPES[self.name], device=self.device)
+        roomy = freivalds.least_scratch(self.n) + self.n * self.n
+        self.scratch = torch.empty(roomy, dtype=torch.float64, device=self.device)
+
+    def draw(self, how: str) -> None:
+        """Make new operands and their product."""
+        left, right, result, _ = self.matrices
+        if how == "positive":
+            self.matrices[:2].uniform_(0.5, 1.5, generator=self.generator)
+        else:
+            self.matrices[:2].normal_(generator=self.generator)
+        if how == "scaled":
+            scales = torch.randint(-4, 5, (2, self.n, 1), generator=self.generator, device=self.device)
+            self.matrices[:2].mul_(torch.exp2(scales.to(self.matrices.dtype)))
+        torch.mm(left, right, out=result)
+
+    def freivalds(self, seed: int) -> Check:
+        """Check the product."""
+        left, right, result, _ = self.matrices
+        return freivalds.freivalds(left, right, result, self.scratch, seed)
+
+    def repeat(self) -> Check:
+        """Repeat the product and compare."""
+        left, right, result, again = self.matrices
+        torch.mm(left, right, out=again)
+        check = repeat.same_bits(result, again, self.scratch)
+        if check is None:
+            raise RuntimeError("torch summed the same product in different orders, with memory to spare")
+        return check
+
+
+def row_tolerances(left: torch.Tensor, right: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Return the change of one element of each row that is at the edge of what is tolerated."""
+    allowed = tolerance(result.dtype, len(result), result.device.type)
+    sizes = result.double().square().sum(dim=1)
+    spreads = left.double().square() @ right.double().square().sum(dim=1)
+    return (allowed.stored * sizes + allowed.summed * spreads.maximum(sizes) + allowed.least).sqrt()
+
+
+def run(checks: int, flips: int, seed: int, device_name: str, dtypes: list[str]) -> Result:
+    """Check `checks` right products, and for each bit of each type `flips` products with that bit flipped.
+
+    Args:
+        checks: Right products, over all types, sizes and distributions.
+        flips: Wrong ones for each bit.
+        seed: Of everything drawn.
+        device_name: `cpu` (with one thread) or `cuda`.
+        dtypes: Of `fp32`, `bf16`, `fp16`, and on a card `tf32`.
+    """
+    device = torch.device(device_name)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    broken: list[str] = []
+    alarms = _false_alarms(checks, seed, device, dtypes, broken)
+    found = [row for dtype in dtypes for row in _flips(flips, seed, device, dtype, broken)]
+    cost = [row for dtype in dtypes for row in _cost(device, dtype)]
+    figures = {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "torch": str(torch.__version__),
+        "checks": sum(row["checks"] for row in alarms),
+        "false_alarms": sum(row["false_alarms"] for row in alarms),
+        "largest_ratio": max(row["largest_ratio"] for row in alarms),
+        "rounds": alarms,
+        "flips": found,
+        "cost": cost,
+    }
+    return Result(bench="verify", figures=figures, broken=broken)
+
+
+def _false_alarms(
+    checks: int, seed: int, device: torch.device, dtypes: list[str], broken: list[str]
+) -> list[dict[str, Any]]:
+    chance = random.Random(seed)  # noqa: S311 - repeatable is what is wanted
+    generator = torch.Generator(device=device).manual_seed(seed)
+    rows: list[dict[str, Any]] = []
+    done = 0
+    for name in dtypes:
+        mix = _MIX_CUDA if device.type == "cuda" else _MIX_FP16 if name == "fp16" else _MIX
+        for n, of_1000 in mix.items():
+            bench = Bench(name=name, n=n, device=device, generator=generator)
+            count = max(len(_DRAWS), round(checks / len(dtypes) * of_1000 / 1000))
+            kinds: Counter[str] = Counter()
+            largest, alarms, began_s = 0.0, 0, time.perf_counter()
+            for number in range(count):
+                how = _DRAWS[number % len(_DRAWS)]
+                bench.draw(how)
+                check = bench.repeat() if number % _REPEAT_EVERY == 0 else bench.freivalds(chance.getrandbits(40))
+                kinds[check.kind] += 1
+                largest = max(largest, check.worst)
+                if not check.ok:
+                    alarms += 1
+                    broken.append(f"a right product was refused: {name}, {how}: {check.kind}: {check.detail}")
+            done += count
+            rows.append(
+                {
+                    "dtype": name,
+                    "size": n,
+                    "checks": count,
+                    "freivalds": kinds["freivalds"],
+                    "repeat": kinds["repeat"],
+                    "false_alarms": alarms,
+                    "largest_ratio": largest,
+                    "took_s": time.perf_counter() - began_s,
+                }
+            )
+            progress(f"{done} checks, {name} {n}: largest ratio {largest:.3f}")
+    return rows
+
+
+def _flips(flips: int, seed: int, device: torch.device, name: str, broken: list[str]) -> list[dict[str, Any]]:
+    """Flip each bit of a type `flips` times, in products of the smallest and of a middling size."""
+    chance = random.Random(seed)  # noqa: S311 - repeatable is what is wanted
+    generator = torch.Generator(device=device).manual_seed(seed)
+    dtype = _DTYPES[name]
+    counts: Counter[tuple[str, str]] = Counter()
+    for n in (64, 256):
+        bench = Bench(name=name, n=n, device=device, generator=generator)
+        bench.draw("normal")
+        left, right, result, _ = bench.matrices
+        edges = row_tolerances(left, right, result).tolist()
+        for bit in range(8 * dtype.itemsize):
+            kind = bit_class(dtype, bit)
+            for _ in range(flips):
+                index = chance.randrange(n * n)
+                before = result.view(-1)[index].item()
+                flip_bit(result, index, bit)
+                change = abs(result.view(-1)[index].item() - before) / edges[index // n]
+                by_freivalds = not bench.freivalds(chance.getrandbits(40)).ok
+                by_repeat = not bench.repeat().ok
+                flip_bit(result, index, bit)
+                # What is no number any more has changed without measure.
+                sure = not math.isfinite(change) or change >= _SURELY
+                outcome = {"all": True, "freivalds": by_freivalds, "repeat": by_repeat, "large": sure}
+                counts.update((kind, what) for what, happened in outcome.items() if happened)
+                counts[kind, "large_found"] += sure and by_freivalds
+                if sure and not by_freivalds:
+                    broken.append(f"{name}: Freivalds missed bit {bit}, a change of {change:.1f} tolerances, n {n}")
+                if not by_repeat:
+                    broken.append(f"{name}: the repeat missed bit {bit}, n {n}")
+    return [
+        {
+            "dtype": name,
+            "bits": kind,
+            "flips": counts[kind, "all"],
+            "by_freivalds": counts[kind, "freivalds"] / counts[kind, "all"],
+            "by_repeat": counts[kind, "repeat"] / counts[kind, "all"],
+            "large": counts[kind, "large"] / counts[kind, "all"],
+            "large_by_freivalds": counts[kind, "large_found"] / max(1, counts[kind, "large"]),
+        }
+        for kind in ("sign", "exponent", "fraction")
+    ]
+
+
+def _cost(device: torch.device, name: str) -> list[dict[str, Any]]:
+    """Time checks against products, the best of a few each."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    rows = []
+    for n in _COST_SIZES[device.type]:
+        if device.type == "cpu" and name == "fp16" and n > _COST_FP16_CPU_MOST:
+            continue
+        bench = Bench(name=name, n=n, device=device, generator=generator)
+        bench.draw("normal")
+        left, right, _, again = bench.matrices
+        product_s = _best_s(device, lambda: torch.mm(left, right, out=again))  # noqa: B023 - called at once
+        freivalds_s = _best_s(device, lambda: bench.freivalds(1))  # noqa: B023 - the same
+        repeat_s = _best_s(device, bench.repeat)
+        rows.append(
+            {
+                "dtype": name,
+                "size": n,
+                "product_s": product_s,
+                "freivalds_in_products": freivalds_s / product_s,
+                "repeat_in_products": repeat_s / product_s,
+            }
+        )
+    return rows
+
+
+def _best_s(device: torch.device, work: Any) -> float:  # noqa: ANN401 - whatever it returns is dropped
+    best_s = math.inf
+    for _ in range(4):  # the first one loads kernels
+        began_s = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best_s = min(best_s, time.perf_counter() - began_s)
+    return best_s

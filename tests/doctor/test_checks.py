@@ -1,0 +1,300 @@
+"""Each check of one machine, in tables: what is wrong, the verdict, and what the user is told to type."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.budget import GIB
+from orchestrator.doctor.checks_card import check_cards
+from orchestrator.doctor.checks_environment import check_environment, composed
+from orchestrator.doctor.checks_host import check_disk, check_host
+from orchestrator.doctor.checks_torch import check_torch
+from orchestrator.doctor.finding import Finding, Verdict, exit_code, versions
+from tests.doctor.scene import CPU_TORCH, CUDA_TORCH, card, laptop, workstation, wsl
+from workers.facts import Holder, MachineFacts, TorchFacts
+
+OK, SKIP, WARN, FAIL = Verdict.OK, Verdict.SKIP, Verdict.WARN, Verdict.FAIL
+
+
+def examine(facts: MachineFacts, *, workers: int = 7, mode: str = "duty") -> tuple[Finding, ...]:
+    return (
+        *check_cards(facts),
+        *check_torch(facts),
+        *check_host(facts, workers=workers, compute_share_mode=mode),
+        *check_environment(facts),
+    )
+
+
+def only(findings: tuple[Finding, ...], check: str) -> Finding:
+    (found,) = [finding for finding in findings if finding.check == check]
+    return found
+
+
+def test_a_good_machine_with_a_card_is_all_right() -> None:
+    findings = examine(workstation())
+    assert {finding.verdict for finding in findings} == {OK, SKIP}
+    assert only(findings, "card").found == (
+        "#0 NVIDIA GeForce RTX 3090, 23.69 GiB, 71 TFLOP/s in fp16, 936 GB/s, in cluster.yaml: rtx-3090"
+    )
+
+
+def test_a_machine_without_a_card_is_told_that_nothing_is_wrong() -> None:
+    findings = examine(laptop())
+    assert exit_code(findings) == 0
+    found = only(findings, "card")
+    assert found.verdict is WARN
+    assert "no NVIDIA card in this PC. Nothing is wrong" in found.found
+    assert found.fix == "python -m orchestrator run --rehearse --duration 1"
+    assert found.hint is not None
+    assert "a PC with an NVIDIA card, its driver and a torch for CUDA" in found.hint
+    assert [finding for finding in findings if finding.verdict is WARN] == [found]
+
+
+@pytest.mark.parametrize(
+    ("facts", "check", "verdict", "words", "fix"),
+    [
+        (laptop(pci_cards=1), "card", FAIL, "driver does not answer", "sudo ubuntu-drivers install && sudo reboot"),
+        (laptop(pci_cards=1, has_nouveau=True), "card", FAIL, "nouveau", "sudo ubuntu-drivers install && sudo reboot"),
+        (laptop(pci_cards=1), "nvml", FAIL, "Not Found", "sudo ubuntu-drivers install && sudo reboot"),
+        (
+            laptop(nvml_error="RM has detected an NVML/RM version mismatch.", pci_cards=1),
+            "nvml", FAIL, "updated while it was in use", "sudo reboot",
+        ),
+        (wsl(cards=(), nvml_error="not found", torch=CPU_TORCH), "card", WARN, "WSL2 shows no", "wsl --shutdown"),
+        (workstation(cards=(), card_errors=("card 0 is lost",)), "card", FAIL, "card 0 is lost", "sudo reboot"),
+        (
+            workstation(cards=(card(visible=False),), environment=(("CUDA_VISIBLE_DEVICES", ""),)),
+            "card", FAIL, "hides every one", "unset CUDA_VISIBLE_DEVICES",
+        ),
+        (workstation(torch=CPU_TORCH), "torch", FAIL, "never use the card", "python -m pip uninstall torch"),
+        (workstation(torch=TorchFacts(error="No module 'torch'")), "torch", FAIL, "No module", "make setup"),
+        (workstation(torch=replace(CUDA_TORCH, version="2.7.1")), "torch", FAIL, "too old", "make setup"),
+        (
+            workstation(torch=replace(CUDA_TORCH, cuda="13.0"), driver="550.54", driver_cuda=(12, 4)),
+            "torch", FAIL, "built for CUDA 13.0, but driver 550.54 runs CUDA up to 12.4",
+            "sudo ubuntu-drivers install && sudo reboot",
+        ),
+        (workstation(driver_cuda=(12, 2)), "torch", OK, "sees the card", None),
+        (
+            workstation(torch=replace(CUDA_TORCH, available=False, error="CUDA unknown error")),
+            "torch", FAIL, "CUDA unknown error", "sudo rmmod nvidia_uvm && sudo modprobe nvidia_uvm",
+        ),
+        (
+            workstation(cards=(card(compute_capability=(6, 1)),)),
+            "kernels", FAIL, "6.1", "python -m pip uninstall torch",
+        ),
+        (workstation(cards=(card(compute_capability=(12, 1)),)), "kernels", OK, "has kernels", None),
+        (workstation(cards=(card(compute_capability=(13, 0)),)), "kernels", WARN, "takes minutes", None),
+        (workstation(cards=(card(compute_capability=None),)), "kernels", SKIP, "does not tell", None),
+        (
+            workstation(cards=(card(persistence=False),)),
+            "persistence", WARN, "lets go of an idle card",
+            "sudo systemctl enable --now nvidia-persistenced || sudo nvidia-smi -pm 1",
+        ),
+        (workstation(cards=(card(persistence=False, display=True),)), "persistence", OK, "stays loaded", None),
+        (wsl(cards=(card(persistence=False),)), "persistence", SKIP, "Windows", None),
+        (wsl(), "platform", WARN, "WSL2", None),
+        (laptop(system="darwin"), "platform", FAIL, "workers need Linux", None),
+        (laptop(ray=None), "ray", FAIL, "not installed", "make setup"),
+        (laptop(ray="2.40.0"), "ray", FAIL, "too old", "make setup"),
+        (laptop(python="3.10.4"), "python", FAIL, "too old", "make setup PYTHON=python3.11"),
+        (laptop(ram_available_bytes=3 * GIB), "ram", WARN, "3.0 of 32.0 GiB", "ps aux --sort=-rss | head"),
+        (laptop(shm_total_bytes=64 * 2**20), "shm", WARN, "0.06 GiB", "sudo mount -o remount,size=2G /dev/shm"),
+        (laptop(shm_total_bytes=2 * GIB), "shm", OK, "2.00 GiB", None),
+        (laptop(shm_total_bytes=None), "shm", SKIP, "no /dev/shm", None),
+        (
+            laptop(cpu_governors=("powersave",)),
+            "cpu_governor", WARN, "lowest clock", "sudo cpupower frequency-set -g schedutil",
+        ),
+        (
+            laptop(cpu_governors=("powersave",), cpu_scaling_driver="intel_pstate"),
+            "cpu_governor", OK, "powersave", None,
+        ),
+        (laptop(cpu_governors=()), "cpu_governor", SKIP, "does not tell", None),
+    ],
+)  # fmt: skip
+def test_one_thing_is_wrong(facts: MachineFacts, check: str, verdict: Verdict, words: str, fix: str | None) -> None:
+    found = only(examine(facts), check)
+    assert (found.verdict, found.fix) == (verdict, fix)
+    assert words in found.found
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "verdict"),
+    [
+        (("sm_80",), (8, 6), OK),
+        (("sm_86",), (8, 0), FAIL),
+        (("sm_90a",), (9, 0), OK),
+        (("sm_90a",), (9, 1), FAIL),
+        (("sm_100", "sm_120"), (12, 0), OK),
+        (("sm_75", "compute_75"), (8, 6), WARN),
+        (("compute_90",), (8, 6), FAIL),
+        (("nonsense", "sm_", "compute_x"), (8, 6), FAIL),
+    ],
+)
+def test_kernels_run_on_later_minor_versions_and_are_compiled_for_later_major_ones(
+    architectures: tuple[str, ...], capability: tuple[int, int], verdict: Verdict
+) -> None:
+    torch = replace(CUDA_TORCH, architectures=architectures)
+    facts = workstation(torch=torch, cards=(card(compute_capability=capability),))
+    assert only(examine(facts), "kernels").verdict is verdict
+
+
+def test_driver_and_library_are_named() -> None:
+    findings = examine(workstation())
+    assert only(findings, "driver").found == "580.65.06, runs CUDA up to 13.0"
+    assert only(findings, "nvml").found == "answers for 1 card"
+    assert only(examine(laptop()), "driver").found == "none answers"
+    assert only(examine(laptop()), "torch").found == "2.13.0+cpu, built for the processor"
+    assert only(examine(laptop(torch=CUDA_TORCH)), "torch").found == "2.13.0+cu128, built for CUDA 12.8"
+
+
+@pytest.mark.parametrize(
+    ("workers", "words"), [(7, "7 workers take about 7 GiB"), (0, "a few workers take about 2 GiB")]
+)  # fmt: skip
+def test_little_memory_is_counted_in_workers(workers: int, words: str) -> None:
+    found = only(examine(laptop(ram_available_bytes=GIB), workers=workers), "ram")
+    assert found.hint is not None
+    assert found.hint.startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("facts", "mode", "verdict", "fix"),
+    [
+        (workstation(), "duty", SKIP, None),
+        (workstation(), "mps", FAIL, "nvidia-cuda-mps-control -d"),
+        (workstation(mps_daemon=True), "mps", OK, None),
+        (workstation(mps_daemon=True), "duty", OK, None),
+        (wsl(), "mps", FAIL, None),
+        (laptop(), "mps", SKIP, None),
+    ],
+)
+def test_mps_is_asked_for_and_may_not_be_there(
+    facts: MachineFacts, mode: str, verdict: Verdict, fix: str | None
+) -> None:
+    found = only(examine(facts, mode=mode), "mps")
+    assert (found.verdict, found.fix) == (verdict, fix)
+
+
+def test_who_holds_the_card_is_named_with_what_it_holds() -> None:
+    holders = (
+        Holder(pid=900, name="Xorg", used_bytes=GIB // 2),
+        Holder(pid=4711, name="game.exe", used_bytes=9 * GIB),
+        Holder(pid=5, name=None, used_bytes=None),
+    )
+    found = only(examine(workstation(cards=(card(used_bytes=10 * GIB, holders=holders),))), "vram")
+    assert found.verdict is WARN
+    assert found.found == (
+        "card #0: 13.69 GiB free of 23.69; held by game.exe (pid 4711, 9.00 GiB), Xorg (pid 900, 0.50 GiB), "
+        "unknown (pid 5)"
+    )
+
+
+def test_workers_of_a_run_under_way_are_no_strangers() -> None:
+    holders = tuple(Holder(pid=pid, name="ray::WorkerActor.run_slice", used_bytes=3 * GIB) for pid in range(7))
+    assert only(examine(workstation(cards=(card(used_bytes=21 * GIB, holders=holders),))), "vram").verdict is OK
+
+
+def test_one_lost_card_does_not_hide_the_other() -> None:
+    findings = [found for found in examine(workstation(card_errors=("card 1 is lost",))) if found.check == "card"]
+    assert [found.verdict for found in findings] == [FAIL, OK]
+
+
+def test_a_card_that_is_in_no_table_is_described_by_formula() -> None:
+    ti = card(name="NVIDIA GeForce RTX 3070 Ti", total_bytes=8 * GIB, cores=6144, max_sm_clock_mhz=1770,
+              max_memory_clock_mhz=9501, bus_width_bits=256)  # fmt: skip
+    assert only(examine(workstation(cards=(ti,))), "card").found == (
+        "#0 NVIDIA GeForce RTX 3070 Ti, 8.00 GiB, 43 TFLOP/s in fp16, 608 GB/s, in cluster.yaml: rtx-3070-ti"
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "environment", "right", "warnings"),
+    [
+        (workstation, {}, "", 0),
+        (workstation, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "expandable_segments:True", 0),
+        (workstation, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64", 1),
+        (wsl, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "", 1),
+        (
+            wsl,
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:64,roundup_power2_divisions:16"},
+            "max_split_size_mb:64,roundup_power2_divisions:16",
+            2,
+        ),
+        (wsl, {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, "expandable_segments:False", 0),
+        (wsl, {"PYTORCH_ALLOC_CONF": " max_split_size_mb:64 , "}, "max_split_size_mb:64", 0),
+    ],
+)
+def test_allocator_settings_are_composed_for_the_platform(
+    make: type, environment: dict[str, str], right: str, warnings: int
+) -> None:
+    facts = make(environment=tuple(environment.items()))
+    assert composed(facts) == right
+    found = [finding for finding in check_environment(facts) if finding.check == "allocator"]
+    assert sum(finding.verdict is WARN for finding in found) == warnings
+    for finding in found[:warnings]:
+        assert finding.fix is not None
+        assert (f"export PYTORCH_ALLOC_CONF={right}" if right else "unset PYTORCH_ALLOC_CONF") in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("PYTORCH_CUDA_MEMCHECK", "1", "test suite"),
+        ("TORCH_USE_CUDA_DSA", "1", "building PyTorch"),
+        ("CUDA_LAUNCH_BLOCKING", "1", "slow"),
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", "every cap with it"),
+        ("NVIDIA_TF32_OVERRIDE", "1", "workload.dtype: tf32"),
+    ],
+)
+def test_what_old_guides_recommend_is_named(name: str, value: str, words: str) -> None:
+    found = only(examine(workstation(environment=((name, value),))), "variables")
+    assert (found.verdict, found.fix) == (WARN, f"unset {name}")
+    assert found.found.startswith(f"{name}={value}: ")
+    assert words in found.found
+
+
+def test_a_setting_that_switches_something_harmful_off_is_right() -> None:
+    assert only(examine(workstation(environment=(("CUDA_LAUNCH_BLOCKING", "0"),))), "variables").verdict is OK
+
+
+def test_two_unlike_cards_want_an_order() -> None:
+    two = (card(), card(index=1, uuid="GPU-2", name="NVIDIA GeForce RTX 3070"))
+    found = only(examine(workstation(cards=two)), "device_order")
+    assert (found.verdict, found.fix) == (WARN, "export CUDA_DEVICE_ORDER=PCI_BUS_ID")
+    ordered = workstation(cards=two, environment=(("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),))
+    assert only(examine(ordered), "device_order").verdict is OK
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "verdict"), [(None, SKIP), (10**12, OK), (500 * 2**20, WARN), (2**20, FAIL)]
+)  # fmt: skip
+def test_the_disk_of_run_folders(free_bytes: int | None, verdict: Verdict) -> None:
+    assert check_disk(free_bytes).verdict is verdict
+
+
+def test_every_failure_says_what_to_do() -> None:
+    """Broken in every way at once: each FAIL has a command, or a hint where no command does it."""
+    broken = laptop(
+        system="win32", python="3.9.0", ray="1.0", torch=TorchFacts(), pci_cards=2, card_errors=("card 1 is lost",)
+    )
+    failures = [found for found in examine(broken, mode="mps") if found.verdict is FAIL]
+    assert len(failures) >= 6
+    assert all(found.fix or found.hint for found in failures)
+
+
+def test_no_finding_names_a_package_index() -> None:
+    """Which index pip asks is the user's own setting."""
+    for facts in (laptop(pci_cards=1), workstation(torch=CPU_TORCH), wsl(driver_cuda=(11, 0))):
+        text = " ".join(f"{found.found} {found.hint} {found.fix}" for found in examine(facts))
+        assert not re.search(r"p[y]pi|download\.|index-u[r]l|https?:", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"), [("2.13.0+cu128", (2, 13, 0)), ("2.9.0rc1", (2, 9, 0)), ("", ()), (None, ()), ("dev", ())]
+)
+def test_versions_are_read_as_far_as_they_are_numbers(text: str | None, numbers: tuple[int, ...]) -> None:
+    assert versions(text) == numbers

@@ -1,0 +1,173 @@
+"""cluster.yaml against what nodes really have, and what concerns several nodes at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.budget import GIB
+from orchestrator.config import Config, NodeConfig, load_config
+from orchestrator.doctor.answer import NodeAnswer, PortFacts, TokenFacts
+from orchestrator.doctor.checks_cluster import check_nodes, check_port, check_token
+from orchestrator.doctor.checks_plan import check_plan
+from orchestrator.doctor.finding import Finding, Verdict
+from orchestrator.placement import Missing, Refusal
+from tests.doctor.scene import CPU_TORCH, card, laptop, workstation
+from workers.facts import Holder, MachineFacts
+
+OK, SKIP, WARN, FAIL = Verdict.OK, Verdict.SKIP, Verdict.WARN, Verdict.FAIL
+
+SHIPPED = load_config(str(Path(__file__).parents[2] / "cluster.yaml"))
+PC1 = SHIPPED.nodes["pc1"]
+
+SMALL_CARD = card(name="NVIDIA GeForce RTX 3070", total_bytes=round(7.67 * GIB))
+CPU_NODE = NodeConfig(gpu="cpu", gpus=0, workers=4, vram_per_worker_gib=1.0)
+
+
+@pytest.mark.parametrize(
+    ("plan", "facts", "verdicts", "words"),
+    [
+        (PC1, workstation(), [OK], "pc1: 7 workers x 3.33 GiB on 1 x rtx-3090, which it has"),
+        (PC1, laptop(), [FAIL], "cluster.yaml gives pc1 1 x rtx-3090, but no NVIDIA card answers there"),
+        (PC1.model_copy(update={"gpus": 2}), workstation(), [FAIL], "but 1 answer there"),
+        (PC1, workstation(cards=(SMALL_CARD,)), [FAIL, WARN], "7 workers x 3.33 GiB = 23.31 GiB, but 0.99 of"),
+        (
+            PC1.model_copy(update={"workers": 2}), workstation(cards=(SMALL_CARD,)), [WARN],
+            "has a NVIDIA GeForce RTX 3070 with 7.67 GiB, of which cluster.yaml believes 23.69",
+        ),
+        (
+            PC1, workstation(cards=(card(used_bytes=5 * GIB, holders=(Holder(pid=1, name="game", used_bytes=None),)),)),
+            [WARN], "its workers want 23.31 GiB of card #0, and 18.69 GiB are free",
+        ),
+        (
+            PC1,
+            workstation(cards=(card(used_bytes=22 * GIB, holders=(Holder(pid=1, name="ray::Wo", used_bytes=None),)),)),
+            [OK], "which it has",
+        ),
+        (CPU_NODE, laptop(), [OK], "pc1: 4 workers x 1 GiB on the processor, which it has"),
+        (CPU_NODE, laptop(ram_available_bytes=2 * GIB), [FAIL], "= 4.00 GiB, and 2.00 GiB of memory are free"),
+        (CPU_NODE, workstation(), [WARN], "lets pc1 work on its processor, and it has a NVIDIA GeForce RTX 3090"),
+    ],
+)  # fmt: skip
+def test_a_plan_against_the_machine(plan: NodeConfig, facts: MachineFacts, verdicts: list[Verdict], words: str) -> None:
+    found = list(check_plan("pc1", plan, facts, is_sure=True))
+    assert [finding.verdict for finding in found] == verdicts
+    assert words in found[0].found
+
+
+def test_a_machine_that_may_be_another_one_is_only_warned() -> None:
+    (found,) = check_plan("pc1", PC1, laptop(), is_sure=False)
+    assert found.verdict is WARN
+    assert found.found.endswith("(if this PC is meant)")
+
+
+def test_a_plan_that_does_not_fit_says_what_would() -> None:
+    found = next(iter(check_plan("pc1", PC1, workstation(cards=(SMALL_CARD,)), is_sure=True)))
+    assert found.hint == "in cluster.yaml: at most 2 workers, or vram_per_worker_gib <= 1.08"
+
+
+def answer(name: str | None = "pc1", **changes: Any) -> NodeAnswer:  # noqa: ANN401 - any field of the answer
+    plain = NodeAnswer(
+        name=name, address="192.168.1.10", facts=workstation(), clock_offset_s=0.004, clock_error_s=0.001
+    )
+    return replace(plain, **changes)
+
+
+def nodes(*answers: NodeAnswer, missing: tuple[Refusal, ...] = (), config: Config = SHIPPED) -> dict[str, Finding]:
+    found = check_nodes(config, "192.168.1.10:6379", missing, answers)
+    return {f"{finding.node}/{finding.check}": finding for finding in found}
+
+
+def test_two_good_nodes() -> None:
+    found = nodes(answer(), answer("pc2", address="192.168.1.11"))
+    assert {finding.verdict for finding in found.values()} == {OK}
+    assert found["None/nodes"].found == "2 planned nodes there, with the CPUs and GPUs planned"
+    assert found["pc2/clock"].found == "0.004 s ahead of this PC's, give or take 0.001 s"
+
+
+def test_a_missing_node_comes_with_the_exact_command() -> None:
+    absent = Refusal(node="pc2", missing=Missing.NODE, text="no live node has the label node=pc2")
+    found = nodes(answer(), missing=(absent,))["pc2/nodes"]
+    assert found.verdict is FAIL
+    assert found.fix is not None
+    assert "ray start --address=192.168.1.10:6379 --labels=node=pc2 --num-cpus=12 --num-gpus=1" in found.fix
+
+
+def test_a_node_that_does_not_answer_is_a_failure() -> None:
+    found = nodes(answer(facts=None, error="ModuleNotFoundError: No module named 'workers'"))["pc1/answer"]
+    assert found.verdict is FAIL
+    assert "No module named 'workers'" in found.found
+    assert found.hint is not None
+
+
+@pytest.mark.parametrize(
+    ("offset_s", "error_s", "verdict", "words"),
+    [
+        (0.5, 0.01, OK, "0.500 s ahead"),
+        (-3.0, 0.01, WARN, "3.000 s behind"),
+        (1.2, 0.5, OK, "give or take 0.500 s"),
+        (None, None, SKIP, "could not be compared"),
+    ],
+)
+def test_clocks(offset_s: float | None, error_s: float | None, verdict: Verdict, words: str) -> None:
+    found = nodes(answer(clock_offset_s=offset_s, clock_error_s=error_s))["pc1/clock"]
+    assert found.verdict is verdict
+    assert words in found.found
+
+
+def test_a_door_that_does_not_open_is_named() -> None:
+    found = nodes(answer(unreachable=("192.168.1.11:40001",)))["pc1/network"]
+    assert found.verdict is FAIL
+    assert "192.168.1.11:40001" in found.found
+
+
+def test_nodes_that_no_plan_knows() -> None:
+    found = nodes(answer(None), answer("pc7"))
+    assert "has no label" in found["192.168.1.10/nodes"].found
+    assert "cluster.yaml has no node pc7" in found["pc7/nodes"].found
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict", "words"),
+    [
+        ({"python": "3.12.1"}, FAIL, "Python differs: pc1 has 3.11, pc2 has 3.12"),
+        ({"python": "3.11.9"}, OK, "the same on every node"),
+        ({"ray": "2.59.0"}, FAIL, "Ray differs: pc1 has 2.60.0, pc2 has 2.59.0"),
+        ({"project": None}, FAIL, "this project differs: pc1 has 0.1.0, pc2 has none"),
+        ({"torch": replace(CPU_TORCH, version="2.12.0+cpu")}, WARN, "torch differs: pc1 has 2.13.0, pc2 has 2.12.0"),
+        ({"torch": CPU_TORCH}, OK, "the same on every node"),
+    ],
+)
+def test_versions_that_differ(change: dict[str, Any], verdict: Verdict, words: str) -> None:
+    found = nodes(answer(), answer("pc2", facts=workstation(**change)))["None/versions"]
+    assert found.verdict is verdict
+    assert words in found.found
+
+
+TOKEN = TokenFacts(path="/home/me/.ray/auth_token", exists=True, from_environment=False, mode=0o600)
+
+
+@pytest.mark.parametrize(
+    ("auth", "token", "is_needed", "verdict", "fix"),
+    [
+        ("token", TOKEN, True, OK, None),
+        ("token", replace(TOKEN, mode=0o644), True, WARN, "chmod 600 /home/me/.ray/auth_token"),
+        ("token", replace(TOKEN, exists=False, mode=None), True, FAIL, None),
+        ("token", replace(TOKEN, exists=False, mode=None), False, SKIP, None),
+        ("token", replace(TOKEN, exists=False, mode=None, from_environment=True), True, OK, None),
+        ("none", TOKEN, True, WARN, None),
+    ],
+)
+def test_the_token(auth: str, token: TokenFacts, is_needed: bool, verdict: Verdict, fix: str | None) -> None:
+    found = check_token(auth, token, is_needed=is_needed)
+    assert (found.verdict, found.fix) == (verdict, fix)
+
+
+def test_a_port_that_is_taken_says_by_whom() -> None:
+    assert check_port(PortFacts(port=6379, taken=False)).verdict is OK
+    found = check_port(PortFacts(port=6379, taken=True, holder="redis-server (pid 812)"))
+    assert found.verdict is WARN
+    assert "6379 is taken by redis-server (pid 812)" in found.found

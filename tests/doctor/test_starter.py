@@ -1,0 +1,181 @@
+"""What `init` writes: for any machine it loads, fits, plans, and explains every key."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from orchestrator.budget import GIB, MAX_WORKERS_PER_CARD, node_budget, overbooked
+from orchestrator.config import Config, NodeConfig, config_from_text
+from orchestrator.doctor.checks_plan import check_plan
+from orchestrator.doctor.finding import Verdict
+from orchestrator.init_verb import template
+from orchestrator.placement import Ground, plan_slots
+from orchestrator.planning import plan_text
+from orchestrator.starter import NodeChoice, choose, render
+from tests.doctor.scene import card, laptop, workstation, wsl
+from workers.facts import CardFacts, Holder, MachineFacts
+
+ROOT = Path(__file__).parents[2]
+
+NAMES = (
+    "NVIDIA GeForce RTX 3060", "NVIDIA GeForce RTX 3070", "NVIDIA GeForce RTX 3070 Laptop GPU",
+    "NVIDIA GeForce RTX 3090", "NVIDIA GeForce RTX 4090", "NVIDIA GeForce GTX 1080", "NVIDIA H100 80GB HBM3",
+    "NVIDIA H200", "3070", "null", "1e5", "Ünïcode: {card} #1", "",
+)  # fmt: skip
+
+CARDS = st.builds(
+    card,
+    name=st.sampled_from(NAMES) | st.text(max_size=80),
+    total_bytes=st.integers(min_value=2**20, max_value=2**43)
+    | st.sampled_from([8, 12, 24, 80, 141]).flatmap(
+        lambda gib: st.integers(int(0.88 * gib * GIB), int(1.02 * gib * GIB))
+    ),
+    compute_capability=st.none() | st.sampled_from([(6, 1), (7, 5), (8, 6), (8, 9), (9, 0), (12, 0)]),
+    display=st.none() | st.booleans(),
+    visible=st.booleans(),
+    holders=st.sampled_from([(), (Holder(pid=1, name="Xorg", used_bytes=None),)]),
+)
+MACHINES = st.builds(
+    workstation,
+    cards=st.lists(CARDS, max_size=6).map(tuple),
+    is_wsl=st.booleans(),
+    cores_logical=st.integers(min_value=1, max_value=4096),
+    cores_physical=st.none() | st.integers(min_value=1, max_value=2048),
+    ram_available_bytes=st.integers(min_value=0, max_value=2**45),
+)
+
+
+def written(*machines: MachineFacts) -> tuple[str, Config, list[NodeChoice]]:
+    choices = [choose(facts) for facts in machines]
+    text = render(template(), {f"pc{at}": choice for at, choice in enumerate(choices, start=1)})
+    return text, config_from_text(text, "mine.yaml"), choices
+
+
+@given(MACHINES)
+@example(workstation(cards=(card(total_bytes=GIB),)))
+@example(workstation(cards=tuple(card(index=at, total_bytes=2**43) for at in range(6))))
+@example(laptop(ram_available_bytes=0, cores_logical=1, cores_physical=None))
+def test_for_any_machine_the_file_loads_fits_and_plans(facts: MachineFacts) -> None:
+    _, config, (choice,) = written(facts)
+    node = config.nodes["pc1"]
+    assert node == choice.config
+    assert overbooked(node) is None
+    assert len(plan_slots(config, Ground())) == node.workers
+    assert plan_text(config)
+    usable = [found for found in facts.visible_cards if found.total_bytes >= GIB]
+    assert node.gpus == len(usable)
+    if usable:
+        # It also fits what the smallest card really has, whatever the table of known cards believes.
+        real_gib = min(found.total_bytes for found in usable) / GIB
+        assert overbooked(node.model_copy(update={"vram_gib": min(4096.0, real_gib)})) is None
+        assert node_budget("pc1", node, config).workers_per_card <= MAX_WORKERS_PER_CARD
+    else:
+        assert node.gpu == "cpu"
+
+
+@given(st.lists(MACHINES, min_size=1, max_size=4))
+def test_every_key_of_the_first_node_is_explained_and_all_other_keys_keep_their_comments(
+    machines: list[MachineFacts],
+) -> None:
+    text, _, _ = written(*machines)
+    lines = text.splitlines()
+    first = lines[lines.index("  pc1:") + 1 :][: 2 * len(NodeConfig.model_fields) + 20]
+    for key in NodeConfig.model_fields:
+        at = next(at for at, line in enumerate(first) if line.startswith(f"    {key}: "))
+        assert first[at - 1].startswith("    # "), key
+    after = template()[template().index("\nworkload:") :]
+    assert text.rstrip("\n").endswith(after.rstrip("\n"))
+
+
+def test_the_reference_pair_is_found_as_the_guides_have_it() -> None:
+    pc2 = card(name="NVIDIA GeForce RTX 3070", total_bytes=round(7.67 * GIB), display=True)
+    _, config, _ = written(workstation(), workstation(cards=(pc2,)))
+    shipped = config_from_text(template(), "shipped").nodes
+    for name in ("pc1", "pc2"):
+        fields = ("gpu", "gpus", "workers", "gpu_share", "vram_per_worker_gib", "memory_fraction", "size", "dtype",
+                  "vram_gib")  # fmt: skip
+        assert {key: getattr(config.nodes[name], key) for key in fields} == {
+            key: getattr(shipped[name], key) for key in fields
+        }
+    assert config.nodes["pc1"].cpus_per_worker == 16 // 7
+
+
+@pytest.mark.parametrize(
+    ("facts", "workers", "fraction", "why"),
+    [
+        (workstation(), 7, 0.99, None),
+        (workstation(cards=(card(display=True),)), 6, 0.85, "A screen is driven by this card"),
+        (workstation(cards=(card(holders=(Holder(pid=1, name="Xorg", used_bytes=1),)),)), 6, 0.85, "xorg draws on"),
+        (wsl(), 6, 0.85, "Windows and its desktop"),
+        (workstation(cards=(card(total_bytes=20 * GIB),)), 6, 0.90, None),
+    ],
+)
+def test_a_desktop_on_the_card_is_left_a_part_of_it(
+    facts: MachineFacts, workers: int, fraction: float, why: str | None
+) -> None:
+    text, config, _ = written(facts)
+    node = config.nodes["pc1"]
+    assert (node.workers, node.memory_fraction) == (workers, fraction)
+    if why is None:
+        assert "is left to it" not in text
+    else:
+        assert why in text
+
+
+def test_two_unlike_cards_are_planned_by_the_smaller_one() -> None:
+    small = card(index=1, name="NVIDIA GeForce RTX 3070", total_bytes=round(7.67 * GIB))
+    _, config, _ = written(workstation(cards=(card(), small)))
+    node = config.nodes["pc1"]
+    assert (node.gpus, node.gpu, node.vram_gib) == (2, "rtx-3070", 7.66)
+    assert node.workers == 2 * 2
+
+
+def test_an_old_card_gets_the_type_it_is_fast_at() -> None:
+    old = card(name="NVIDIA GeForce GTX 1080", total_bytes=8 * GIB, compute_capability=(6, 1))
+    assert written(workstation(cards=(old,)))[1].nodes["pc1"].dtype == "fp32"
+
+
+def test_without_a_card_workers_go_to_the_processor_and_the_file_says_so() -> None:
+    text, config, (choice,) = written(laptop())
+    node = config.nodes["pc1"]
+    assert (node.gpu, node.gpus, node.workers, node.vram_per_worker_gib) == ("cpu", 0, 8, 1.0)
+    assert "# No NVIDIA card was found: workers run on the processor." in text
+    assert choice.summary == "no NVIDIA card: 8 workers x 1.00 GiB on the processor"
+    assert [found.verdict for found in check_plan("pc1", node, laptop(), is_sure=True)] == [Verdict.OK]
+
+
+@pytest.mark.parametrize(
+    ("ram_gib", "cores", "workers", "each_gib"),
+    [(24, 8, 8, 1.0), (4, 8, 8, 0.25), (2, 8, 4, 0.25), (8, 2, 2, 1.0), (0, 8, 1, 0.01)],
+)
+def test_half_of_the_free_memory_goes_to_workers_on_a_processor(
+    ram_gib: int, cores: int, workers: int, each_gib: float
+) -> None:
+    node = choose(laptop(ram_available_bytes=ram_gib * GIB, cores_physical=cores)).config
+    assert (node.workers, node.vram_per_worker_gib) == (workers, each_gib)
+
+
+def test_no_number_of_the_reference_pair_is_left_in_the_nodes() -> None:
+    unknown = card(name="NVIDIA GeForce RTX 5090", total_bytes=31 * GIB)
+    text, _, _ = written(workstation(cards=(unknown,)))
+    nodes = text[text.index("\nnodes:") : text.index("\nworkload:")]
+    assert not re.search(r"3\.33|23\.31|56 on|0\.99|3090 really|4 x 1\.7", nodes)
+    assert "7 x 3.98 = 27.86 of the 31.00 GiB that this card shows (90%)." in nodes
+    assert "7 x 2 = 14 on this PC" in nodes
+
+
+def test_what_a_card_calls_itself_cannot_break_the_file() -> None:
+    hostile: CardFacts = card(name="RTX\nnodes: {}\n\x1b[31m")
+    text, config, _ = written(workstation(cards=(hostile,)))
+    assert list(config.nodes) == ["pc1"]
+    assert "\x1b" not in text
+
+
+def test_the_packaged_template_is_the_file_at_the_root() -> None:
+    """`init` needs it where no checkout is. After a change: cp cluster.yaml orchestrator/cluster.yaml."""
+    assert template() == (ROOT / "cluster.yaml").read_text(encoding="utf-8")

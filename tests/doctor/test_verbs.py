@@ -1,0 +1,158 @@
+"""`doctor` and `init` from outside, on this machine as it is and without a cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator import hardware
+from orchestrator.config import load_config
+
+ROOT = Path(__file__).parents[2]
+
+without_card = pytest.mark.skipif(bool(hardware.cards()), reason="judges a machine without a card")
+
+pytestmark = pytest.mark.torch  # torch is asked in a process of its own
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Start every command in an empty folder, where no cluster of anybody is found."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "FORCE_COLOR", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("COLUMNS", "80")
+    return tmp_path
+
+
+def orchestrator(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "orchestrator", *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def report_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert report["exit_code"] == done.returncode
+    return report
+
+
+def found(report: dict[str, Any], check: str) -> list[dict[str, Any]]:
+    return [row for row in report["findings"] if row["check"] == check]
+
+
+@without_card
+def test_a_newcomer_without_card_cluster_or_file_is_not_failed() -> None:
+    done = orchestrator("doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no Ray cluster runs on this machine; only this machine was looked at" in " ".join(done.stdout.split())
+    assert "python -m orchestrator init" in done.stdout
+    assert "\x1b" not in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+@without_card
+def test_the_way_from_nothing_to_a_checked_configuration(nowhere: Path) -> None:
+    first = orchestrator("init")
+    assert first.returncode == 0, first.stderr
+    assert "written to cluster.yaml" in first.stdout
+    assert list(load_config("cluster.yaml").nodes) == ["pc1"]
+    report = report_of(orchestrator("doctor", "--json"))
+    assert report["exit_code"] == 0
+    (plan,) = found(report, "plan")
+    assert plan["verdict"] == "ok"
+    assert orchestrator("plan").returncode == 0
+
+    Path("cluster.yaml").write_text("mine")
+    again = orchestrator("init")
+    assert again.returncode == 2
+    assert again.stderr.strip() == (
+        "cluster.yaml is there already; --force replaces it, --output FILE writes to another place"
+    )
+    assert Path("cluster.yaml").read_text() == "mine"
+    assert orchestrator("init", "--force").returncode == 0
+    assert list(load_config("cluster.yaml").nodes) == ["pc1"]
+    assert sorted(path.name for path in nowhere.iterdir()) == ["cluster.yaml"], "no temporary file stays"
+
+
+def test_a_place_that_cannot_be_written_to_is_said() -> None:
+    done = orchestrator("init", "--output", "no/such/folder/mine.yaml")
+    assert done.returncode == 2
+    assert done.stderr.strip() == "no/such/folder/mine.yaml cannot be written: No such file or directory"
+
+
+def test_a_typing_error_is_a_finding_and_the_machine_is_checked_all_the_same() -> None:
+    text = (ROOT / "cluster.yaml").read_text(encoding="utf-8")
+    Path("cluster.yaml").write_text(text.replace("workers: 7", "wrokers: 7"), encoding="utf-8")
+    report = report_of(orchestrator("doctor", "--json"))
+    assert report["exit_code"] == 1
+    wrong = [row for row in found(report, "config") if "wrokers" in row["found"]]
+    assert wrong[0]["verdict"] == "fail"
+    assert "did you mean workers?" in wrong[0]["found"]
+    assert wrong[0]["fix"].startswith("${EDITOR:-nano} +")
+    assert found(report, "torch")[0]["verdict"] == "ok"
+
+
+def test_a_file_that_is_not_there_can_be_made() -> None:
+    report = report_of(orchestrator("doctor", "--json", "--config", "mine.yaml"))
+    (config,) = found(report, "config")
+    assert (config["verdict"], config["fix"]) == ("fail", "python -m orchestrator init --output mine.yaml")
+
+
+def test_a_machine_that_is_said_to_be_a_node_is_compared_with_it() -> None:
+    shutil.copy(ROOT / "cluster.yaml", "cluster.yaml")
+    (silent,) = found(report_of(orchestrator("doctor", "--json")), "plan")
+    assert silent["verdict"] == "skip"
+    assert "--node NAME" in silent["found"]
+    (said,) = found(report_of(orchestrator("doctor", "--json", "--node", "pc1")), "plan")
+    assert said["verdict"] in {"ok", "fail"}
+    refused = orchestrator("doctor", "--node", "pc9")
+    assert refused.returncode == 2
+    assert refused.stderr.strip() == "cluster.yaml has no node 'pc9'; valid: pc1, pc2"
+
+
+def test_a_port_that_somebody_has_is_found() -> None:
+    shutil.copy(ROOT / "cluster.yaml", "cluster.yaml")
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        report = report_of(orchestrator("doctor", "--json", "--set", f"cluster.port={port}"))
+    (row,) = found(report, "port")
+    assert row["verdict"] == "warn"
+    assert f"{port} is taken by" in row["found"]
+    assert f"(pid {os.getpid()})" in row["found"]
+
+
+def test_a_named_head_that_cannot_be_reached_is_a_failure() -> None:
+    shutil.copy(ROOT / "cluster.yaml", "cluster.yaml")
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        port = nobody.getsockname()[1]
+        report = report_of(orchestrator("doctor", "--json", "--set", f"cluster.address=127.0.0.1:{port}"))
+    (row,) = found(report, "cluster")
+    assert row["verdict"] == "fail"
+    assert f"the Ray head at 127.0.0.1:{port} cannot be reached" in row["found"]
+
+
+def test_neither_verb_loads_torch_in_this_process() -> None:
+    probe = (
+        "import sys; sys.argv[:] = ['orchestrator', *sys.argv[1:]]\n"
+        "from orchestrator.cli import main\n"
+        "try:\n    main()\nfinally:\n    print(sorted({'torch', 'ray'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe, "doctor", "--json"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stderr.strip().endswith("[]")

@@ -1,0 +1,133 @@
+"""The thermal governor in a closed loop with made-up cards that fit real ones; drawn afresh under HYPOTHESIS_FRESH=1.
+
+The cards, their sensors and what counts as settled are those of `benches.thermal`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from benches.thermal import (  # noqa: E402 - the scripts are in no package
+    BangBang,
+    Card,
+    Course,
+    Governed,
+    best_constant,
+    draw,
+    judge,
+    play,
+    turns,
+)
+
+FIRST = random.SystemRandom().randrange(10**6) if os.environ.get("HYPOTHESIS_FRESH") else 1
+SEEDS = tuple(range(FIRST, FIRST + 10))
+
+#: One worker on a card of one mass; fast and slow; and the other extreme of both kinds of sharing.
+PLAIN = replace(draw(1), full_c=100.0, ambient_c=25.0, die_share=0.0, fan=0.0, lag_s=1.0, noise_c=0.1, slot_duty=1.0)
+EXTREMES = {
+    "fast, alone": replace(PLAIN, heatsink_s=10.0, lag_s=3.0, full_c=105.0, offsets_s=(0.5,)),
+    "slow, alone": replace(PLAIN, heatsink_s=200.0, full_c=105.0, offsets_s=(0.5,)),
+    "fast, seven": replace(PLAIN, heatsink_s=10.0, fills_gaps=True, offsets_s=tuple(n / 7 for n in range(7))),
+    "slow, seven": replace(PLAIN, heatsink_s=200.0, fills_gaps=True, offsets_s=tuple(n / 7 for n in range(7))),
+    "fast, seven that add up": replace(
+        PLAIN, heatsink_s=10.0, fills_gaps=False, offsets_s=tuple(n / 7 for n in range(7))
+    ),
+    "light die": replace(PLAIN, heatsink_s=100.0, die_share=0.4, die_s=2.0, lag_s=3.0, offsets_s=(0.1, 0.6)),
+}
+
+
+@cache
+def governed(seed: int, scene: str) -> tuple[Course, dict[str, Any]]:
+    """Play a drawn card once for all tests."""
+    course = play(draw(seed), scene, Governed)
+    return course, judge(draw(seed), course, course)
+
+
+def calm(card: Card, figures: dict[str, Any]) -> None:
+    """Assert what must hold on a settled card."""
+    assert figures["critical_settled_s"] == 0.0, card
+    assert figures["pauses_settled"] == 0, card
+    assert figures["outside_settled_pct"] == 0.0, card
+    assert figures["turns_per_min"] <= 0.5, card
+    assert figures["most_c"] < 83.0, card
+
+
+@pytest.mark.parametrize("scene", ["steady", "ambient"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_drawn_card_settles_in_the_band_and_stays(seed: int, scene: str) -> None:
+    _, figures = governed(seed, scene)
+    calm(draw(seed), figures)
+    assert figures["settle_s"] < 600.0
+    assert figures["critical_unsettled_s"] <= 15.0
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_an_extreme_card_settles_in_the_band_and_stays(name: str) -> None:
+    card = EXTREMES[name]
+    course = play(card, "steady", Governed)
+    figures = judge(card, course, course)
+    calm(card, figures)
+    assert figures["least_c"] >= 78.0
+    assert figures["critical_unsettled_s"] <= 15.0
+
+
+def test_it_loses_less_than_three_percent_against_the_best_constant_duty() -> None:
+    shares = []
+    for seed in SEEDS:
+        course, figures = governed(seed, "steady")
+        best = best_constant(draw(seed), "steady")
+        if figures["least_c"] >= 75.0:  # the others never need a governor
+            shares.append(course.work_s / best.work_s)
+    assert len(shares) >= 3
+    assert min(shares) > 0.97
+    assert statistics.fmean(shares) > 0.98
+
+
+@pytest.mark.parametrize("seed", SEEDS[:6])
+def test_a_game_that_comes_and_goes_is_given_way_and_forgotten(seed: int) -> None:
+    card = draw(seed)
+    course, figures = governed(seed, "game")
+    assert figures["critical_settled_s"] == 0.0
+    assert figures["critical_unsettled_s"] <= 30.0, "a pause is all that a worker can do about somebody else's heat"
+    looks = [look for look in course.looks if look.settled]
+    before = [look.duty for look in looks if look.at_s < 900.0]
+    after = [look.duty for look in looks if look.at_s > 1800.0]
+    assert card.used([card.slot_duty * statistics.fmean(after)] * len(card.offsets_s)) > 0.9 * card.used(
+        [card.slot_duty * statistics.fmean(before)] * len(card.offsets_s)
+    ), "what the game took comes back"
+
+
+def test_a_game_that_alone_is_too_hot_leaves_the_workers_paused_or_at_the_floor() -> None:
+    card = replace(EXTREMES["slow, alone"], game=0.95)
+    course = play(card, "game", Governed)
+    during = [look.duty for look in course.looks if 1000.0 < look.at_s < 1800.0]
+    assert statistics.fmean(during) < 0.06
+    assert [look.duty for look in course.looks][-1] > 0.5
+
+
+def test_the_guides_rule_fails_what_the_governor_must_pass() -> None:
+    """Otherwise the cards would be too easy to prove anything."""
+    card = EXTREMES["slow, seven"]
+    course = play(card, "steady", BangBang)
+    figures = judge(card, course, course)
+    assert figures["share"] == 1.0
+    assert figures["outside_settled_pct"] > 20.0
+
+
+def test_turns_counts_changes_of_direction_that_matter() -> None:
+    assert turns([1.0, 0.9, 0.8, 0.7]) == 0
+    assert turns([1.0, 0.9, 1.0, 0.9, 1.0]) == 3
+    assert turns([1.0, 0.99, 1.0, 0.99, 1.0]) == 0
+    assert turns([0.5, 0.4, 0.41, 0.4, 0.3, 0.5]) == 1

@@ -1,0 +1,124 @@
+"""The pace of a sampler, its minute of throttling, and computers without a card."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.readings import THROTTLE_ALARMS, SensorReading, Throttle
+from workers.sampler import Sampler, ThrottleWindow, open_sampler, package_reading
+
+
+class Thermometer:
+    """Something to look at; counts the looks."""
+
+    def __init__(self, *readings: SensorReading) -> None:
+        self.readings = list(readings)
+        self.looked_at: list[float] = []
+        self.closed = False
+
+    def read(self, now_s: float) -> SensorReading:
+        self.looked_at.append(now_s)
+        return self.readings.pop(0) if self.readings else SensorReading(temperature_c=50.0)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_sensors_are_read_once_a_second_however_often_somebody_asks() -> None:
+    thermometer = Thermometer()
+    sampler = Sampler(thermometer)
+    told = [sampler.sample_if_due(tenth / 10) for tenth in range(35)]
+    assert thermometer.looked_at == [0.0, 1.0, 2.0, 3.0]
+    assert [tenth for tenth, reading in enumerate(told) if reading is not None] == [0, 10, 20, 30]
+    sampler.close()
+    assert thermometer.closed
+
+
+def test_who_asks_late_gets_one_reading_and_no_more() -> None:
+    thermometer = Thermometer()
+    sampler = Sampler(thermometer, every_s=5.0)
+    assert [sampler.sample_if_due(now_s) is not None for now_s in (1e6, 1e6 + 60, 1e6 + 61, 1e6 + 65)] == [
+        True,
+        True,
+        False,
+        True,
+    ]
+
+
+def test_a_lost_card_says_nothing_but_that() -> None:
+    sampler = Sampler(Thermometer(SensorReading(throttle_bits=Throttle.HARDWARE_THERMAL), SensorReading(lost=True)))
+    first, second = sampler.sample_if_due(0.0), sampler.sample_if_due(1.0)
+    assert first is not None
+    assert first.throttle_pct == 100.0
+    assert second == SensorReading(lost=True)
+
+
+def test_a_minute_in_which_nobody_told_has_no_share() -> None:
+    window = ThrottleWindow()
+    assert window.add(0.0, None) is None
+    assert window.add(1.0, Throttle.POWER_BRAKE) == 100.0
+    assert window.add(2.0, None) == 100.0
+    assert window.add(60.9, None) == 100.0
+    assert window.add(61.0, None) is None
+
+
+@given(st.lists(st.tuples(st.floats(0, 40), st.none() | st.integers(0, 2**11 - 1)), max_size=60))
+def test_the_share_is_that_of_the_samples_of_the_last_minute(samples: list[tuple[float, int | None]]) -> None:
+    window, seen, now_s = ThrottleWindow(), [], 0.0
+    for pause_s, bits in samples:
+        now_s += pause_s
+        seen.append((now_s, bits))
+        recent = [bits for at_s, bits in seen if now_s - at_s < 60 and bits is not None]
+        expected = 100.0 * sum(bits & THROTTLE_ALARMS != 0 for bits in recent) / len(recent) if recent else None
+        assert window.add(now_s, bits) == expected
+
+
+class Sensor(NamedTuple):
+    """What psutil tells of one sensor, as far as it is read."""
+
+    label: str
+    current: float
+    critical: float | None = None
+
+
+@pytest.mark.parametrize(
+    ("chips", "temperature_c", "margin_c"),
+    [
+        ({}, None, None),
+        ({"nvme": [Sensor("Composite", 41.0, 85.0)], "acpitz": [Sensor("", 27.8)]}, None, None),
+        (
+            {"coretemp": [Sensor("Core 0", 99.0, 100.0), Sensor("Package id 0", 61.0, 100.0)], "k10temp": []},
+            61.0,
+            39.0,
+        ),
+        ({"coretemp": [Sensor("Package id 0", 61.0, 100.0), Sensor("Package id 1", 72.0, 105.0)]}, 72.0, 33.0),
+        ({"k10temp": [Sensor("Tctl", 80.0), Sensor("Tdie", 70.0), Sensor("Tccd1", 66.0)]}, 70.0, None),
+        ({"k10temp": [Sensor("Tctl", 80.0), Sensor("Tccd1", 66.0)]}, 80.0, None),
+        ({"cpu_thermal": [Sensor("", 55.5)]}, 55.5, None),
+    ],
+)
+def test_the_processor_is_as_warm_as_its_package(
+    chips: Mapping[str, list[Sensor]], temperature_c: float | None, margin_c: float | None
+) -> None:
+    assert package_reading(chips) == SensorReading(temperature_c=temperature_c, margin_c=margin_c)
+
+
+def test_a_computer_without_a_card_tells_what_its_system_tells() -> None:
+    sampler = open_sampler("cpu")
+    reading = sampler.sample_if_due(0.0)
+    sampler.close()
+    assert reading is not None
+    now = package_reading(psutil.sensors_temperatures())
+    assert (reading.temperature_c is None) == (now.temperature_c is None)
+    assert (reading.power_w, reading.throttle_pct, reading.lost) == (None, None, False)
+
+
+def test_other_devices_have_no_sensors() -> None:
+    with pytest.raises(ValueError, match="'tpu'; valid: cuda, cpu"):
+        open_sampler("tpu")

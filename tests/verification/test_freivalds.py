@@ -1,0 +1,266 @@
+"""Freivalds' test and the bitwise repeat: right products pass, wrong ones do not, and which of the two finds what."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers.verification import freivalds as freivalds_module
+from workers.verification import repeat
+from workers.verification.check import Check
+from workers.verification.freivalds import freivalds, least_scratch
+from workers.verification.tamper import bit_class, flip_any_bit, flip_bit
+from workers.verification.tolerance import LIMIT, VECTORS, tolerance
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DRAWS = ["normal", "positive", "scaled", "zero rows", "zero", "whole numbers", "identity"]
+
+
+class Product:
+    """Operands of one type and kind, their product, a second place, and scratch."""
+
+    def __init__(self, dtype: torch.dtype, n: int, how: str = "normal", seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.left, self.right, self.result, self.again = torch.empty((4, n, n), dtype=dtype)
+        for operand in (self.left, self.right):
+            operand.normal_(generator=generator)
+            if how == "positive":
+                operand.abs_().add_(0.5)
+            elif how == "scaled":
+                operand.mul_(torch.exp2(torch.randint(-5, 6, (n, 1), generator=generator)).to(dtype))
+            elif how == "zero rows":
+                operand[::3] = 0.0
+            elif how == "zero":
+                operand.zero_()
+            elif how == "whole numbers":
+                operand.mul_(2).round_()
+            elif how == "identity":
+                operand.copy_(torch.eye(n))
+        torch.mm(self.left, self.right, out=self.result)
+        self.scratch = torch.full((least_scratch(n) + n * n,), math.nan, dtype=torch.float64)
+
+    def freivalds(self, seed: int = 0) -> Check:
+        return freivalds(self.left, self.right, self.result, self.scratch, seed)
+
+    def repeat(self) -> Check | None:
+        torch.mm(self.left, self.right, out=self.again)
+        return repeat.same_bits(self.result, self.again, self.scratch)
+
+    def tolerated(self) -> torch.Tensor:
+        """Return the change of one element of each row that is at the edge of what is tolerated."""
+        allowed = tolerance(self.result.dtype, len(self.result), "cpu")
+        sizes = self.result.double().square().sum(dim=1)
+        spreads = self.left.double().square() @ self.right.double().square().sum(dim=1)
+        return (allowed.stored * sizes + allowed.summed * spreads.maximum(sizes) + allowed.least).sqrt()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [8, 17, 64, 96])
+@pytest.mark.parametrize("how", DRAWS)
+def test_a_right_product_passes_whatever_the_operands(dtype: torch.dtype, n: int, how: str) -> None:
+    for seed in range(5):
+        product = Product(dtype, n, how, seed)
+        check = product.freivalds(seed)
+        assert check.ok, check.detail
+        assert check == Check(kind="freivalds", ok=True, worst=check.worst, detail=f"{n} x {n} {str(dtype)[6:]}")
+        again = product.repeat()
+        assert again is not None
+        assert (again.kind, again.ok, again.worst) == ("repeat", True, 0.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_tolerance_is_tight(dtype: torch.dtype) -> None:
+    """The largest of 256 rows lies within a factor of 5 of it: 8 residuals each, whose mean square may be 11.5."""
+    assert 0.2 < Product(dtype, 256 if dtype is not torch.float16 else 128).freivalds().worst < 1.0
+
+
+def test_the_limit_is_what_its_docstring_says() -> None:
+    assert VECTORS / 2 * (math.log(LIMIT) + 1 - LIMIT) == pytest.approx(math.log(1e-14))
+    assert 11 < LIMIT < 12
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("how", DRAWS)
+def test_the_errors_are_no_larger_than_their_model(dtype: torch.dtype, how: str) -> None:
+    """S_i^2 of the docstring, against the errors themselves: in the mean of the rows, and nearly in each."""
+    for n in (64, 128):
+        product = Product(dtype, n, how)
+        exact = product.left.double() @ product.right.double()
+        errors = (product.result.double() - exact).square().sum(dim=1)
+        ratios = errors / (product.tolerated().square() / LIMIT)
+        assert ratios.mean() <= 1.0
+        assert ratios.max() <= 1.6
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_flip_beyond_the_tolerance_is_found(dtype: torch.dtype, seed: int) -> None:
+    """Rounding takes at most one tolerance away from a change, as the row passed before; so from two on it is sure."""
+    n = 64
+    product = Product(dtype, n, seed=seed)
+    edges = product.tolerated().tolist()
+    chances = torch.Generator().manual_seed(seed)
+    large: set[str] = set()
+    for bit in range(torch.finfo(dtype).bits):
+        for index in torch.randint(n * n, (6,), generator=chances).tolist():
+            before = product.result.view(-1)[index].item()
+            flip_bit(product.result, index, bit)
+            change = abs(product.result.view(-1)[index].item() - before) / edges[index // n]
+            check = product.freivalds(bit)
+            if not change < 2.0:  # or no number at all
+                large.add(bit_class(dtype, bit))
+                assert not check.ok, f"bit {bit} of {before}: {change} tolerances"
+                assert f"row {index // n}:" in check.detail
+                assert check.worst > 1.0
+            elif change < 1e-3:
+                assert check.ok
+            flip_bit(product.result, index, bit)
+    assert large >= {"sign", "exponent"}
+    assert product.freivalds().ok, "every flip was taken back"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_repeat_finds_every_flip(dtype: torch.dtype) -> None:
+    n = 64
+    product = Product(dtype, n)
+    product.result[5, 6] = 0.0  # whose sign changes nothing in value
+    torch.mm(product.left, product.right, out=product.again)
+    product.result[5, 6] = product.again[5, 6]
+    for bit in range(torch.finfo(dtype).bits):
+        for index in (0, 5 * n + 6, n * n - 1):
+            flip_bit(product.result, index, bit)
+            check = product.repeat()
+            assert check is not None
+            assert not check.ok
+            assert check.worst == math.inf
+            assert f"row {index // n}:" in check.detail
+            flip_bit(product.result, index, bit)
+    check = product.repeat()
+    assert check is not None
+    assert check.ok
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_no_number_is_an_error_at_once(dtype: torch.dtype, wrong: float) -> None:
+    product = Product(dtype, 64)
+    product.result[17, 3] = wrong
+    check = product.freivalds()
+    assert not check.ok
+    assert check.worst == math.inf
+    assert "row 17:" in check.detail
+
+
+@settings(max_examples=40)
+@given(row=st.integers(0, 63), seed=st.integers(0, 2**32), of_other_rows=st.booleans())
+def test_a_row_of_another_product_is_found(row: int, seed: int, of_other_rows: bool) -> None:
+    product = Product(torch.bfloat16, 64, seed=seed % 100)
+    if of_other_rows:
+        product.result[row] = product.result[row - 1].clone()
+    else:
+        product.result[row].zero_()
+    check = product.freivalds(seed)
+    assert not check.ok
+    assert f"row {row}:" in check.detail
+
+
+def test_a_repeated_error_passes_the_repeat_and_not_freivalds() -> None:
+    product = Product(torch.float32, 64)
+    wrong = product.result.clone()
+    wrong[9] *= 1.001
+    product.result.copy_(wrong)
+    again = wrong.clone()
+    check = repeat.same_bits(product.result, again, product.scratch)
+    assert check is not None
+    assert check.ok
+    assert not product.freivalds().ok
+
+
+def test_products_summed_in_different_orders_are_not_compared() -> None:
+    """What MKL does when it gets no memory for its buffers."""
+    product = Product(torch.float32, 128)
+    other = product.left[:, :64] @ product.right[:64] + product.left[:, 64:] @ product.right[64:]
+    assert not torch.equal(other, product.result)
+    assert repeat.same_bits(product.result, other, product.scratch) is None
+    assert product.freivalds().ok
+
+
+class TestScratch:
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_any_that_is_large_enough_gives_the_same(self, dtype: torch.dtype) -> None:
+        product = Product(dtype, 96)
+        flip_bit(product.result, 1000, 12)
+        wholly = product.freivalds()
+        for rows in (1, 2, 7, 95):
+            product.scratch = torch.full(
+                (least_scratch(96) + (rows - 1) * (96 + VECTORS + 2),), math.nan, dtype=torch.float64
+            )
+            piecewise = product.freivalds()
+            assert piecewise.worst == pytest.approx(wholly.worst, rel=1e-6)
+            assert (piecewise.ok, piecewise.detail) == (wholly.ok, wholly.detail)
+
+    def test_matrices_with_fewer_rows_than_vectors_are_refused(self) -> None:
+        product = Product(torch.float32, VECTORS - 1)
+        with pytest.raises(ValueError, match="at least 8 rows, not 7"):
+            product.freivalds()
+
+    def test_too_little_is_refused(self) -> None:
+        product = Product(torch.float32, 64)
+        product.scratch = product.scratch[: least_scratch(64) - 1]
+        with pytest.raises(ValueError, match="do not hold a row"):
+            product.freivalds()
+        with pytest.raises(ValueError, match="do not hold a row"):
+            repeat.same_bits(product.result, product.again, product.scratch[: repeat.least_scratch(64) - 1])
+
+    def test_nothing_but_it_is_written(self) -> None:
+        product = Product(torch.float32, 64)
+        before = [matrix.clone() for matrix in (product.left, product.right, product.result)]
+        product.freivalds()
+        product.repeat()
+        for matrix, old in zip((product.left, product.right, product.result), before, strict=True):
+            assert torch.equal(matrix, old)
+
+    def test_vector_by_vector_gives_the_same_as_at_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The way taken on a card."""
+        chunk, vectors = torch.randn(5, 96, dtype=torch.float64), torch.randn(VECTORS, 96, dtype=torch.float64)
+        for less in (False, True):
+            ways = []
+            for one_by_one in (False, True):
+                monkeypatch.setattr(freivalds_module, "_ONE_BY_ONE", {"cpu": one_by_one})
+                out = torch.ones(VECTORS, 5, dtype=torch.float64)
+                freivalds_module._images(chunk, vectors, out, less=less)
+                ways.append(out)
+            assert torch.allclose(*ways, rtol=1e-12, atol=1e-12)
+
+
+class TestFlip:
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_twice_is_nothing(self, dtype: torch.dtype) -> None:
+        tensor = torch.randn(4, 5).to(dtype)
+        before = tensor.clone()
+        for bit in range(torch.finfo(dtype).bits):
+            flip_bit(tensor, 13, bit)
+            changed = (tensor != before).view(-1)
+            assert changed.nonzero().tolist() == [[13]]
+            flip_bit(tensor, 13, bit)
+        assert torch.equal(tensor, before)
+
+    def test_the_classes_of_the_bits(self) -> None:
+        classes = {dtype: [bit_class(dtype, bit) for bit in range(torch.finfo(dtype).bits)] for dtype in DTYPES}
+        for dtype, fraction, exponent in ((DTYPES[0], 23, 8), (DTYPES[1], 7, 8), (DTYPES[2], 10, 5)):
+            assert classes[dtype] == ["fraction"] * fraction + ["exponent"] * exponent + ["sign"]
+
+    def test_a_bit_that_is_not_there_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="has bits 0 to 15, not 16"):
+            flip_bit(torch.zeros(2, dtype=torch.float16), 0, 16)
+
+    @given(seed=st.integers(0, 2**40))
+    def test_any_bit_says_which(self, seed: int) -> None:
+        tensor = torch.ones(6, 7, dtype=torch.float32)
+        words = flip_any_bit(tensor, seed)
+        ((row, column),) = (tensor != 1.0).nonzero().tolist()
+        assert words.endswith(f"of row {row}, column {column}")

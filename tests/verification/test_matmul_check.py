@@ -1,0 +1,139 @@
+"""The check as matmul does it: between steps, in the types a device really uses, without memory of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from workers.verification.tamper import bit_class, flip_bit
+from workers.workloads.base import StepResult, Workload, WorkloadContext
+from workers.workloads.matmul import Matmul, matrix_bytes
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+KINDS = ["freivalds", "repeat"]
+
+
+def stepped(dtype: torch.dtype, *, size: int = 128, places: float = 4.0, steps: int = 1) -> Matmul:
+    """Return the workload after a few steps, with a ring of so many places."""
+    workload = Matmul(WorkloadContext(device=CPU, dtype=dtype, seed=7))
+    workload.resize(int((2 + places) * matrix_bytes(size, dtype)))
+    for _ in range(steps):
+        workload.step(size, 1)
+    return workload
+
+
+def latest(workload: Matmul) -> torch.Tensor:
+    assert workload._tensors is not None
+    result = workload._tensors.latest
+    assert result is not None
+    return result
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("size", "places"), [(64, 4.0), (64, 9.3), (128, 2.0), (192, 2.5), (192, 3.0), (512, 2.0)])
+def test_every_result_of_the_ring_passes_both_kinds(dtype: torch.dtype, size: int, places: float) -> None:
+    if dtype is torch.float16 and size > 192:
+        pytest.skip("a CPU multiplies fp16 very slowly")
+    workload = stepped(dtype, size=size, places=places, steps=0)
+    for seed in range(12):
+        workload.step(size, 1)
+        check = workload.check(seed)
+        assert check is not None
+        assert check.ok, check.detail
+        assert check.kind == KINDS[seed % 2]
+        assert check.worst < 1.0
+
+
+@pytest.mark.parametrize("places", [1.5, 1.0])
+def test_a_ring_of_one_place_gets_freivalds_if_the_claim_leaves_room(places: float) -> None:
+    workload = stepped(torch.float32, size=256, places=places)
+    for seed in (0, 1):
+        check = workload.check(seed)
+        assert (check is not None) == (places > 1.0)
+        assert check is None or (check.kind, check.ok) == ("freivalds", True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("places", [2.0, 4.0])
+def test_every_flipped_sign_or_exponent_is_found_by_one_or_the_other(dtype: torch.dtype, places: float) -> None:
+    workload = stepped(dtype, size=128, places=places, steps=0)
+    left_to_repeat = 0
+    for bit in range(torch.finfo(dtype).bits):
+        if bit_class(dtype, bit) == "fraction":
+            continue
+        for seed in range(4):
+            workload.step(128, 1)
+            index = (seed * 5077 + bit * 331) % 128**2
+            flip_bit(latest(workload), index, bit)
+            found = {}
+            for kind in (0, 1):  # Freivalds' test leaves the result as it is
+                check = workload.check(2 * seed + kind)
+                assert check is not None
+                found[check.kind] = not check.ok
+            assert found["repeat"]
+            left_to_repeat += not found["freivalds"]
+            workload.step(128, 1)
+            clean = workload.check(seed)
+            assert clean is not None
+            assert clean.ok, "the next product is right again"
+    assert left_to_repeat <= 4, "few elements are so small that no tolerance can tell"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_chaos_does_is_found_by_a_repeat(seed: int) -> None:
+    workload = stepped(torch.bfloat16)
+    words = workload.tamper(seed)
+    assert words is not None
+    assert words.startswith("flipped ")
+    check = workload.check(1)
+    assert check is not None
+    assert not check.ok
+    assert check.detail.split(": ")[0].rpartition(" ")[2] == words.split(" row ")[1].split(",")[0]
+
+
+def test_a_repeat_uses_the_result_up_and_freivalds_does_not() -> None:
+    workload = stepped(torch.float32)
+    assert [workload.check(0) is None for _ in range(3)] == [False] * 3
+    assert [workload.check(1) is None for _ in range(3)] == [False, True, True]
+    assert workload.tamper(0) is None
+    workload.step(128, 1)
+    assert workload.check(0) is not None
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_check_leaves_memory_and_the_next_results_as_they_were(seed: int) -> None:
+    checked, unchecked = (stepped(torch.float32, places=3.2, steps=2) for _ in range(2))
+    assert checked._tensors is not None
+    block = checked._tensors._block.data_ptr()
+    assert checked.check(seed) is not None
+    for _ in range(4):
+        results = []
+        for workload in (checked, unchecked):
+            workload.step(128, 1)
+            results.append(latest(workload))
+        assert torch.equal(*results)
+    assert checked._tensors._block.data_ptr() == block
+
+
+def test_a_workload_of_the_users_verifies_nothing_unless_it_says_how() -> None:
+    class Plain(Workload):
+        def step(self, size: int, batch: int) -> StepResult | None:
+            return None
+
+        def release(self) -> None:
+            pass
+
+    plain = Plain(WorkloadContext(device=CPU, dtype=torch.float32, seed=0))
+    assert plain.check(0) is None
+    assert plain.tamper(0) is None
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_without_a_result_there_is_nothing_to_verify(seed: int) -> None:
+    workload = Matmul(WorkloadContext(device=CPU, dtype=torch.float32, seed=7))
+    assert workload.check(seed) is None
+    assert workload.tamper(seed) is None
+    workload.step(128, 1)
+    workload.release()
+    assert workload.check(seed) is None

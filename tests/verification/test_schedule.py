@@ -1,0 +1,107 @@
+"""When checks are due: soon after a start and a change, then for their share of the time, in turns."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.verification.schedule import CheckSchedule
+
+
+def checks_of(schedule: CheckSchedule, steps: list[tuple[int, float]], check_s: float) -> tuple[list[int], float]:
+    """Run steps of (size, seconds); return the numbers of the checks that were due, and what they took."""
+    numbers = []
+    for size, seconds in steps:
+        number = schedule.after_step(size, 1, seconds)
+        if number is not None:
+            numbers.append(number)
+            schedule.after_check(check_s)
+    return numbers, len(numbers) * check_s
+
+
+def test_the_first_two_steps_are_checked_one_of_each_kind() -> None:
+    numbers, _ = checks_of(CheckSchedule(0.01), [(512, 0.1)] * 5, check_s=0.1)
+    assert numbers == [0, 1]
+
+
+def test_a_new_size_or_batch_is_checked_at_once() -> None:
+    schedule = CheckSchedule(0.01)
+    checks_of(schedule, [(512, 0.1)] * 5, check_s=0.1)
+    assert schedule.after_step(512, 1, 0.1) is None
+    assert schedule.after_step(256, 1, 0.1) == 2
+    schedule.after_check(0.1)
+    assert schedule.after_step(256, 2, 0.1) == 3
+
+
+def test_a_check_that_was_not_done_stays_due() -> None:
+    schedule = CheckSchedule(0.5)
+    assert [schedule.after_step(512, 1, 0.1) for _ in range(3)] == [0, 0, 0]
+    schedule.after_check(0.01)
+    assert schedule.after_step(512, 1, 0.1) == 1
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 0.1, 0.5])
+@pytest.mark.parametrize("check_s", [0.001, 0.05, 2.0])
+def test_checks_take_their_share(share: float, check_s: float) -> None:
+    step_s = 0.1
+    # Long enough for what the first two took to be earned many times over.
+    steps = round(100 * check_s / step_s / max(share, 1e-3)) + 100
+    numbers, took_s = checks_of(CheckSchedule(share), [(512, step_s)] * steps, check_s)
+    if share == 0.0:
+        assert numbers == []
+        return
+    fitting = min(share, check_s / (check_s + step_s))  # no more than one after each step
+    assert took_s / (took_s + steps * step_s) == pytest.approx(fitting, rel=0.1)
+    assert numbers == list(range(len(numbers)))
+
+
+def test_kinds_that_differ_in_price_share_it() -> None:
+    schedule = CheckSchedule(0.02)
+    took_s = {0: 0.0, 1: 0.0}
+    steps = 20_000
+    for _ in range(steps):
+        number = schedule.after_step(512, 1, 0.1)
+        if number is not None:
+            seconds = 0.02 if number % 2 == 0 else 0.2
+            took_s[number % 2] += seconds
+            schedule.after_check(seconds)
+    total_s = sum(took_s.values())
+    assert total_s / (total_s + steps * 0.1) == pytest.approx(0.02, rel=0.05)
+    assert took_s[1] == pytest.approx(10 * took_s[0], rel=0.1)
+
+
+def test_a_size_that_never_rests_does_not_eat_the_time() -> None:
+    steps = [(512 + number % 2, 0.1) for number in range(10_000)]
+    numbers, took_s = checks_of(CheckSchedule(0.01), steps, check_s=0.2)
+    assert 0.009 < took_s / (took_s + 1000.0) < 0.012
+    assert len(numbers) > 40
+
+
+@given(
+    share=st.floats(0.0, 0.9),
+    steps=st.lists(st.tuples(st.sampled_from([64, 128]), st.floats(0.0, 10.0), st.floats(1e-3, 10.0)), max_size=60),
+)
+def test_never_more_than_the_share_and_what_is_allowed_in_advance(
+    share: float, steps: list[tuple[int, float, float]]
+) -> None:
+    schedule = CheckSchedule(share)
+    stepped_s = checked_s = longest_s = 0.0
+    due = 0
+    for size, step_s, check_s in steps:
+        stepped_s += step_s
+        if schedule.after_step(size, 1, step_s) is None:
+            continue
+        due += 1
+        checked_s += check_s
+        longest_s = max(longest_s, check_s)
+        schedule.after_check(check_s)
+        # A check may take longer than was expected of it, and so may the first two; the ones after it wait.
+        assert checked_s <= stepped_s * share / (1.0 - share) + 60.0 * share + 2 * longest_s + 1e-6
+    assert due >= min(2, len(steps)) or share == 0.0
+
+
+@pytest.mark.parametrize("share", [-0.01, 1.0, float("nan")])
+def test_a_share_that_is_none_is_refused(share: float) -> None:
+    with pytest.raises(ValueError, match="from 0 to below 1"):
+        CheckSchedule(share)

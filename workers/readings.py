@@ -1,0 +1,68 @@
+"""What the sensors of a card say at one moment, as a value that may cross processes.
+
+Does not ask anybody (`sensors` does) and does not judge (`policy.thermal` does). Imports neither torch, Ray nor NVML.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntFlag
+from typing import Final
+
+
+class Throttle(IntFlag):
+    """Why a card runs below its highest clock; NVML's `nvmlClocksEventReason…` bits, which come together."""
+
+    IDLE = 0x1
+    APPLICATION_CLOCKS = 0x2
+    #: At its power limit: what a busy card is expected to do.
+    POWER_CAP = 0x4
+    HARDWARE_SLOWDOWN = 0x8
+    SYNC_BOOST = 0x10
+    SOFTWARE_THERMAL = 0x20
+    HARDWARE_THERMAL = 0x40
+    #: The board or the power supply asked for less.
+    POWER_BRAKE = 0x80
+    DISPLAY_CLOCKS = 0x100
+
+
+#: The bits that mean trouble; the others are everyday life (field notes; NVML's documentation of the reasons).
+THROTTLE_ALARMS: Final = (
+    Throttle.HARDWARE_SLOWDOWN | Throttle.SOFTWARE_THERMAL | Throttle.HARDWARE_THERMAL | Throttle.POWER_BRAKE
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SensorReading:
+    """One look at the sensors of one card, or of a computer without one. `None`: nobody tells."""
+
+    temperature_c: float | None = None
+    """Of the die; of the processor package on a computer without a card."""
+    margin_c: float | None = None
+    """How much warmer the die may get before the hardware slows itself down."""
+    memory_temperature_c: float | None = None
+    """Of the VRAM; GeForce cards do not tell."""
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    sm_clock_mhz: int | None = None
+    sm_clock_max_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    utilisation_pct: float | None = None
+    """Share of the last moment in which any kernel ran."""
+    throttle_bits: int | None = None
+    """Sum of `Throttle` bits at this moment, unknown ones included."""
+    throttle_pct: float | None = None
+    """Share of the samples of the last minute in which one of `THROTTLE_ALARMS` was set."""
+    fan_pct: float | None = None
+    pcie_generation: int | None = None
+    pcie_lanes: int | None = None
+    ecc_errors: int | None = None
+    """Uncorrected, since the driver was loaded; only where the product has ECC."""
+    remapped_rows: int | None = None
+    """Rows of the VRAM replaced after uncorrectable errors; only where the product can."""
+    xid: int | None = None
+    """Number of the last Xid error that the driver told this process of."""
+    process_used_bytes: int | None = None
+    """Bytes of the card held by this process; not told under WSL2 and WDDM."""
+    lost: bool = False
+    """The driver answered before and now says that the card is gone."""

@@ -1,0 +1,133 @@
+"""Freivalds' test of a product: C x is compared with A (B x), in double precision, for vectors of random signs.
+
+It finds every error that exceeds `tolerance`, for the price of reading A, B and C once; errors that a device repeats
+as well as passing ones. Smaller errors it cannot tell from rounding: `repeat` finds those, if they pass.
+
+All it needs lies in the scratch it is given, nothing is allocated on the device: the workload that is checked holds
+all the memory there is. Sums are products with a vector of ones, because torch's reductions take memory on a card.
+Waits for the device once, at the end. In double precision throughout: its own errors do not matter, and no TF32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import torch
+
+from workers.verification.check import Check
+from workers.verification.tolerance import VECTORS, tolerance
+
+_ITEM_BYTES: Final = 8
+
+#: Rows are cast to double precision in chunks of so much: in a core's cache on a CPU; on a card enough for all of it.
+_CHUNK_BYTES: Final = {"cpu": 2**19, "cuda": 2**24}
+
+#: Whether vectors are multiplied one at a time: a product so narrow would leave most of a card idle, where each row of
+#: a vector's product gets a block of its own. On a CPU all at once takes half the time.
+_ONE_BY_ONE: Final = {"cpu": False, "cuda": True}
+
+#: Added to the seed of the signs: drawn by the seed of the operands themselves they would not be independent of these.
+_OWN_SEEDS: Final = 0x4652_4549_5641_4C44
+
+#: Columns besides the chunk, by what they are as long as: n (signs, their images, row norms of B, ones, ratios) or a
+#: chunk's rows (residuals, two norms).
+_BY_N: Final = 2 * VECTORS + 3
+_BY_ROWS: Final = VECTORS + 2
+
+
+def least_scratch(n: int) -> int:
+    """Return how many doubles of scratch a check of n x n matrices needs at the least: it works row by row then."""
+    return _BY_N * n + n + _BY_ROWS
+
+
+def freivalds(left: torch.Tensor, right: torch.Tensor, result: torch.Tensor, scratch: torch.Tensor, seed: int) -> Check:
+    """Check that `result` is `left @ right` up to rounding.
+
+    Args:
+        left: n x n, of the type and on the device of the others; n is `VECTORS` at the least.
+        right: The same.
+        result: The same.
+        scratch: A flat tensor of doubles on that device, `least_scratch` or more, that overlaps none of them.
+        seed: Of the random signs.
+
+    Raises:
+        ValueError: The scratch is too small, or the matrices are.
+    """
+    n = result.shape[0]
+    if n < VECTORS:
+        raise ValueError(f"Freivalds' test with {VECTORS} vectors is for at least {VECTORS} rows, not {n}")
+    rows = chunk_rows(n, len(scratch) - _BY_N * n, _BY_ROWS, result.device.type)
+    parts = [VECTORS * n, VECTORS * n, n, n, n, VECTORS * rows, rows, rows, rows * n]
+    flat = scratch[: sum(parts)].split_with_sizes(parts)
+    signs, images, norms, ones, ratios, residuals, spreads, sizes, chunks = flat
+    allowed = tolerance(result.dtype, n, result.device.type)
+    _draw_signs(signs, seed)
+    ones.fill_(1.0)
+    signs, images = signs.view(VECTORS, n), images.view(VECTORS, n)
+    for begin in range(0, n, rows):
+        end = min(begin + rows, n)
+        chunk = chunks[: (end - begin) * n].view(-1, n)
+        chunk.copy_(right[begin:end])
+        _images(chunk, signs, images[:, begin:end])
+        torch.mv(chunk.square_(), ones, out=norms[begin:end])
+    for begin in range(0, n, rows):
+        count = min(rows, n - begin)
+        chunk = chunks[: count * n].view(-1, n)
+        residual = residuals[: VECTORS * count].view(VECTORS, count)
+        spread, size, ratio = spreads[:count], sizes[:count], ratios[begin : begin + count]
+        chunk.copy_(left[begin : begin + count])
+        _images(chunk, images, residual)
+        torch.mv(chunk.square_(), norms, out=spread)
+        chunk.copy_(result[begin : begin + count])
+        _images(chunk, signs, residual, less=True)
+        torch.mv(chunk.square_(), ones, out=size)
+        torch.mv(residual.square_().t(), ones[:VECTORS], out=ratio)
+        torch.maximum(spread, size, out=spread)
+        spread.mul_(allowed.summed).add_(size, alpha=allowed.stored).add_(allowed.least)
+        ratio.div_(VECTORS).div_(spread)
+    worst, row = ratios.cpu().max(dim=0)  # the one wait; NaN is the largest of all
+    ratio_of_roots = math.sqrt(worst.item())
+    return verdict("freivalds", math.inf if math.isnan(ratio_of_roots) else ratio_of_roots, int(row.item()), result)
+
+
+def verdict(kind: str, worst: float, row: int, result: torch.Tensor) -> Check:
+    """Put into words what was found of `result`, whose worst row is `row`."""
+    what = f"{result.shape[0]} x {result.shape[1]} {str(result.dtype).removeprefix('torch.')}"
+    if worst <= 1.0:
+        return Check(kind=kind, ok=True, worst=worst, detail=what)
+    found = f"{worst:.3g} times the tolerance" if math.isfinite(worst) else "no number, or not the same bits"
+    return Check(kind=kind, ok=False, worst=worst, detail=f"{what}, row {row}: {found}")
+
+
+def chunk_rows(n: int, doubles: int, by_rows: int, device_type: str) -> int:
+    """Return how many rows of n columns to look at together.
+
+    Args:
+        n: Columns, and the most rows there are.
+        doubles: Of scratch for these rows, and for `by_rows` more for each of them.
+        by_rows: See there.
+        device_type: `cpu` or `cuda`.
+
+    Raises:
+        ValueError: Not even one fits.
+    """
+    fitting = doubles // (n + by_rows)
+    if fitting < 1:
+        raise ValueError(f"{doubles} doubles of scratch do not hold a row of {n} and {by_rows} more")
+    return max(1, min(n, fitting, _CHUNK_BYTES.get(device_type, _CHUNK_BYTES["cuda"]) // (n * _ITEM_BYTES)))
+
+
+def _draw_signs(signs: torch.Tensor, seed: int) -> None:
+    generator = torch.Generator(device=signs.device).manual_seed(_OWN_SEEDS + seed)
+    signs.random_(0, 2, generator=generator).mul_(2.0).sub_(1.0)
+
+
+def _images(chunk: torch.Tensor, vectors: torch.Tensor, out: torch.Tensor, *, less: bool = False) -> None:
+    """Put the products of the chunk's rows with each vector into `out`; with `less`, take them away from it."""
+    alpha, beta = (-1.0, 1.0) if less else (1.0, 0.0)
+    if not _ONE_BY_ONE.get(chunk.device.type, True):
+        torch.addmm(out, vectors, chunk.t(), alpha=alpha, beta=beta, out=out)
+        return
+    for vector, line in zip(vectors, out, strict=True):
+        torch.addmv(line, chunk, vector, alpha=alpha, beta=beta, out=line)

@@ -1,0 +1,73 @@
+"""When the next check is due, so that checks take about a given share of the time.
+
+Pure: it is told how long steps and checks took, and has no clock. Does not check anything and does not judge a check.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+#: Checks before the share is kept to: of the first results after the start and after each change, one of each kind.
+_AT_ONCE: Final = 2
+
+#: So much working time's share may be spent in advance on checks after changes, or a size that never rests would take
+#: far more than the share.
+_ADVANCE_S: Final = 60.0
+
+#: Weight of the latest check in what a check is expected to take.
+_NEWEST: Final = 0.25
+
+
+class CheckSchedule:
+    """Hands out the number of each check; two that follow each other are of different kinds.
+
+    The share is kept from below. A check is due once the steps since the last one have earned what it will probably
+    take. The first two after the start and after each change of size are due at once, one of each kind: a new size uses
+    other kernels, and its first check says what one takes. What they took is earned afterwards like any other; while
+    more than a minute's share is owed, there is none in advance.
+    """
+
+    def __init__(self, share: float = 0.01) -> None:
+        """Begin with a check due after the first step.
+
+        Args:
+            share: Of all the time in steps and checks, how much the checks may take, from 0 (none) to below 1.
+
+        Raises:
+            ValueError: `share` is none of these.
+        """
+        if not 0.0 <= share < 1.0:
+            raise ValueError(f"the share of time for checks must be from 0 to below 1, not {share}")
+        self._share = share
+        self._number = 0
+        self._earned_s = 0.0
+        self._expected_s: float | None = None
+        self._at_once = _AT_ONCE
+        self._run: tuple[int, int] | None = None
+
+    def after_step(self, size: int, batch: int, seconds: float) -> int | None:
+        """Count a good step, and return the number of the check that is due now, for `Workload.check`; else `None`.
+
+        Whoever does it tells `after_check`; until then it stays due.
+        """
+        if self._share == 0.0:
+            return None
+        if (size, batch) != self._run:
+            self._run = (size, batch)
+            self._at_once = _AT_ONCE
+            self._expected_s = None
+        # share = checks / (checks + steps), so a second of steps earns share / (1 - share) seconds of checks.
+        self._earned_s += seconds * self._share / (1.0 - self._share)
+        in_advance = self._number < _AT_ONCE or self._earned_s > -_ADVANCE_S * self._share
+        if (self._at_once and in_advance) or (self._expected_s is not None and self._earned_s >= self._expected_s):
+            return self._number
+        return None
+
+    def after_check(self, seconds: float) -> None:
+        """Count a check that took so long, whatever it found, or if there was nothing to find."""
+        self._number += 1
+        self._at_once = max(0, self._at_once - 1)
+        self._earned_s -= seconds
+        # The two kinds differ, and so do two checks of a busy card: a running mean.
+        before_s = seconds if self._expected_s is None else self._expected_s
+        self._expected_s = before_s + _NEWEST * (seconds - before_s)
