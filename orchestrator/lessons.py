@@ -13,7 +13,7 @@ from dataclasses import replace
 from orchestrator.placement import SlotPlan
 from orchestrator.watch.events import EventLog
 from workers.limit_store import LimitStore
-from workers.limits import StoredLimit
+from workers.limits import StoredLimit, choose
 from workers.messages import Report
 
 #: How often at most the store is written while a run goes on: a head that is killed loses no more.
@@ -36,6 +36,7 @@ class Lessons:
         self._store = store
         self._events = events
         self._latest: dict[str, StoredLimit] = {}
+        self._earlier: tuple[StoredLimit, ...] = ()
         self._saved_at_s = time.monotonic()
 
     def sent_along(self, plans: Sequence[SlotPlan]) -> tuple[SlotPlan, ...]:
@@ -47,12 +48,25 @@ class Lessons:
         names = {plan.spec.workload.name for plan in plans}
         known = {name: store.candidates(name, None, now_unix_s)[:_SENT_MOST] for name in names}
         self._tell(store)
+        self._earlier = tuple(limit for limits in known.values() for limit in limits)
         return tuple(replace(plan, spec=replace(plan.spec, learned=known[plan.spec.workload.name])) for plan in plans)
 
-    def take(self, report: Report) -> None:
-        """Take in what a worker has learned; written now and then."""
+    def best_tflops(self, report: Report) -> float | None:
+        """Return the most that a worker in these circumstances has sustained in earlier runs, if that is known."""
+        if report.learned is None:
+            return None
+        limit = choose(self._earlier, report.learned.key)
+        return None if limit is None else limit.best_tflops
+
+    def take(self, report: Report, best_tflops: float | None = None) -> None:
+        """Take in what a worker has learned; written now and then.
+
+        Args:
+            report: Of the worker.
+            best_tflops: Most that it has sustained so far, in earlier runs or in this one.
+        """
         if report.learned is not None:
-            self._latest[report.slot] = report.learned
+            self._latest[report.slot] = replace(report.learned, best_tflops=best_tflops)
         if time.monotonic() - self._saved_at_s >= _SAVE_EVERY_S:
             self.save()
 
@@ -62,7 +76,7 @@ class Lessons:
         if self._store is None or not self._latest:
             return
         # The last one remembered stays.
-        self._store.remember(*sorted(self._latest.values(), key=lambda limit: -limit.learned.size))
+        self._store.remember(*_with_the_best(sorted(self._latest.values(), key=lambda limit: -limit.learned.size)))
         if self._store.problem is None:
             self._latest.clear()  # else the next time may do better
         self._tell(self._store)
@@ -70,3 +84,13 @@ class Lessons:
     def _tell(self, store: LimitStore) -> None:
         if store.problem is not None:
             self._events.write("limits_unavailable", reason=store.problem)
+
+
+def _with_the_best(limits: Sequence[StoredLimit]) -> list[StoredLimit]:
+    """Return the limits, each with the best that any worker in its circumstances has done."""
+
+    def best(limit: StoredLimit) -> float | None:
+        known = [other.best_tflops for other in limits if other.key.serves(limit.key) and other.best_tflops is not None]
+        return max(known, default=None)
+
+    return [replace(limit, best_tflops=best(limit)) for limit in limits]

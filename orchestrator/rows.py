@@ -29,6 +29,7 @@ class Meter:
     """Throughput of one slot over its last reports."""
 
     best_tflops: float | None = None
+    """Most that was sustained, in this run or before."""
     _reports: deque[Report] = field(default_factory=deque)
 
     def add(self, report: Report) -> None:
@@ -43,6 +44,11 @@ class Meter:
             self._reports.popleft()
         tflops = self.tflops
         if tflops is not None and not _is_first(report):
+            self.best_tflops = max(self.best_tflops or 0.0, tflops)
+
+    def remember(self, tflops: float | None) -> None:
+        """Measure against what was done in earlier runs, too."""
+        if tflops is not None:
             self.best_tflops = max(self.best_tflops or 0.0, tflops)
 
     @property

@@ -293,8 +293,10 @@ class Supervisor:
             self._outlets.events.write("workload_error", slot=report.slot, traceback=report.error)
         self._feed(outcome.slot, slots.SliceReported(report=report))
         if self._slots[outcome.slot].report is report:
-            self._meters[outcome.slot].add(report)
-            self._lessons.take(report)
+            meter = self._meters[outcome.slot]
+            meter.add(report)
+            meter.remember(self._lessons.best_tflops(report))
+            self._lessons.take(report, meter.best_tflops)
 
     def _feed(self, name: str, event: slots.Event, now_s: float | None = None) -> None:
         before, now_s = self._slots[name], time.monotonic() if now_s is None else now_s

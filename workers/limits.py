@@ -83,6 +83,8 @@ class StoredLimit:
     peak_bytes: int | None
     """Most that a step of `learned.size` took; `None` if no peak was measured."""
     learned_at_unix_s: float
+    best_tflops: float | None = None
+    """Most that such a worker has sustained; `None` if nobody counted."""
 
 
 def to_plain(limit: StoredLimit) -> dict[str, Scalar]:
@@ -92,6 +94,7 @@ def to_plain(limit: StoredLimit) -> dict[str, Scalar]:
         **asdict(limit.learned),
         "peak_bytes": limit.peak_bytes,
         "learned_at_unix_s": limit.learned_at_unix_s,
+        "best_tflops": limit.best_tflops,
     }
 
 
@@ -120,6 +123,7 @@ def from_plain(plain: Mapping[str, object]) -> StoredLimit:
         learned=learned,
         peak_bytes=_known(_whole, plain, "peak_bytes"),
         learned_at_unix_s=_number(plain, "learned_at_unix_s"),
+        best_tflops=_known(_number, plain, "best_tflops"),
     )
 
 

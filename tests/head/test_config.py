@@ -88,6 +88,7 @@ def test_node_keys_left_out_take_their_defaults() -> None:
         "dtype": None,
         "vram_gib": None,
         "host": None,
+        "power_limit_w": None,
     }
     assert expected.items() <= node.model_dump().items()
 
@@ -206,6 +207,7 @@ NODES = st.fixed_dictionaries(
         "dtype": st.sampled_from([None, "fp32", "bf16"]),
         "vram_gib": st.none() | st.floats(1e-9, 4096),
         "host": st.sampled_from([None, "pc1.lan", "10.0.0.1", "1234"]),
+        "power_limit_w": st.sampled_from([None, 120, 287.5]),
     },
 )
 CONFIGS = st.fixed_dictionaries(

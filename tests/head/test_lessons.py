@@ -201,6 +201,20 @@ class TestKept:
         assert store.path.stat().st_mtime_ns == written, "nothing is new"
 
 
+class TestBest:
+    def test_the_best_of_an_earlier_run_is_known_to_the_next(self, run: Run, store: LimitStore, tmp_path: Path) -> None:
+        for index, best in enumerate((3.0, 7.5, None)):
+            run.lessons.take(report(f"pc1/{index}", limit(cap_bytes=3 * GIB + index * 2**20)), best)
+        run.lessons.save()
+        (tmp_path / "next").mkdir()
+        following = Run(tmp_path / "next", LimitStore(store.path))
+        following.lessons.sent_along(PLANS)
+        assert following.lessons.best_tflops(report(learned=limit())) == 7.5
+        assert following.lessons.best_tflops(report(learned=limit(card="another card"))) is None
+        assert following.lessons.best_tflops(report()) is None
+        following.log.close()
+
+
 class TestNoStore:
     def test_nothing_is_read_and_nothing_kept(self, tmp_path: Path, state_dir: Path) -> None:
         LimitStore().remember(limit())
