@@ -25,9 +25,11 @@ def check(script: Path, *, is_rehearsal: bool) -> None:
     if not is_rehearsal:
         raise UsageError("--fake-sensors only makes sense with --rehearse: real cards have sensors of their own")
     try:
-        read_script(script)
+        cards = read_script(script).cards
     except FakeSensorsError as error:
         raise UsageError(str(error)) from error
+    if not cards:
+        raise UsageError(f"{script} describes no cards; each node's workers read one")
 
 
 def with_sensors(plans: Sequence[SlotPlan], script: Path, folder: Path) -> tuple[SlotPlan, ...]:
@@ -51,6 +53,6 @@ def with_sensors(plans: Sequence[SlotPlan], script: Path, folder: Path) -> tuple
         raise UsageError(f"the fake sensors cannot be made ready in {folder}: {error.strerror}") from error
     nodes = list(dict.fromkeys(plan.spec.node for plan in plans))
     return tuple(
-        replace(plan, spec=replace(plan.spec, fake_sensors=fake, fake_card=nodes.index(plan.spec.node) % max(1, cards)))
+        replace(plan, spec=replace(plan.spec, fake_sensors=fake, fake_card=nodes.index(plan.spec.node) % cards))
         for plan in plans
     )
