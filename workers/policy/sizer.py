@@ -116,6 +116,8 @@ class Sizer:
     wait_s: float = _FIRST_WAIT_S
     low_bytes: float | None = None
     """What was usable when the smallest size failed."""
+    fits_at_bytes: float | None = None
+    """The lowest sample at which the smallest size has ended well, since it failed last."""
     reason: str = ""
     """Why nothing runs, in words; empty while something does."""
 
@@ -152,6 +154,7 @@ def asked(state: Sizer, bounds: Bounds, event: Asked) -> tuple[Sizer, int | None
         state = replace(state, bracket=brackets.rested(state.bracket, rest_s), rests_since_s=None)
     promised = _promised(state, bounds, event.at_s)
     too_little = promised is not None and promised < bounds.smallest and not _may_stay(state, bounds)
+    too_little = too_little and not _has_fitted(state)
     if state.wake_s is None and too_little:
         # The line says so; where it was never measured, the smallest size may show at once that it is wrong there.
         wait_s = 0.0 if _is_below(state, bounds) else state.wait_s
@@ -170,7 +173,8 @@ def succeeded(state: Sizer, bounds: Bounds, event: Succeeded) -> Sizer:
     if event.peak_bytes is not None:
         if level is not None and state.unsure_since_s is None:
             level = trusted(level, event.peak_bytes)
-            ran_against_signal = state.wake_s is not None and not _is_below(state, bounds)
+            knows_better = state.fits_at_bytes is not None and event.peak_bytes > level.usable_bytes
+            ran_against_signal = (state.wake_s is not None and not _is_below(state, bounds)) or knows_better
             if event.peak_bytes > _ABOVE * level.level_bytes or ran_against_signal:
                 doubts = min(_DOUBTS, doubts + 1)
             elif doubts and _NEAR * level.usable_bytes < event.peak_bytes <= level.level_bytes:
@@ -188,6 +192,7 @@ def succeeded(state: Sizer, bounds: Bounds, event: Succeeded) -> Sizer:
         unsure_since_s=state.unsure_since_s,
         doubts=doubts,
         failed_at_s=state.failed_at_s,
+        fits_at_bytes=_fits_at(state) if event.size <= bounds.smallest else state.fits_at_bytes,
     )
 
 
@@ -210,6 +215,7 @@ def failed(state: Sizer, bounds: Bounds, event: Failed) -> Sizer:
         wake_s=event.at_s + state.wait_s,
         wait_s=min(_LONGEST_WAIT_S, 2 * state.wait_s),
         low_bytes=None if state.level is None else state.level.sample_bytes,
+        fits_at_bytes=None,
     )
 
 
@@ -260,6 +266,20 @@ def _may_wake(state: Sizer, bounds: Bounds, promised: float | None, now_s: float
     if state.low_bytes is None:
         return state.bracket.in_row == 0
     return level.sample_bytes > _WORTH_WAKING * state.low_bytes
+
+
+def _fits_at(state: Sizer) -> float | None:
+    """Return the lowest sample at which the smallest size has ended well, now that it has once more."""
+    if state.level is None or state.unsure_since_s is not None:
+        return state.fits_at_bytes
+    return min(state.level.sample_bytes, state.fits_at_bytes or state.level.sample_bytes)
+
+
+def _has_fitted(state: Sizer) -> bool:
+    """Whether the smallest size has ended well under a signal as low as it is now, whatever the line says of that."""
+    return (
+        state.fits_at_bytes is not None and state.level is not None and state.level.sample_bytes >= state.fits_at_bytes
+    )
 
 
 def _is_below(state: Sizer, bounds: Bounds) -> bool:
