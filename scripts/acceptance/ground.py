@@ -1,0 +1,292 @@
+"""What the checks stand on: the machine, what is asked of it, and the specs of the workers.
+
+The numbers for a card are those of the guides and of cluster.yaml; the CPU's are the same scaled as in a rehearsal:
+bytes by 1/16 and sizes further down, so that a processor gets through in time. (The smaller budget by 1/8: what a
+worker on a CPU keeps out of its cap is the same for each, and would be 4 % of a cap that small.)
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import psutil
+import torch
+from benches.common import lone_worker
+
+from acceptance.crew import Crews, Watch, in_child
+from orchestrator.profiles import GpuProfile, match_profile, profile_of
+from workers import sensors
+from workers.card_facts import look_at_cards
+from workers.devices.opening import open_device
+from workers.messages import DeviceInfo, WorkerSpec
+
+MIB = 2**20
+GIB = 2**30
+
+#: Of what is free, what all workers together may be given; the guides' 23.31 of 23.69 GiB are 98.4 %.
+_OF_FREE = 0.99
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """What is asked of a kind of device."""
+
+    large_budget_bytes: int
+    """Of each of the 3090 guide's seven workers."""
+    small_budget_bytes: int
+    """Of each of the 3070 guide's three."""
+    size: int
+    small_size: int
+    """So small that one worker leaves most of the device idle."""
+    too_large_size: int
+    dtypes: tuple[str, ...]
+    dtype: str
+    """Of the checks that use one."""
+    floor_bytes: int
+    leave_free_bytes: int
+    counts: tuple[int, ...] = (1, 2, 3, 7)
+    duties: tuple[float, ...] = (0.3, 0.6, 0.9)
+    errors: int
+    rounds: int
+    passes: int
+    turn_s: float
+    side_s: float
+    products: int
+    """Right products of each type, for the check of results."""
+    flips: int
+    """Flipped bits of each type."""
+    samples: int
+
+
+CARD = Scale(
+    large_budget_bytes=int(3.33 * GIB),
+    small_budget_bytes=int(1.5 * GIB),
+    size=8192,
+    small_size=1024,
+    too_large_size=65536,
+    dtypes=("fp32", "tf32", "fp16", "bf16"),
+    dtype="fp16",
+    floor_bytes=100 * MIB,
+    leave_free_bytes=128 * MIB,
+    errors=200,
+    rounds=6,
+    passes=2,
+    turn_s=1.0,
+    side_s=8.0,
+    products=300,
+    flips=200,
+    samples=120,
+)
+
+PROCESSOR = replace(
+    CARD,
+    large_budget_bytes=CARD.large_budget_bytes // 16,
+    small_budget_bytes=CARD.small_budget_bytes // 8,
+    size=512,
+    small_size=64,
+    too_large_size=16384,
+    dtypes=("fp32", "bf16"),
+    dtype="fp32",
+    floor_bytes=CARD.floor_bytes // 16,
+    leave_free_bytes=CARD.leave_free_bytes // 16,
+)
+
+_QUICK_CARD: Mapping[str, Any] = {
+    "rounds": 3,
+    "passes": 1,
+    "turn_s": 0.6,
+    "side_s": 3.0,
+    "products": 100,
+    "flips": 60,
+    "samples": 60,
+}
+_QUICK_PROCESSOR: Mapping[str, Any] = {
+    **_QUICK_CARD,
+    "errors": 24,
+    "rounds": 2,
+    "turn_s": 0.3,
+    "side_s": 1.0,
+    "products": 40,
+    "flips": 30,
+}
+
+
+def scale_of(device: str, *, quick: bool) -> Scale:
+    """Return what is asked of a device."""
+    base = CARD if device == "cuda" else PROCESSOR
+    if not quick:
+        return base
+    return replace(base, **(_QUICK_CARD if device == "cuda" else _QUICK_PROCESSOR))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """The machine, as JSON and a results page show it. `None`: nobody tells."""
+
+    card: str
+    uuid: str | None
+    total_bytes: int | None
+    free_bytes: int
+    """Before the first check."""
+    compute_capability: str | None
+    multiprocessors: int | None
+    driver: str | None
+    context_bytes: int
+    context_source: str
+    torch: str
+    cuda: str | None
+    """What torch was built for."""
+    python: str
+    system: str
+    cores: int
+    date: str
+    """Of the start, UTC."""
+    command: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ground:
+    """All that a check is given."""
+
+    device: str
+    quick: bool
+    scale: Scale
+    host: Host
+    profile: GpuProfile | None
+    """Of the card; `None` on a CPU."""
+    watch: Watch
+    crews: Crews = field(default_factory=Crews)
+
+    def specs(
+        self,
+        count: int,
+        budget_bytes: int,
+        *,
+        dtype: str | None = None,
+        size: int | None = None,
+        policy: str = "adaptive",
+        duty: float | None = None,
+        label: str = "w",
+    ) -> tuple[WorkerSpec, ...]:
+        """Return the specs of `count` workers that share the card, as the head would make them."""
+        spec = lone_worker(
+            budget_bytes=budget_bytes,
+            device=self.device,
+            dtype=dtype or self.scale.dtype,
+            size=size or self.scale.size,
+            floor_bytes=self.scale.floor_bytes,
+            leave_free_bytes=self.scale.leave_free_bytes,
+        )
+        return tuple(
+            replace(
+                spec,
+                slot=f"{label}/{number}",
+                card_budget_bytes=count * budget_bytes,
+                workers_on_host=count,
+                policy=policy,
+                duty=duty,
+            )
+            for number in range(count)
+        )
+
+    def fitting(self, count: int, budget_bytes: int) -> tuple[int, str | None]:
+        """Return a budget of which `count` fit what was free, and a sentence if it is less than asked."""
+        usable_bytes = int(_OF_FREE * self.host.free_bytes)
+        if count * budget_bytes <= usable_bytes:
+            return budget_bytes, None
+        fits = usable_bytes // count
+        return fits, (
+            f"{count} x {budget_bytes / GIB:.2f} GiB do not fit the {self.host.free_bytes / GIB:.2f} GiB that were "
+            f"free on this {self.host.card}: scaled to {count} x {fits / GIB:.2f} GiB"
+        )
+
+
+def look_around(device: str, command: str, watch: Watch, scale: Scale) -> tuple[Host, GpuProfile | None]:
+    """Find out what machine this is; in a process of its own, because it opens the device.
+
+    Raises:
+        acceptance.crew.SeatDiedError: The device cannot be opened; says why.
+    """
+    spec = lone_worker(
+        budget_bytes=scale.small_budget_bytes, device=device, dtype=scale.dtype, floor_bytes=scale.floor_bytes
+    )
+    told_bytes = _free_bytes(device)
+    opened: Opened = in_child(watch, open_once, spec)
+    info, capability = opened.info, opened.compute_capability
+    host = Host(
+        card=info.name,
+        uuid=info.uuid,
+        total_bytes=info.total_bytes,
+        free_bytes=opened.free_bytes if told_bytes is None else told_bytes,
+        compute_capability=None if capability is None else "{}.{}".format(*capability),
+        multiprocessors=opened.multiprocessors,
+        driver=info.driver,
+        context_bytes=info.context_bytes,
+        context_source=info.context_source,
+        torch=info.torch_version,
+        cuda=torch.version.cuda,
+        python=platform.python_version(),
+        system=platform.platform(),
+        cores=os.cpu_count() or 1,
+        date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        command=command,
+    )
+    return host, _profile(info) if device == "cuda" else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A device, as a process that has opened it sees it."""
+
+    info: DeviceInfo
+    free_bytes: int
+    """With what the process holds itself."""
+    compute_capability: tuple[int, int] | None = None
+    multiprocessors: int | None = None
+
+
+def open_once(spec: WorkerSpec) -> Opened:
+    """Open the device and look at it. The body of a child."""
+    device = open_device(spec)
+    if device.info.kind != "cuda":
+        return Opened(info=device.info, free_bytes=int(psutil.virtual_memory().available))
+    properties = torch.cuda.get_device_properties(device.torch_device)
+    free_bytes, _ = torch.cuda.mem_get_info(device.torch_device)
+    return Opened(
+        info=device.info,
+        free_bytes=free_bytes + device.info.context_bytes + device.held_bytes(),
+        compute_capability=(properties.major, properties.minor),
+        multiprocessors=int(properties.multi_processor_count),
+    )
+
+
+def _free_bytes(device: str) -> int | None:
+    """Return what is free before anything of ours is there; `None` if the driver does not tell."""
+    if device == "cpu":
+        return int(psutil.virtual_memory().available)
+    card = _card()
+    used_bytes = sensors.card_used_bytes(sensors.visible_card())
+    if card is None or card.total_bytes is None or used_bytes is None:
+        return None
+    return card.total_bytes - used_bytes
+
+
+def _card() -> sensors.CardIdentity | None:
+    wanted = sensors.visible_card()
+    for card in sensors.cards():
+        if wanted == str(card.index) or (card.uuid is not None and card.uuid.startswith(wanted)):
+            return card
+    return None
+
+
+def _profile(info: DeviceInfo) -> GpuProfile | None:
+    """Return what is known of the card: its row of the table, or by formula."""
+    for card in look_at_cards().cards:
+        if card.uuid == info.uuid:
+            return profile_of(card)
+    return match_profile(info.name, info.total_bytes)

@@ -1,0 +1,187 @@
+"""What runs in the processes of the checks: an engine driven as the head drives it, and a bare torch loop.
+
+A seat keeps its process and serves orders until its pipe closes. Only here and in the checks' own child functions is a
+device touched: the process of the script itself never makes a CUDA context, so that it holds nothing of the card.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from workers import oom, sensors
+from workers.devices.threads import threads_for
+from workers.engine import Engine
+from workers.errors import MisfitError
+from workers.messages import Directive, Report, Verdict, WorkerSpec
+
+_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+#: A bare loop queues products for about so long before it waits; and it waits only for the batch before the last.
+_QUEUED_S = 0.05
+
+#: glibc's malloc on a CPU as `workers.devices.cpu` sets it, or the two would not do the same work: oneDNN takes its
+#: scratch anew for each product.
+_M_MMAP_THRESHOLD = -3
+_MMAP_THRESHOLD_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """Work for a while, in slices."""
+
+    seconds: float
+    """0: until the first good step, as the head has each new process do."""
+    at_s: float = 0.0
+    """Not before this moment of the monotonic clock, which all processes share."""
+    slice_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What came of an order."""
+
+    reports: tuple[Report, ...]
+    window_s: float
+    """From the first directive to the last report."""
+    process_used_bytes: int | None
+    """What the driver says this process holds of the card."""
+
+    @property
+    def last(self) -> Report:
+        """The last report."""
+        return self.reports[-1]
+
+    @property
+    def flop_per_s(self) -> float:
+        """Work over time; whatever lies between steps and slices counts against it."""
+        return sum(report.work_flop for report in self.reports) / self.window_s
+
+    @property
+    def duty(self) -> float:
+        """Share of the time within steps."""
+        return sum(report.busy_s for report in self.reports) / self.window_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """A child function ended with an exception."""
+
+    text: str
+
+
+def engine_seat(connection: Connection, spec: WorkerSpec, environment: Mapping[str, str]) -> None:
+    """Serve orders with one engine."""
+    os.environ.update(environment)  # before CUDA reads it
+    engine = Engine()
+    sequence = 0
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # whoever ordered is gone
+        while True:
+            order: Order = connection.recv()
+            reports: list[Report] = []
+            time.sleep(max(0.0, order.at_s - time.monotonic()))
+            began_s = time.monotonic()
+            while not reports or time.monotonic() - began_s < order.seconds:
+                left_s = order.seconds - (time.monotonic() - began_s)
+                duration_s = max(0.0, min(order.slice_s, left_s))
+                directive = Directive(spec=spec, incarnation=0, sequence=sequence, duration_s=duration_s, resume=None)
+                sequence += 1
+                reports.append(engine.run_slice(directive))
+                if reports[-1].verdict is not Verdict.OK:
+                    break
+            window_s = time.monotonic() - began_s
+            used_bytes = sensors.process_used_bytes(sensors.visible_card()) if spec.device == "cuda" else None
+            connection.send(Turn(reports=tuple(reports), window_s=window_s, process_used_bytes=used_bytes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BareOrder:
+    """Multiply for so long, with matrices that stay from one order of the same kind to the next."""
+
+    dtype: str
+    size: int
+    block_bytes: int
+    """Of operands and ring together, as the product's claim."""
+    seconds: float
+
+
+def bare_seat(connection: Connection, device_name: str) -> None:
+    """Serve orders with nothing around torch but a loop: no cap, no policy, no reports."""
+    bare: _Bare | None = None
+    if device_name == "cpu":
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+    torch.set_num_threads(threads_for(1))
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # whoever ordered is gone
+        while True:
+            order: BareOrder = connection.recv()
+            kind = (order.dtype, order.size, order.block_bytes)
+            if bare is None or bare.kind != kind:
+                bare = None  # the old matrices must go before the new ones come
+                bare = _Bare(kind, torch.device(device_name))
+            connection.send(bare.run(order.seconds))
+
+
+class _Bare:
+    def __init__(self, kind: tuple[str, int, int], device: torch.device) -> None:
+        self.kind = kind
+        name, self.size, block_bytes = kind
+        dtype = _DTYPES[name]
+        torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+        each_bytes = self.size * self.size * dtype.itemsize
+        block = torch.empty(block_bytes // each_bytes * each_bytes, dtype=torch.uint8, device=device)
+        matrices = block.view(dtype).view(-1, self.size, self.size)
+        matrices[:2].normal_(generator=torch.Generator(device=device).manual_seed(0))
+        self._left, self._right, *self._ring = matrices.unbind()
+        self._cuda = device.type == "cuda"
+        self._queued = 1
+        self._next = 0
+        self.run(0.2)  # loads kernels, and finds out how many products make a batch
+
+    def run(self, seconds: float) -> tuple[float, float]:
+        """Return the work done and the time it took."""
+        products = 0
+        before: Any = None
+        waited = not self._cuda
+        began_s = batch_s = time.perf_counter()
+        while batch_s - began_s < seconds:
+            for _ in range(self._queued):
+                torch.mm(self._left, self._right, out=self._ring[self._next])
+                self._next = (self._next + 1) % len(self._ring)
+            products += self._queued
+            if self._cuda:
+                # The card always has a batch waiting: nothing is faster than this.
+                event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # no types here
+                event.record()
+                if before is not None:
+                    before.synchronize()
+                    waited = True
+                before = event
+            now_s = time.perf_counter()
+            if waited and now_s - batch_s < _QUEUED_S / 2:
+                self._queued *= 2
+            batch_s = now_s
+        if self._cuda:
+            torch.cuda.synchronize()
+        return 2.0 * self.size**3 * products, time.perf_counter() - began_s
+
+
+def call_in_child(
+    connection: Connection, function: Callable[..., Any], arguments: tuple[Any, ...], environment: Mapping[str, str]
+) -> None:
+    """Send what a function returns."""
+    os.environ.update(environment)
+    try:
+        answer = function(*arguments)
+    except MisfitError as error:  # a sentence for the person who can act
+        answer = Failed(text=str(error))
+    except Exception as error:  # noqa: BLE001 - told as it is
+        answer = Failed(text=oom.traceback_text(error))
+    connection.send(answer)

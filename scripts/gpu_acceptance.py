@@ -1,0 +1,106 @@
+"""Checks the product on a real card. Prints one JSON object to standard output and tables to standard error.
+
+    python scripts/gpu_acceptance.py                            # on the first card, within six minutes
+    python scripts/gpu_acceptance.py --quick                    # within two
+    python scripts/gpu_acceptance.py --only cap speed           # some of the checks
+    python scripts/gpu_acceptance.py --markdown docs/results/2026-11-20-rtx-3090.md
+    python scripts/gpu_acceptance.py --device cpu --quick       # the same checks, scaled down, without a card
+
+Needs torch, psutil and nvidia-ml-py, and nothing installed of this project: no Ray. The card should be idle; what
+others hold of it is left alone, and budgets that do not fit beside it are scaled and said to be.
+Exit code 0: all that could be checked holds; 1: something does not; 2: wrong arguments, or nothing to check with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parent.parent
+_NEEDED = {"torch": "torch", "psutil": "psutil", "pynvml": "nvidia-ml-py"}
+
+#: As the worker's actor does: with another allocator, or one that grows segments in place, the cap is not kept to the
+#: byte.
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING")
+
+
+def main() -> int:
+    """Run the checks and return the exit code."""
+    missing = [package for module, package in _NEEDED.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        print(f"not installed here: {', '.join(missing)}; type: pip install {' '.join(missing)}", file=sys.stderr)
+        return 2
+    _prepare()
+    from acceptance import ground, page, suite
+    from acceptance.crew import SeatDiedError, open_watch
+
+    arguments = _parser(list(suite.CHECKS)).parse_args()
+    scale = ground.scale_of(arguments.device, quick=arguments.quick)
+    with _own_stdout():
+        watch = open_watch(arguments.device)
+        try:
+            host, profile = ground.look_around(arguments.device, " ".join(sys.orig_argv), watch, scale)
+        except (SeatDiedError, RuntimeError) as error:
+            print(f"{error}\nwithout a card, type: --device cpu", file=sys.stderr)
+            return 2
+        print(f"{host.card}, driver {host.driver}, torch {host.torch}, Python {host.python}", file=sys.stderr)
+        here = ground.Ground(
+            device=arguments.device, quick=arguments.quick, scale=scale, host=host, profile=profile, watch=watch
+        )
+        found = suite.run(here, arguments.only or list(suite.CHECKS))
+    facts = dataclasses.asdict(host)
+    answer = suite.as_json(here, facts, found)
+    if arguments.markdown is not None:
+        arguments.markdown.write_text(page.page(facts, [outcome for outcome, _ in found]), encoding="utf-8")
+    verdicts = "  ".join(f"{outcome.check} {outcome.word}" for outcome, _ in found)
+    print(f"\n{verdicts}\n{answer['took_s']:.0f} s", file=sys.stderr)
+    print(json.dumps(answer))
+    return 0 if answer["ok"] else 1
+
+
+def _prepare() -> None:
+    """Have this process and its children find the packages, and the same card under the same number."""
+    places = [str(_ROOT), str(_ROOT / "scripts")]
+    sys.path[:0] = places
+    # The server that children are forked from reads it when it loads torch for them.
+    os.environ["PYTHONPATH"] = os.pathsep.join([*places, *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    for name in _ALLOCATOR_SETTINGS:
+        os.environ.pop(name, None)
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:Failed to initialize NumPy:UserWarning")
+
+
+@contextlib.contextmanager
+def _own_stdout() -> Iterator[None]:
+    """Send whatever is printed meanwhile, by children too, to standard error."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _parser(names: list[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Checks the product on a real card.")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="(default: %(default)s)")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="CHECK", help=f"of: {', '.join(names)}")
+    parser.add_argument("--quick", action="store_true", help="shorter turns and fewer rounds, the same limits")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write a results page there, too")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,342 @@
+"""The real card: its sensors, the governor that listens to them, and the check of what it computes.
+
+    python -m pytest tests/gpu/test_card.py      # where the project is installed with what its tests need
+    # From a bare checkout, with torch, psutil, nvidia-ml-py and pytest alone:
+    python -m pytest -c /dev/null --rootdir . --confcutdir tests/gpu --import-mode=importlib tests/gpu/test_card.py
+
+A value that a card does not tell may be missing; what it tells has to be plausible.
+"""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+
+from workers import sensors
+from workers.engine import Engine
+from workers.messages import Directive, Report, Verdict, WorkerSpec, WorkerState
+from workers.policy.thermal import SensorsRead, ThermalBand, ThermalDecision, ThermalGovernor, ThermalSettings
+from workers.readings import THROTTLE_ALARMS, SensorReading
+from workers.sampler import SAMPLE_EVERY_S, open_sampler
+from workers.verification.tamper import flip_bit
+from workers.workloads.base import WorkloadContext
+from workers.workloads.matmul import Matmul
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card here"),
+]
+
+Found: TypeAlias = dict[str, Any]
+
+MIB = 2**20
+
+#: The least and the most that a card between a GT 1030 and a data-centre module says when it tells the truth.
+PLAUSIBLE: dict[str, tuple[float, float]] = {
+    "temperature_c": (5, 110),
+    "margin_c": (-30, 110),
+    "memory_temperature_c": (5, 120),
+    "power_w": (1, 1500),
+    "power_limit_w": (15, 1500),
+    "sm_clock_mhz": (100, 4000),
+    "sm_clock_max_mhz": (500, 4000),
+    "memory_clock_mhz": (100, 20000),
+    "utilisation_pct": (0, 100),
+    "throttle_bits": (0, 2**32),
+    "throttle_pct": (0, 100),
+    "fan_pct": (0, 120),
+    "pcie_generation": (1, 7),
+    "pcie_lanes": (1, 16),
+    "ecc_errors": (0, 2**40),
+    "remapped_rows": (0, 2**16),
+    "xid": (1, 1000),
+    "process_used_bytes": (16 * MIB, 2**50),
+}
+
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+#: Right products of each type, and how many of them share their operands.
+PRODUCTS, OF_A_KIND = 200, 10
+
+
+# --- sensors -----------------------------------------------------------------------------------------------------
+
+
+def idle_and_busy() -> Found:
+    """Sample with a context and nothing to do, and then with products queued all the time."""
+    properties = torch.cuda.get_device_properties(0)
+    matrices = torch.empty((3, 4096, 4096), device="cuda")
+    matrices[:2].normal_()
+    torch.cuda.synchronize()
+    sampler = open_sampler("cuda")
+    began_s = time.monotonic()
+    readings: dict[str, list[SensorReading]] = {"idle": [], "busy": []}
+    moment_s = 0.0
+    for when, seconds in (("idle", 1.0), ("busy", 3.0)):
+        until_s = time.monotonic() + seconds
+        while time.monotonic() < until_s:
+            if when == "busy":
+                for _ in range(20):
+                    torch.mm(matrices[0], matrices[1], out=matrices[2])
+            moment_s += SAMPLE_EVERY_S
+            reading = sampler.sample_if_due(moment_s)
+            assert reading is not None, "one is due at each of these moments"
+            readings[when].append(reading)
+            time.sleep(0.05)
+            torch.cuda.synchronize()
+    reserved_bytes = torch.cuda.memory_reserved()
+    sampler.close()
+    return {
+        **readings,
+        "took_s": time.monotonic() - began_s,
+        "reserved_bytes": reserved_bytes,
+        "uuid": f"GPU-{properties.uuid}",
+        "name": properties.name,
+        "capability": (properties.major, properties.minor),
+        "total_bytes": properties.total_memory,
+        "cards": sensors.cards(),
+        "card": sensors.visible_card(),
+    }
+
+
+@pytest.fixture(scope="module")
+def seen(in_child: Callable[..., Any]) -> Found:
+    found: Found = in_child(idle_and_busy)
+    return found
+
+
+class TestSensors:
+    @pytest.mark.parametrize("key", list(PLAUSIBLE))
+    def test_every_value_is_missing_or_plausible(self, seen: Found, key: str) -> None:
+        least, most = PLAUSIBLE[key]
+        for reading in (*seen["idle"], *seen["busy"]):
+            value = getattr(reading, key)
+            assert value is None or least <= value <= most, f"{key} is {value}"
+
+    def test_every_value_of_a_reading_is_judged(self) -> None:
+        assert {*PLAUSIBLE, "lost"} == set(SensorReading.__dataclass_fields__)
+
+    def test_the_card_tells_its_temperature_and_is_there(self, seen: Found) -> None:
+        for reading in (*seen["idle"], *seen["busy"]):
+            assert reading.temperature_c is not None
+            assert not reading.lost
+
+    def test_it_notices_work(self, seen: Found) -> None:
+        told = [reading.utilisation_pct for reading in seen["busy"] if reading.utilisation_pct is not None]
+        if not told:
+            pytest.skip("this card does not tell its utilisation")
+        assert max(told) > 0
+
+    def test_the_clock_stays_below_the_highest(self, seen: Found) -> None:
+        for reading in seen["busy"]:
+            if reading.sm_clock_mhz is not None and reading.sm_clock_max_mhz is not None:
+                assert reading.sm_clock_mhz <= reading.sm_clock_max_mhz
+
+    def test_what_this_process_holds_covers_its_tensors(self, seen: Found) -> None:
+        told = seen["busy"][-1].process_used_bytes
+        if told is None:
+            pytest.skip("this driver does not tell what a process holds")
+        assert seen["reserved_bytes"] <= told <= seen["total_bytes"]
+
+    def test_nvml_and_torch_mean_the_same_card(self, seen: Found) -> None:
+        if seen["card"].startswith("MIG-"):
+            pytest.skip("a part of a card has a UUID of its own")
+        (card,) = [card for card in seen["cards"] if card.uuid == seen["uuid"]]
+        assert card.name == seen["name"]
+        assert card.compute_capability == seen["capability"]
+        # NVML counts what the driver keeps for itself.
+        assert seen["total_bytes"] <= card.total_bytes <= 1.1 * seen["total_bytes"]
+        if seen["card"].isdecimal():
+            assert card.index == int(seen["card"])
+
+
+# --- the governor ------------------------------------------------------------------------------------------------
+
+
+def decisions(settings: ThermalSettings, readings: list[SensorReading]) -> list[ThermalDecision]:
+    governor = ThermalGovernor(settings)
+    state = governor.initial()
+    taken = []
+    for number, reading in enumerate(readings):
+        state, decision = governor.decide(state, SensorsRead(at_s=float(number), reading=reading))
+        taken.append(decision)
+    return taken
+
+
+class TestGovernor:
+    def test_a_cool_card_is_left_alone(self, seen: Found) -> None:
+        readings = seen["busy"]
+        warmest_c = max(reading.temperature_c for reading in readings)
+        alarmed = any((reading.throttle_bits or 0) & THROTTLE_ALARMS for reading in readings)
+        settings = ThermalSettings(
+            warm_c=warmest_c + 5, hot_c=warmest_c + 10, critical_c=warmest_c + 20, resume_c=warmest_c + 8
+        )
+        for decision in decisions(settings, readings):
+            assert decision.band is ThermalBand.NORMAL or alarmed
+            assert decision.duty == 1.0 or alarmed
+
+    def test_a_card_above_the_critical_threshold_is_paused_at_once(self, seen: Found) -> None:
+        readings = seen["busy"]
+        coolest_c = min(reading.temperature_c for reading in readings)
+        settings = ThermalSettings(
+            warm_c=coolest_c - 12, hot_c=coolest_c - 9, critical_c=coolest_c - 3, resume_c=coolest_c - 10
+        )
+        for decision in decisions(settings, readings):
+            assert decision.band is ThermalBand.CRITICAL
+            assert decision.paused
+
+    def test_the_shipped_thresholds_accept_whatever_the_card_says(self, seen: Found) -> None:
+        for decision in decisions(ThermalSettings(), [*seen["idle"], *seen["busy"]]):
+            assert 0.0 <= decision.duty <= 1.0
+            assert decision.band is not None
+            assert decision.reason
+
+
+# --- the check of results ----------------------------------------------------------------------------------------
+
+
+def checks(name: str) -> Found:
+    """Check right products, then such with a bit flipped, and watch the allocator all the while."""
+    if name == "bf16" and torch.cuda.get_device_capability()[0] < 8:
+        return {"missing": "bf16 begins with Ampere"}
+    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+    dtype = DTYPES[name]
+    alarms: list[str] = []
+    kinds: set[str] = set()
+    grown: list[tuple[int, int]] = []
+    worst = 0.0
+    missed: list[str] = []
+    for seed in range(PRODUCTS // OF_A_KIND):
+        workload = Matmul(WorkloadContext(device=torch.device("cuda", 0), dtype=dtype, seed=seed))
+        workload.resize(48 * MIB)
+        for number in range(OF_A_KIND):
+            workload.step(1024, 1)
+            before_bytes = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            check = workload.check(number)
+            grown.append(
+                (torch.cuda.memory_allocated() - before_bytes, torch.cuda.max_memory_allocated() - before_bytes)
+            )
+            assert check is not None
+            kinds.add(check.kind)
+            worst = max(worst, check.worst)
+            if not check.ok:
+                alarms.append(check.detail)
+        for number in (0, 1):  # by Freivalds' test and by repeating
+            workload.step(1024, 1)
+            assert workload._tensors is not None
+            latest = workload._tensors.latest
+            assert latest is not None
+            largest = int(latest.abs().argmax().item())
+            flip_bit(latest, largest, 8 * dtype.itemsize - 2)  # the highest bit of the exponent
+            check = workload.check(number)
+            if check is None or check.ok:
+                missed.append(f"seed {seed}, check {number}: {check}")
+        workload.step(1024, 1)
+        flipped = workload.tamper(seed)
+        check = workload.check(1)
+        if check is None or check.ok:
+            missed.append(f"seed {seed}, any bit: {flipped}: {check}")
+    return {"missing": None, "alarms": alarms, "kinds": kinds, "grown": grown, "worst": worst, "missed": missed}
+
+
+@pytest.fixture(scope="module")
+def checked(in_child: Callable[..., Any]) -> Callable[[str], Found]:
+    """Return what was found for a type; each is tried once."""
+
+    @cache
+    def found(name: str) -> Found:
+        result: Found = in_child(checks, name)
+        return result
+
+    def found_or_skip(name: str) -> Found:
+        result = found(name)
+        if result["missing"] is not None:
+            pytest.skip(result["missing"])
+        return result
+
+    return found_or_skip
+
+
+@pytest.mark.parametrize("name", list(DTYPES))
+class TestChecks:
+    def test_no_right_product_is_refused(self, checked: Callable[[str], Found], name: str) -> None:
+        found = checked(name)
+        assert len(found["grown"]) == PRODUCTS
+        assert found["alarms"] == []
+        assert 0.0 < found["worst"] < 1.0
+        assert found["kinds"] == {"freivalds", "repeat"}
+
+    def test_flipped_bits_are_found(self, checked: Callable[[str], Found], name: str) -> None:
+        assert checked(name)["missed"] == []
+
+    def test_a_check_takes_no_memory(self, checked: Callable[[str], Found], name: str) -> None:
+        assert set(checked(name)["grown"]) == {(0, 0)}
+
+
+# --- the engine --------------------------------------------------------------------------------------------------
+
+
+def slices(**changes: Any) -> list[Report]:  # noqa: ANN401 - fields of the spec
+    spec: WorkerSpec = importlib.import_module("test_cuda").spec_of(**changes)
+    engine = Engine()
+    return [
+        engine.run_slice(
+            Directive(
+                spec=replace(spec, policy="adaptive"), incarnation=0, sequence=number, duration_s=seconds, resume=None
+            )
+        )
+        for number, seconds in enumerate((0.0, 1.0, 1.0))
+    ]
+
+
+def adaptive_at_its_size() -> list[Report]:
+    return slices(size=8192)
+
+
+def adaptive_asked_too_much() -> list[Report]:
+    return slices(size=65536)
+
+
+class TestAdaptive:
+    def test_it_fills_its_cap_without_a_failure(self, in_child: Callable[..., Any]) -> None:
+        reports = in_child(adaptive_at_its_size)
+        for report in reports:
+            assert (report.verdict, report.state) == (Verdict.OK, WorkerState.RUNNING), report.reason
+            assert (report.size, report.oom_count, report.steps_error) == (8192, 0, 0)
+        last = reports[-1]
+        assert 0.95 * last.device.cap_bytes <= last.memory.reserved_bytes <= last.device.cap_bytes
+        assert last.busy_s > 0.9 * last.wall_s, "nothing limits its duty"
+
+    def test_it_makes_do_with_less_than_was_asked(self, in_child: Callable[..., Any]) -> None:
+        reports = in_child(adaptive_asked_too_much)
+        for report in reports:
+            assert (report.verdict, report.state) == (Verdict.OK, WorkerState.RUNNING), report.reason
+            assert 256 <= report.size < 65536
+        assert sum(report.steps_oom for report in reports[1:]) == 0
+
+
+# --- cost --------------------------------------------------------------------------------------------------------
+
+
+def costs_s() -> list[float]:
+    sampler = open_sampler("cuda")
+    taken = []
+    for number in range(61):
+        began_s = time.perf_counter()
+        sampler.sample_if_due(number * SAMPLE_EVERY_S)
+        taken.append(time.perf_counter() - began_s)
+    sampler.close()
+    return taken[1:]  # the first one opens NVML
+
+
+def test_sampling_takes_less_than_a_hundredth_of_the_time(in_child: Callable[..., Any]) -> None:
+    assert statistics.fmean(in_child(costs_s)) < 0.01 * SAMPLE_EVERY_S
