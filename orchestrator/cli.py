@@ -5,6 +5,7 @@ Covers arguments and how errors reach the user. Does not know how anything is do
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -37,6 +38,18 @@ Overrides = Annotated[
 ]
 RunDir = Annotated[str | None, typer.Option(help="Where run folders are. Default: run.dir.", metavar="DIR")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, and nothing else there.")]
+Local = Annotated[bool, typer.Option("--local", help="This machine alone, with what it really has.")]
+Rehearse = Annotated[
+    bool, typer.Option("--rehearse", help="Every node as a small copy on this machine: real Ray, real failures.")
+]
+Plain = Annotated[bool, typer.Option("--plain", help="Lines instead of a live table.")]
+NewRunDir = Annotated[str | None, typer.Option(help="Where run folders go. Default: run.dir.", metavar="DIR")]
+FakeSensors = Annotated[
+    Path | None,
+    typer.Option(
+        help="Of a rehearsal: temperatures and alarms by a script, such as scripts/heat.json.", metavar="FILE"
+    ),
+]
 
 
 @app.command()
@@ -45,10 +58,8 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     duration: Annotated[
         str | None, typer.Option(help="Minutes, or 30s, 2h, 1h30m. Default: run.duration.", metavar="TIME")
     ] = None,
-    local: Annotated[bool, typer.Option("--local", help="This machine alone, with what it really has.")] = False,
-    rehearse: Annotated[
-        bool, typer.Option("--rehearse", help="Every node as a small copy on this machine: real Ray, real failures.")
-    ] = False,
+    local: Local = False,
+    rehearse: Rehearse = False,
     scale: Annotated[
         float | None, typer.Option(help="Of bytes in a rehearsal; sizes by its root. Default: 1/16 on a CPU.")
     ] = None,
@@ -60,11 +71,11 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     ] = None,
     overrides: Overrides = None,
     json_output: AsJson = False,
-    plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a live table.")] = False,
+    plain: Plain = False,
     wait_for_nodes: Annotated[
         bool, typer.Option("--wait-for-nodes", help="Start on what is there; nodes may join later.")
     ] = False,
-    run_dir: Annotated[str | None, typer.Option(help="Where run folders go. Default: run.dir.", metavar="DIR")] = None,
+    run_dir: NewRunDir = None,
     resume: Annotated[
         str | None, typer.Option(help="Go on with a run whose head was killed or interrupted.", metavar="RUN_ID")
     ] = None,
@@ -72,12 +83,10 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         str | None, typer.Option(help='Inject faults, such as "oom:rate=0.05;kill:every=20s".', metavar="FAULTS")
     ] = None,
     chaos_seed: Annotated[int, typer.Option(help="Of --chaos: the same seed, the same faults.")] = 0,
-    fake_sensors: Annotated[
-        Path | None,
-        typer.Option(
-            help="Of a rehearsal: temperatures and alarms by a script, such as scripts/heat.json.", metavar="FILE"
-        ),
-    ] = None,
+    fake_sensors: FakeSensors = None,
+    apply_power_limit: Annotated[
+        bool, typer.Option("--apply-power-limit", help="Set power_limit_w on the cards until the run ends; as root.")
+    ] = False,
     yes_really: Annotated[
         bool, typer.Option("--yes-really", help="Allow --chaos on a real cluster, not only in a rehearsal.")
     ] = False,
@@ -100,6 +109,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         chaos=None if chaos is None else parse_chaos(chaos, chaos_seed),
         yes_really=yes_really,
         fake_sensors=fake_sensors,
+        apply_power_limit=apply_power_limit,
     )
     named = {"run.duration": duration, "workload.name": workload, "memory.policy": policy, "run.dir": run_dir}
     given = [f"{key}={json.dumps(value)}" for key, value in named.items() if value is not None]
@@ -243,6 +253,53 @@ def limits(
     else:
         width = shutil.get_terminal_size(fallback=(0, 0)).columns or None  # without a terminal, one line for each
         _print(limits_verb.limits_text(store, selection, now_unix_s, width, glyphs))
+
+
+@app.command()
+def burn(  # noqa: PLR0913 - one parameter for each option of the command
+    config: ConfigPath = "cluster.yaml",
+    duration: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the heat phase, minutes or 30s, 2h; the others are never longer. Default: 60.", metavar="TIME"
+        ),
+    ] = None,
+    phase: Annotated[
+        list[int] | None,
+        typer.Option(help="1 caps and precision, 2 heat, 3 full load. Default: all.", metavar="NUMBER", min=1, max=3),
+    ] = None,
+    local: Local = False,
+    rehearse: Rehearse = False,
+    overrides: Overrides = None,
+    json_output: AsJson = False,
+    plain: Plain = False,
+    run_dir: NewRunDir = None,
+    fake_sensors: FakeSensors = None,
+) -> None:
+    """Validate every card in three phases, and say PASS or FAIL: caps and precision, heat, full load."""
+    from orchestrator import modes  # noqa: PLC0415 - `--help` and typing errors should not wait for these
+    from orchestrator.burn import phases, verb  # noqa: PLC0415
+
+    if local and rehearse:
+        raise UsageError("--local and --rehearse exclude each other")
+    if duration is not None:
+        _check_duration(duration)
+    given = [] if run_dir is None else [f"run.dir={json.dumps(run_dir)}"]
+    loaded = load_config(config, [*(overrides or []), *given])
+    _let_workers_import_from_here()
+    make_stage = modes.on_this_machine if local else modes.on_cluster
+    if rehearse:
+        make_stage = functools.partial(modes.in_rehearsal, scale=None)
+    wish = verb.Wish(
+        config=loaded,
+        make_stage=make_stage,
+        heat_s=phases.HEAT_S if duration is None else parse_duration(duration),
+        phases={phases.Phase(number) for number in phase or (1, 2, 3)},
+        json=json_output,
+        plain=plain,
+        fake_sensors=fake_sensors,
+    )
+    raise typer.Exit(verb.burn(wish))
 
 
 @app.command()

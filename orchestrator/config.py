@@ -116,6 +116,8 @@ class NodeConfig(_Section):
     """Overrides what the card's profile says; on a node without cards, what its workers share."""
     host: Annotated[str, Field(pattern=rf"^{_HOST}$", description="an IP address or a host name")] | None = None
     """How other PCs reach this one; `None` leaves the choice to Ray."""
+    power_limit_w: Annotated[float, Field(gt=0, le=10_000)] | None = None
+    """Set for the length of a run by `run --apply-power-limit`, and never without; `None` leaves the card's."""
 
 
 class WorkloadConfig(_Section):

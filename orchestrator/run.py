@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from orchestrator import havoc, preflight, pretence, resume
+from orchestrator import havoc, preflight, pretence, resume, upkeep
 from orchestrator.briefing import Past, RunInfo
 from orchestrator.chaos.plan import ChaosPlan, check
 from orchestrator.cluster.janitor import start_time
@@ -63,6 +63,10 @@ class Options:
     """The user knows that they hit a real cluster."""
     fake_sensors: Path | None = None
     """A script of sensors to rehearse heat with."""
+    apply_power_limit: bool = False
+    """Set the power limits of the configuration until the run ends."""
+    judge: Watcher | None = None
+    """Looks at the run too, and says how it went: then `json` only means that this run keeps silent."""
 
 
 def run(stage: Stage, options: Options) -> int:
@@ -148,20 +152,28 @@ def _staged(stage: Stage, record: _Record, interrupts: Interrupts) -> int:
             "run_started", run_id=info.run_id, workers=len(settled.plans), elapsed_s=info.past.elapsed_s
         )
         lessons = Lessons(_limits(settled, record), record.outlets.events)
-        plans = lessons.sent_along(havoc.with_faults(_with_sensors(settled, record), record.options.chaos))
-        faults = _havoc(settled, record)
-        supervisor = Supervisor(
-            info=info,
-            config=settled.config,
-            plans=plans,
-            fleet=fleet,
-            outlets=record.outlets,
-            interrupted=lambda: interrupts.asked,
-            lessons=lessons,
-            havoc=faults,
-        )
-        record.watch(supervisor.snapshot, faults)
-        snapshot = supervisor.run()
+        with upkeep.kept(
+            settled,
+            fleet,
+            _with_sensors(settled, record),
+            run_id=info.run_id,
+            apply_power_limit=record.options.apply_power_limit,
+            tell=record.tell,
+            events=record.outlets.events,
+        ) as plans:
+            faults = _havoc(settled, record)
+            supervisor = Supervisor(
+                info=info,
+                config=settled.config,
+                plans=lessons.sent_along(havoc.with_faults(plans, record.options.chaos)),
+                fleet=fleet,
+                outlets=record.outlets,
+                interrupted=lambda: interrupts.asked,
+                lessons=lessons,
+                havoc=faults,
+            )
+            record.watch(supervisor.snapshot, faults)
+            snapshot = supervisor.run()
     return record.ended(snapshot, settled.config.run.min_success_rate, interrupted=interrupts.asked)
 
 
@@ -197,7 +209,7 @@ class _Record:
         self.past = past
         store = RunStore(folder / STORE_NAME)
         self.outlets = Outlets(
-            watchers=(_viewer(options, screen),),
+            watchers=(_viewer(options, screen), *(() if options.judge is None else (options.judge,))),
             events=EventLog(folder / "events.jsonl", also=store.event),
             store=store,
         )
@@ -273,7 +285,7 @@ class _Record:
         self.outlets.store.incomplete |= self.outlets.events.incomplete
         self.outlets.store.end(outcome, code, None, self._faults)
         self._ended = True
-        if self.options.json:
+        if self.options.json and self.options.judge is None:
             _say(summary_text(summary), self.screen.out)
         faults = fault_lines(self._faults)
         self.tell(*(["Injected faults:"] if faults else []), *(f"  {line}" for line in faults))

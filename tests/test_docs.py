@@ -29,7 +29,7 @@ OPTIONS = {
     "run": {
         "--config", "-c", "--duration", "--local", "--rehearse", "--scale", "--workload", "--policy", "--set", "--json",
         "--plain", "--wait-for-nodes", "--run-dir", "--resume", "--chaos", "--chaos-seed", "--yes-really",
-        "--fake-sensors", "--help",
+        "--fake-sensors", "--apply-power-limit", "--help",
     },
     "plan": {"--config", "-c", "--set", "--json", "--help"},
     "up": {"node", "--config", "-c", "--set", "--head-address", "--exec", "--help"},
@@ -37,6 +37,10 @@ OPTIONS = {
     "runs": {"--config", "-c", "--set", "--run-dir", "--json", "--help"},
     "report": {"run_id", "--config", "-c", "--set", "--run-dir", "--text", "--json", "--help"},
     "limits": {"--clear", "--card", "--workload", "--json", "--help"},
+    "burn": {
+        "--config", "-c", "--duration", "--phase", "--local", "--rehearse", "--set", "--json", "--plain", "--run-dir",
+        "--fake-sensors", "--help",
+    },
     "doctor": {"--config", "-c", "--set", "--node", "--json", "--help"},
     "init": {"--output", "-o", "--force", "--help"},
 }  # fmt: skip

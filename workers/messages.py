@@ -186,6 +186,10 @@ class WorkerSpec:
     """Instead of the driver's; `None` asks the driver."""
     fake_card: int = 0
     """Of the fake sensors: which card it reads."""
+    mps_pipe_directory: str | None = None
+    """Where the worker finds the MPS daemon of its node; `None` where it works without."""
+    mps_memory_limit_bytes: int | None = None
+    """What MPS lets the worker allocate on its card, CUDA's own allocations counted in; `None` does not limit it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,6 +71,11 @@ def card_used_bytes(card: str) -> int | None:
     return _ask(card, lambda handle: int(pynvml.nvmlDeviceGetMemoryInfo(handle).used))
 
 
+def card_free_bytes(card: str) -> int | None:
+    """Bytes of the card that nobody uses."""
+    return _ask(card, lambda handle: int(pynvml.nvmlDeviceGetMemoryInfo(handle).free))
+
+
 def process_used_bytes(card: str) -> int | None:
     """Bytes of the card that this process holds, its CUDA context included."""
 

@@ -10,12 +10,16 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from workers import mps
 from workers.messages import Directive, Report, Verdict, WorkerSpec
 
 if TYPE_CHECKING:
     from workers.engine import Engine
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING")
+
+#: For the MPS daemon of this node; without it CUDA would start all the same, and without any limit.
+_DAEMON_S = 30.0
 
 #: Exit status of a process that ends itself because its device no longer answers (sysexits.h, EX_UNAVAILABLE).
 EXIT_POISONED = 69
@@ -51,9 +55,12 @@ def _load_engine(spec: WorkerSpec) -> Engine:
     # place, the cap is not kept to the byte.
     for name in _ALLOCATOR_SETTINGS:
         os.environ.pop(name, None)
-    if spec.thread_share is not None:
-        # Heeded by an MPS server, if one runs on this node; nothing else reads it (docs.nvidia.com/deploy/mps).
-        os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{100 * spec.thread_share:g}"
+    if spec.mps_pipe_directory is not None:
+        os.environ.update(
+            mps.client_environment(spec.mps_pipe_directory, spec.thread_share, spec.mps_memory_limit_bytes)
+        )
+        # A node that has just come back starts its workers and its daemon at the same time.
+        mps.await_daemon(spec.mps_pipe_directory, _DAEMON_S)
     from workers.engine import Engine  # noqa: PLC0415 - torch belongs in the worker, never in the head
 
     return Engine()

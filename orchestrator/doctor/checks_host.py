@@ -129,8 +129,8 @@ def _mps(facts: MachineFacts, compute_share_mode: str) -> Finding:
         return fail("mps", "cluster.yaml asks for it, and it cannot run under WSL2", hint="compute_share_mode: duty")
     if not facts.visible_cards:
         return skip("mps", "no card")
-    return fail(
+    return warn(
         "mps",
-        f"cluster.yaml asks for it, and no control daemon runs (looked for in {facts.mps_folder})",
-        fix="nvidia-cuda-mps-control -d",
+        "no control daemon runs; a run starts one of its own, or pauses its workers instead if that is not installed",
+        fix="command -v nvidia-cuda-mps-control",
     )

@@ -37,6 +37,9 @@ _WARM_UP_SIZE = 4096
 #: (pytorch #20532, #107667); newer cards and drivers take more, so this is on the safe side.
 _ASSUMED_CONTEXT_BYTES = 512 * 2**20
 
+#: Set by whoever starts a worker under MPS, before CUDA starts.
+_MPS_LIMIT = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
+
 #: What the growth of the card's use is believed to be a context.
 _LEAST_CONTEXT_BYTES = 64 * 2**20
 _LARGEST_CONTEXT_BYTES = 1024 * 2**20
@@ -125,14 +128,12 @@ class CudaDevice:
 
     def free_bytes(self) -> int:
         """See `Device.free_bytes`; asks the driver, so other tenants of the card count."""
-        free_on_card, _ = torch.cuda.mem_get_info(self.torch_device)
-        return self._obtainable(torch.cuda.memory_stats(self.torch_device), free_on_card)
+        return self._obtainable(torch.cuda.memory_stats(self.torch_device), self._free_on_card_bytes())
 
     def room_bytes(self, leave_bytes: int) -> int:
         """See `Device.room_bytes`. Gaps in segments that are partly in use are no room: no block is sure to fit."""
-        free_on_card, _ = torch.cuda.mem_get_info(self.torch_device)
         stats = torch.cuda.memory_stats(self.torch_device)
-        within_reach = int(stats["reserved_bytes.all.current"]) + free_on_card - leave_bytes
+        within_reach = int(stats["reserved_bytes.all.current"]) + self._free_on_card_bytes() - leave_bytes
         return max(0, min(self._cap_bytes, within_reach) - int(stats["inactive_split_bytes.all.current"]))
 
     @property
@@ -152,7 +153,7 @@ class CudaDevice:
 
     def memory(self) -> MemoryInfo:
         """See `Device.memory`."""
-        free_on_card, total = torch.cuda.mem_get_info(self.torch_device)
+        free_on_card, total = self._free_on_card_bytes(), self._total_bytes
         stats = torch.cuda.memory_stats(self.torch_device)
         allocated = int(stats["allocated_bytes.all.current"])
         reserved = int(stats["reserved_bytes.all.current"])
@@ -190,6 +191,18 @@ class CudaDevice:
         ended.record()
         ended.synchronize()
         return result, started.elapsed_time(ended) / 1e3
+
+    def _free_on_card_bytes(self) -> int:
+        """Return what the card has free for anybody.
+
+        CUDA tells a client of MPS that has a memory limit what is free below that limit (NVIDIA's MPS guide), and that
+        says nothing of the card: there the driver is asked.
+        """
+        if _MPS_LIMIT in os.environ:
+            free_bytes = sensors.card_free_bytes(self._card)
+            if free_bytes is not None:
+                return free_bytes
+        return torch.cuda.mem_get_info(self.torch_device)[0]
 
     def _obtainable(self, stats: Mapping[str, int], free_on_card_bytes: int) -> int:
         """Return what one more block may take.

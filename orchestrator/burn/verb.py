@@ -1,0 +1,162 @@
+"""The verb `burn`: runs the phases one after the other, judges each, and returns the exit code.
+
+Each run is an ordinary run with its own run folder, which `runs` and `report` know. The caps of a worker are for the
+life of its process and a run ends every process it has started, so Ray too is started anew for each rehearsed run.
+Does not judge (`verdict.py`) and does not know what a phase changes (`phases.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from orchestrator import hardware
+from orchestrator import run as runs
+from orchestrator.burn import phases
+from orchestrator.burn.drawing import result_lines
+from orchestrator.burn.gauge import Gauge
+from orchestrator.burn.phases import Phase, Take
+from orchestrator.burn.results import BurnResult, Taken, by_phase, result_dict
+from orchestrator.burn.verdict import judge
+from orchestrator.config import Config
+from orchestrator.duration import format_duration
+from orchestrator.errors import ArchiveError, OrchestratorError
+from orchestrator.interrupts import Interrupts
+from orchestrator.modes import Mode, Stage
+from orchestrator.profiles import PROFILES, match_profile
+from orchestrator.watch.archive import read_events
+from orchestrator.watch.cells import glyphs_for
+from orchestrator.watch.summary import summary_text, write_summary
+
+_INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What the user asks for."""
+
+    config: Config
+    make_stage: Callable[[Config], Stage]
+    """From a configuration to its ground: the cluster, a rehearsal, or this machine."""
+    heat_s: float
+    phases: Collection[Phase]
+    json: bool
+    plain: bool
+    fake_sensors: Path | None
+
+
+def burn(wish: Wish) -> int:
+    """Run the phases, say what came out, and return the exit code: 0 only if all of it passed.
+
+    Raises:
+        OrchestratorError: Nothing could be run. What ends a later run is a failure of its phase.
+    """
+    started = datetime.now(UTC)
+    mode, types = _surveyed(wish.make_stage(wish.config))
+    planned = phases.takes(wish.config, types, wish.heat_s, wish.phases)
+    taken: list[Taken] = []
+    interrupts = Interrupts()
+    interrupts.install()
+    try:
+        for take in planned:
+            taken.append(_taken(take, wish, is_first=not taken))
+            if interrupts.asked or not taken[-1].whole:
+                break
+    finally:
+        interrupts.restore()
+    result = BurnResult(
+        started_at=started.isoformat(timespec="milliseconds"),
+        mode=mode.value,
+        phases=by_phase(taken),
+        # Also between two runs.
+        interrupted=taken[-1].interrupted or (interrupts.asked and len(taken) < len(planned)),
+    )
+    _tell(result, Path(wish.config.run.dir) / f"burn-{started:%Y%m%d-%H%M%S}.json", wish)
+    return result.exit_code
+
+
+def _surveyed(stage: Stage) -> tuple[Mode, dict[str, tuple[str, ...]]]:
+    """Return the ground, and the number types of each node on it."""
+    here = hardware.cards() if stage.mode is not Mode.CLUSTER else ()
+    devices = {plan.spec.node: plan.spec.device for plan in stage.plans}
+    types: dict[str, tuple[str, ...]] = {}
+    for name, node in stage.config.nodes.items():
+        profile = match_profile(here[0].name, here[0].total_bytes) if here else PROFILES.get(node.gpu)
+        capability = None if profile is None else profile.compute_capability
+        types[name] = phases.number_types(devices[name], capability)
+    return stage.mode, types
+
+
+def _taken(take: Take, wish: Wish, *, is_first: bool) -> Taken:
+    """Run a run and judge it.
+
+    Raises:
+        OrchestratorError: It could not be run, and it is the first one.
+    """
+    length_s = take.config.run.duration_s
+    what = "" if take.dtype is None else f", {take.dtype}"
+    if not wish.json:
+        _say(f"Phase {take.phase.value} of 3, {take.phase.title}{what}: {format_duration(length_s)}")
+    gauge = Gauge(length_s)
+    options = runs.Options(
+        json=wish.json, plain=wish.plain, wait_for_nodes=False, fake_sensors=wish.fake_sensors, judge=gauge
+    )
+    code, error = 1, None
+    try:
+        stage = wish.make_stage(take.config)
+        # What was scaled is known once it has been told.
+        code = runs.run(stage if is_first else replace(stage, lines=()), options)
+    except OrchestratorError as failure:
+        if is_first:
+            raise
+        error = str(failure)
+    except KeyboardInterrupt:  # the second Ctrl-C: the run is torn down, and what there is is told all the same
+        code = _INTERRUPTED
+    folder = None if gauge.last is None else Path(take.config.run.dir) / gauge.last.run_id
+    return Taken(
+        take=take,
+        workers=tuple(judge(measured) for measured in gauge.measured(_alarms(folder))),
+        folder=folder,
+        elapsed_s=0.0 if gauge.last is None else gauge.last.elapsed_s,
+        interrupted=code == _INTERRUPTED,
+        error=error,
+    )
+
+
+def _alarms(folder: Path | None) -> dict[str, list[str]]:
+    """Return the alarms that each slot's card raised; none where the run could store nothing."""
+    found: dict[str, list[str]] = {}
+    if folder is not None:
+        with contextlib.suppress(ArchiveError):
+            for event in read_events(folder, ["alarm_raised"]):
+                found.setdefault(event.slot or "", []).append(str(event.details.get("alarm")))
+    return found
+
+
+def _tell(result: BurnResult, path: Path, wish: Wish) -> None:
+    """Print the result, and keep it beside the run folders."""
+    told = result_dict(result)
+    place = str(path)
+    try:
+        write_summary(path, told)
+    except OSError as error:
+        place = f"not written, {path}: {error.strerror}"
+    with contextlib.suppress(OSError, ValueError):  # the terminal may be gone; the exit code and the file are not
+        if wish.json:
+            print(summary_text(told), flush=True)  # noqa: T201 - the answer
+            return
+        console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
+        for piece in result_lines(result, console.width, glyphs_for(sys.stdout.encoding)):
+            console.print(piece)
+        _say(f"Result: {place}")
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)  # noqa: T201 - the terminal

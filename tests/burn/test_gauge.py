@@ -1,0 +1,66 @@
+"""What the gauge sees of a run: the planned time, every worker, and no more samples than memory has room for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.burn.gauge import Gauge
+from orchestrator.watch.model import Snapshot
+from tests.burn.scene import ROW
+from workers.messages import WorkerState
+
+
+def snapshot(elapsed_s: float, duration_s: float, **changes: object) -> Snapshot:
+    other = replace(ROW, slot="pc2/0", node="pc2", temperature_c=elapsed_s)
+    return Snapshot(
+        run_id="20260101-000000-abcd",
+        started_at=0.0,
+        now_unix_s=1e9,  # may be set at any time: only the run's own clock counts
+        elapsed_s=elapsed_s,
+        duration_s=duration_s,
+        nodes_planned=("pc1", "pc2"),
+        nodes_seen=("pc1", "pc2"),
+        rows=(replace(ROW, **changes), other),  # type: ignore[arg-type]  # fields of a row
+    )
+
+
+@pytest.mark.parametrize(("length_s", "most"), [(10.0, 10), (3600.0, 600), (86_400.0, 600)])
+def test_a_sample_a_second_and_never_more_than_fit(length_s: float, most: int) -> None:
+    gauge = Gauge(length_s)
+    elapsed_s = 0.0
+    while elapsed_s < length_s:
+        gauge.update(snapshot(elapsed_s, length_s))
+        elapsed_s += 0.25 if length_s < 100 else length_s / 5000
+    for measured in gauge.measured({}):
+        assert most * 0.9 <= len(measured.samples) <= most
+        times_s = [sample.at_s for sample in measured.samples]
+        assert times_s == sorted(times_s)
+        assert times_s[-1] > 0.9 * length_s
+
+
+def test_only_the_planned_time_is_sampled() -> None:
+    gauge = Gauge(10.0)
+    gauge.update(snapshot(0.0, 10.0, state=WorkerState.STARTING))
+    gauge.update(snapshot(5.0, 10.0))
+    gauge.update(snapshot(10.0, 10.0, state=WorkerState.STOPPED))  # draining
+    (first, _) = gauge.measured({})
+    assert [sample.at_s for sample in first.samples] == [5.0]
+
+
+def test_every_worker_has_its_own_samples_its_last_row_and_its_alarms() -> None:
+    gauge = Gauge(10.0)
+    gauge.update(snapshot(1.0, 10.0))
+    gauge.update(snapshot(3.0, 10.0))
+    gauge.close(snapshot(10.0, 10.0, steps_ok=777))
+    first, second = gauge.measured({"pc2/0": ["power brake", "card lost", "power brake"]})
+    assert (first.row.slot, first.row.steps_ok, first.alarms) == ("pc1/0", 777, ())
+    assert second.alarms == ("power brake", "card lost")
+    assert [sample.temperature_c for sample in second.samples] == [1.0, 3.0]
+
+
+def test_a_run_that_never_came_to_a_picture_has_no_workers() -> None:
+    gauge = Gauge(10.0)
+    assert gauge.measured({"pc1/0": ["card lost"]}) == ()
+    assert gauge.last is None

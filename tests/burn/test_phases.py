@@ -1,0 +1,104 @@
+"""What each phase changes in a configuration, and which number types a card is asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.burn.phases import HEAT_S, Phase, number_types, takes
+from orchestrator.config import Config, config_from_data
+
+ALL = ("fp32", "tf32", "fp16", "bf16")
+
+
+def config(**changes: object) -> Config:
+    nodes = {
+        "pc1": {"gpu": "rtx-3090", "workers": 7, "vram_per_worker_gib": 3.0, "gpu_share": 0.6, "dtype": "bf16"},
+        "pc2": {"gpu": "rtx-3070", "workers": 3, "vram_per_worker_gib": 1.5},
+    }
+    return config_from_data({"nodes": nodes, "cluster": {"head": "pc2"}, **changes})
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "expected"),
+    [
+        ("cuda", (8, 6), ALL),
+        ("cuda", (9, 0), ALL),
+        ("cuda", (7, 5), ("fp32", "fp16")),
+        ("cuda", (7, 0), ("fp32", "fp16")),
+        ("cuda", None, ALL),
+        ("cuda", (99, 0), ALL),
+        ("cpu", None, ("fp32", "fp16")),
+        ("cpu", (8, 6), ("fp32", "fp16")),
+    ],
+)
+def test_a_card_is_asked_for_the_types_it_has_units_for(
+    device: str, capability: tuple[int, int] | None, expected: tuple[str, ...]
+) -> None:
+    assert number_types(device, capability) == expected
+
+
+def test_all_three_phases_in_their_order() -> None:
+    planned = takes(config(), {"pc1": ALL, "pc2": ALL}, HEAT_S, set(Phase))
+    assert [(take.phase, take.dtype) for take in planned] == [
+        *((Phase.CAPS, dtype) for dtype in ALL),
+        (Phase.HEAT, None),
+        (Phase.FULL_LOAD, None),
+    ]
+    assert [take.config.run.duration_s for take in planned] == [30.0, 30.0, 30.0, 30.0, 3600.0, 300.0]
+
+
+def test_a_short_heat_phase_makes_the_others_short_too() -> None:
+    planned = takes(config(), {"pc1": ALL, "pc2": ALL}, 12.5, set(Phase))
+    assert {take.config.run.duration_s for take in planned} == {12.5}
+
+
+def test_a_type_is_tried_on_the_nodes_that_have_it_and_checked_densely() -> None:
+    planned = takes(config(), {"pc1": ALL, "pc2": ("fp32", "fp16")}, HEAT_S, {Phase.CAPS})
+    by_type = {take.dtype: take.config for take in planned}
+    assert {dtype: list(one.nodes) for dtype, one in by_type.items()} == {
+        "fp32": ["pc1", "pc2"],
+        "tf32": ["pc1"],
+        "fp16": ["pc1", "pc2"],
+        "bf16": ["pc1"],
+    }
+    for dtype, one in by_type.items():
+        assert one.workload.dtype == dtype
+        assert all(node.dtype is None for node in one.nodes.values()), "a node's own type would win"
+        assert one.verify.share == 0.25
+        assert one.head_node in one.nodes
+    assert by_type["fp32"].head_node == "pc2"
+
+
+def test_checks_that_are_denser_already_stay() -> None:
+    (take, *_) = takes(config(verify={"share": 0.4}), {"pc1": ALL}, HEAT_S, {Phase.CAPS})
+    assert take.config.verify.share == 0.4
+
+
+def test_a_type_that_nobody_has_is_left_out() -> None:
+    planned = takes(config(), {"pc1": ("fp32",), "pc2": ("fp32",)}, HEAT_S, {Phase.CAPS})
+    assert [take.dtype for take in planned] == ["fp32"]
+
+
+def test_this_machine_alone_has_a_node_that_the_configuration_does_not_know() -> None:
+    planned = takes(config(), {"local": ("fp32", "fp16")}, HEAT_S, {Phase.CAPS})
+    assert [take.dtype for take in planned] == ["fp32", "fp16"]
+    assert all(list(take.config.nodes) == ["pc1", "pc2"] for take in planned)
+
+
+def test_heat_is_full_duty_with_matmul_and_nothing_else() -> None:
+    loaded = config(workload={"name": "mine:Step"}, thermal={"hot_c": 76.0})
+    (heat,) = takes(loaded, {"pc1": ALL, "pc2": ALL}, 600.0, {Phase.HEAT})
+    assert heat.config.compute_share_mode == "none"
+    assert heat.config.workload.name == "matmul"
+    assert heat.config.thermal == loaded.thermal, "the governor keeps watch: a burn-in must not cook a card"
+    assert heat.config.nodes == loaded.nodes
+    assert heat.config.run.duration_s == 600.0
+
+
+def test_full_load_is_the_configuration_as_it_is() -> None:
+    loaded = config(workload={"name": "mine:Step"}, run={"duration": "2m"})
+    (full,) = takes(loaded, {"pc1": ALL, "pc2": ALL}, HEAT_S, {Phase.FULL_LOAD})
+    changed = full.config.model_dump()
+    changed["run"]["duration"] = loaded.run.duration
+    assert changed == loaded.model_dump()
+    assert full.config.run.duration_s == 120.0
