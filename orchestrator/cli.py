@@ -20,6 +20,7 @@ import typer
 from orchestrator.config import load_config
 from orchestrator.duration import parse_duration
 from orchestrator.errors import OrchestratorError, UsageError, one_line
+from orchestrator.options import AsJson, ConfigPath, FakeSensors, Local, NewRunDir, Overrides, Plain, Rehearse, RunDir
 from orchestrator.watch.summary import failure_dict, summary_text
 
 app = typer.Typer(
@@ -30,26 +31,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-ConfigPath = Annotated[str, typer.Option("--config", "-c", help="The configuration.", metavar="FILE")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Override any key, such as workload.size=4096. May be repeated.", metavar="KEY=VALUE"),
-]
-RunDir = Annotated[str | None, typer.Option(help="Where run folders are. Default: run.dir.", metavar="DIR")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, and nothing else there.")]
-Local = Annotated[bool, typer.Option("--local", help="This machine alone, with what it really has.")]
-Rehearse = Annotated[
-    bool, typer.Option("--rehearse", help="Every node as a small copy on this machine: real Ray, real failures.")
-]
-Plain = Annotated[bool, typer.Option("--plain", help="Lines instead of a live table.")]
-NewRunDir = Annotated[str | None, typer.Option(help="Where run folders go. Default: run.dir.", metavar="DIR")]
-FakeSensors = Annotated[
-    Path | None,
-    typer.Option(
-        help="Of a rehearsal: temperatures and alarms by a script, such as scripts/heat.json.", metavar="FILE"
-    ),
-]
 
 
 @app.command()
