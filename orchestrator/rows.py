@@ -69,6 +69,12 @@ def _is_first(report: Report) -> bool:
     return any(event.name == "device_opened" for event in report.events)
 
 
+def _temperature_of(sensors: SensorReading) -> str | None:
+    if sensors.temperature_c is None:
+        return None
+    return "processor" if sensors.of_processor else "card"
+
+
 def _peak_pct(tflops: float | None, device: DeviceInfo | None, sensors: SensorReading) -> float | None:
     """Return the share of what the card is rated for at its present clock; `None` where no rating is known."""
     if tflops is None or device is None or device.kind != "cuda":
@@ -136,6 +142,7 @@ def row(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
         restarts=counters.restarts,
         duty_requested=plan.spec.duty,
         temperature_c=sensors.temperature_c,
+        temperature_of=_temperature_of(sensors),
         margin_c=sensors.margin_c,
         memory_temperature_c=sensors.memory_temperature_c,
         power_w=sensors.power_w,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from workers.messages import WorkerSpec
-from workers.policy.thermal import SensorsRead, ThermalDecision, ThermalGovernor
+from workers.policy.thermal import THERMAL_OFF, SensorsRead, ThermalDecision, ThermalGovernor
 from workers.policy.thermal_alarms import BandwidthMeasured
 from workers.readings import SensorReading
 from workers.sampler import Sampler, open_sampler
@@ -98,7 +98,8 @@ def open_heat(spec: WorkerSpec, card: str | None) -> Heat:
         spec: Thresholds, and whether the sensors are fake ones; those are loaded.
         card: UUID of its card; `None` on a processor.
     """
-    governor = ThermalGovernor(spec.thermal)
     if spec.fake_sensors is not None:
-        return Heat(open_sampler("cuda", str(spec.fake_card)), governor)
-    return Heat(open_sampler(spec.device, card), governor)
+        return Heat(open_sampler("cuda", str(spec.fake_card)), ThermalGovernor(spec.thermal))
+    # A processor at 90 C is no cause for alarm, and looks after itself: its temperature is shown, and that is all.
+    settings = spec.thermal if spec.device == "cuda" else THERMAL_OFF
+    return Heat(open_sampler(spec.device, card), ThermalGovernor(settings))

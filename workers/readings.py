@@ -64,5 +64,7 @@ class SensorReading:
     """Number of the last Xid error that the driver told this process of."""
     process_used_bytes: int | None = None
     """Bytes of the card held by this process; not told under WSL2 and WDDM."""
+    of_processor: bool = False
+    """Whether a computer without a card was looked at: what is hot for a card is everyday life for it."""
     lost: bool = False
     """The driver answered before and now says that the card is gone."""

@@ -138,8 +138,8 @@ def package_reading(chips: Mapping[str, Sequence[Temperature]]) -> SensorReading
         if sensors:
             hottest = max(sensors, key=lambda sensor: sensor.current)
             margin_c = hottest.critical - hottest.current if hottest.critical else None
-            return SensorReading(temperature_c=hottest.current, margin_c=margin_c)
-    return SensorReading()
+            return SensorReading(temperature_c=hottest.current, margin_c=margin_c, of_processor=True)
+    return SensorReading(of_processor=True)
 
 
 def open_sampler(kind: str, card: str | None = None) -> Sampler:

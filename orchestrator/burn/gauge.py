@@ -69,6 +69,7 @@ def _sample(row: Row, at_s: float) -> Sample:
         state=row.state,
         tflops=row.tflops,
         reserved_bytes=row.reserved_bytes,
-        temperature_c=row.temperature_c,
+        # What is hot for a card is everyday life for a processor.
+        temperature_c=row.temperature_c if row.temperature_of == "card" else None,
         throttle_pct=row.throttle_pct,
     )

@@ -100,6 +100,8 @@ class Row:
     duty_requested: float | None = None
     duty_measured: float | None = None
     temperature_c: float | None = None
+    temperature_of: str | None = None
+    """`card`, or `processor` on a computer without one; `None` if nobody tells a temperature."""
     margin_c: float | None = None
     """How much warmer the card may get before it slows itself down."""
     memory_temperature_c: float | None = None

@@ -13,7 +13,7 @@ from workers.messages import WorkerState
 
 
 def snapshot(elapsed_s: float, duration_s: float, **changes: object) -> Snapshot:
-    other = replace(ROW, slot="pc2/0", node="pc2", temperature_c=elapsed_s)
+    other = replace(ROW, slot="pc2/0", node="pc2", temperature_c=elapsed_s, temperature_of="card")
     return Snapshot(
         run_id="20260101-000000-abcd",
         started_at=0.0,
@@ -64,3 +64,10 @@ def test_a_run_that_never_came_to_a_picture_has_no_workers() -> None:
     gauge = Gauge(10.0)
     assert gauge.measured({"pc1/0": ["card lost"]}) == ()
     assert gauge.last is None
+
+
+def test_how_warm_a_processor_gets_is_not_judged_by_what_is_hot_for_a_card() -> None:
+    gauge = Gauge(10.0)
+    gauge.update(snapshot(1.0, 10.0, temperature_c=95.0, temperature_of="processor"))
+    (first, _) = gauge.measured({})
+    assert [sample.temperature_c for sample in first.samples] == [None]

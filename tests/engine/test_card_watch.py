@@ -13,8 +13,10 @@ import pytest
 from workers.engine import Engine
 from workers.fake_nvml.library import FakeSensors
 from workers.fake_nvml.prepare import prepare
+from workers.heat import open_heat
 from workers.messages import Directive, Report, StepFaults, Verdict, WorkerSpec, WorkerState
 from workers.policy.thermal import THERMAL_OFF, ThermalSettings
+from workers.tally import Tally
 
 InChild: TypeAlias = Callable[..., Any]
 MakeSpec: TypeAlias = Callable[..., WorkerSpec]
@@ -118,6 +120,20 @@ class TestHeat:
         (report,) = in_child(slices, hot(make_spec(), nowhere), 1, 0.0)
         assert report.verdict is Verdict.MISFIT
         assert "/nowhere/libnvidia-ml.so.1" in report.reason
+
+
+def looked_at(spec: WorkerSpec) -> tuple[str, bool]:
+    tally = Tally(directive=Directive(spec=spec, incarnation=0, sequence=0, duration_s=0.0, resume=None))
+    heat = open_heat(spec, None)
+    heat.look(tally)
+    assert heat.reading is not None
+    return heat.reason, heat.reading.of_processor
+
+
+def test_a_hot_processor_is_no_cause_for_alarm(make_spec: MakeSpec) -> None:
+    reason, of_processor = looked_at(replace(make_spec(), thermal=ThermalSettings()))
+    assert of_processor
+    assert reason == "thermal limits are off"
 
 
 class TestResults:

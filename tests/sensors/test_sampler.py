@@ -106,7 +106,7 @@ class Sensor(NamedTuple):
 def test_the_processor_is_as_warm_as_its_package(
     chips: Mapping[str, list[Sensor]], temperature_c: float | None, margin_c: float | None
 ) -> None:
-    assert package_reading(chips) == SensorReading(temperature_c=temperature_c, margin_c=margin_c)
+    assert package_reading(chips) == SensorReading(temperature_c=temperature_c, margin_c=margin_c, of_processor=True)
 
 
 def test_a_computer_without_a_card_tells_what_its_system_tells() -> None:

@@ -43,6 +43,7 @@ HEALTHY: dict[str, Any] = {
     "duty_measured": 0.587,
     "peak_pct": 62.4,
     "temperature_c": 71.0,
+    "temperature_of": "card",
     "margin_c": 24.0,
     "power_w": 281.4,
     "power_limit_w": 350.0,
