@@ -176,7 +176,7 @@ def _ideal(run: Run) -> None:
         )
         # What the process has come to hold beside the job is gone, whatever the course says.
         left_bytes = run.ground.free_bytes() - (now - ahead)
-        run.attempt(max(1, int((left_bytes / (1 + _IDEAL_MARGIN) - known.fixed_bytes) / known.unit_bytes)))
+        run.attempt(known.largest_within(left_bytes / (1 + _IDEAL_MARGIN)))
 
 
 CONTESTANTS: Mapping[str, Callable[[Run], None]] = {

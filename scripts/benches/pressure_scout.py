@@ -11,6 +11,7 @@ import signal
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from multiprocessing.connection import Connection
 
 from benches.common import MIB
@@ -53,6 +54,19 @@ class Scouted:
     unit_s: float
     points: Sequence[Mapping[str, float]]
     """By size: items, items_per_s, step_ms, peak_mib."""
+
+    def largest_within(self, limit_bytes: float) -> int:
+        """Return the largest size whose step takes no more: between two measured sizes by interpolation.
+
+        By one line for all it would be too large for little memory, where the optimiser's part hides the items'.
+        """
+        measured = [(point["items"], point["peak_mib"] * MIB) for point in self.points]
+        for (few, less_bytes), (many, more_bytes) in pairwise(measured):
+            if limit_bytes <= more_bytes:
+                share = (limit_bytes - less_bytes) / max(1.0, more_bytes - less_bytes)
+                return max(1, int(few + (many - few) * share))
+        many, most_bytes = measured[-1]
+        return int(many + (limit_bytes - most_bytes) / self.unit_bytes)
 
 
 def scout(connection: Connection, device: str, memory_bytes: int | None) -> None:
