@@ -56,6 +56,7 @@ KEPT_LONGEST_FIRST = (
     "dtype",
     "restarts",
     "card_memory",
+    "clock",
     "memory_temperature",
 )
 NEVER_DROPPED = KEPT_LONGEST_FIRST[:4]
@@ -201,6 +202,7 @@ def _health_columns(glyphs: Glyphs) -> tuple[Column, ...]:
         Column(name="temperature", title="temp C", unit="/margin", cell=temperature),
         Column(name="memory_temperature", title="VRAM", unit="C", cell=memory_temperature),
         Column(name="power", title="power", unit="/cap W", cell=power),
+        Column(name="clock", title="clock", unit="SM MHz", cell=lambda row: _text(number(row.sm_clock_mhz, 0))),
         Column(name="throttle", title="slowed", unit="% time", cell=lambda row: _text(number(row.throttle_pct, 0))),
         Column(name="verify", title="checks", unit="/wrong", cell=verify),
         Column(name="restarts", title="re-", unit="starts", cell=restarts),
