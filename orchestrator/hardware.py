@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import pynvml
 
+from workers.sensors import shown_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
@@ -48,6 +50,6 @@ def _card(index: int) -> Card:
     return Card(
         name=str(pynvml.nvmlDeviceGetName(handle)),
         uuid=str(pynvml.nvmlDeviceGetUUID(handle)),
-        total_bytes=int(memory.total),
+        total_bytes=shown_bytes(handle, int(memory.total)),
         free_bytes=int(memory.free),
     )

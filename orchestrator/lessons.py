@@ -14,7 +14,7 @@ from orchestrator.placement import SlotPlan
 from orchestrator.watch.events import EventLog
 from workers.limit_store import LimitStore
 from workers.limits import StoredLimit, choose
-from workers.messages import Report
+from workers.messages import Report, WorkerSpec
 
 #: How often at most the store is written while a run goes on: a head that is killed loses no more.
 _SAVE_EVERY_S = 60.0
@@ -51,22 +51,24 @@ class Lessons:
         self._earlier = tuple(limit for limits in known.values() for limit in limits)
         return tuple(replace(plan, spec=replace(plan.spec, learned=known[plan.spec.workload.name])) for plan in plans)
 
-    def best_tflops(self, report: Report) -> float | None:
+    def best_tflops(self, spec: WorkerSpec, report: Report) -> float | None:
         """Return the most that a worker in these circumstances has sustained in earlier runs, if that is known."""
         if report.learned is None:
             return None
-        limit = choose(self._earlier, report.learned.key)
+        under = terms(spec)
+        limit = choose((limit for limit in self._earlier if limit.best_under == under), report.learned.key)
         return None if limit is None else limit.best_tflops
 
-    def take(self, report: Report, best_tflops: float | None = None) -> None:
+    def take(self, spec: WorkerSpec, report: Report, best_tflops: float | None = None) -> None:
         """Take in what a worker has learned; written now and then.
 
         Args:
-            report: Of the worker.
+            spec: Of the worker.
+            report: Its last.
             best_tflops: Most that it has sustained so far, in earlier runs or in this one.
         """
         if report.learned is not None:
-            self._latest[report.slot] = replace(report.learned, best_tflops=best_tflops)
+            self._latest[report.slot] = replace(report.learned, best_tflops=best_tflops, best_under=terms(spec))
         if time.monotonic() - self._saved_at_s >= _SAVE_EVERY_S:
             self.save()
 
@@ -86,11 +88,18 @@ class Lessons:
             self._events.write("limits_unavailable", reason=store.problem)
 
 
+def terms(spec: WorkerSpec) -> str:
+    """Return how much of its card a worker may have, in words that are equal where that is."""
+    duty = "all of the time" if spec.duty is None else f"{spec.duty:.0%} of the time"
+    share = "" if spec.thread_share is None else f", {spec.thread_share:.0%} of the processors"
+    return f"{duty}{share}, one of {round(spec.card_budget_bytes / spec.budget_bytes)}"
+
+
 def _with_the_best(limits: Sequence[StoredLimit]) -> list[StoredLimit]:
     """Return the limits, each with the best that any worker in its circumstances has done."""
 
     def best(limit: StoredLimit) -> float | None:
-        known = [other.best_tflops for other in limits if other.key.serves(limit.key) and other.best_tflops is not None]
-        return max(known, default=None)
+        same = [other for other in limits if other.key.serves(limit.key) and other.best_under == limit.best_under]
+        return max((other.best_tflops for other in same if other.best_tflops is not None), default=None)
 
     return [replace(limit, best_tflops=best(limit)) for limit in limits]

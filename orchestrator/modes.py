@@ -44,6 +44,8 @@ _LOCAL_WORKERS_PER_CARD = 7
 _LOCAL_WORKER_GIB = 3.0
 _LOCAL_MEMORY_FRACTION = 0.9
 _LOCAL_CPU_WORKER_GIB = 1.0
+#: Of a card: NVML and CUDA do not always agree to the last MiB on what it has.
+_UNSURE_SHARE = 0.01
 
 
 class Mode(StrEnum):
@@ -219,12 +221,13 @@ def _card_node(cards: Sequence[hardware.Card]) -> dict[str, object]:
     # The smallest card sets the pace: every worker of a node has the same budget.
     total_gib = min(card.total_bytes for card in cards) / GIB
     per_card = max(1, min(_LOCAL_WORKERS_PER_CARD, int(total_gib * _LOCAL_MEMORY_FRACTION / _LOCAL_WORKER_GIB)))
+    budget_share = _LOCAL_MEMORY_FRACTION - _UNSURE_SHARE
     return {
         "gpu": "local-card",
         "gpus": len(cards),
         "workers": per_card * len(cards),
         "vram_gib": total_gib,
-        "vram_per_worker_gib": int(100 * total_gib * _LOCAL_MEMORY_FRACTION / per_card) / 100,
+        "vram_per_worker_gib": int(100 * total_gib * budget_share / per_card) / 100,
         "memory_fraction": _LOCAL_MEMORY_FRACTION,
         "size": 8192 if total_gib >= 16 else 4096,
     }

@@ -32,13 +32,14 @@ def check(script: Path, *, is_rehearsal: bool) -> None:
         raise UsageError(f"{script} describes no cards; each node's workers read one")
 
 
-def with_sensors(plans: Sequence[SlotPlan], script: Path, folder: Path) -> tuple[SlotPlan, ...]:
+def with_sensors(plans: Sequence[SlotPlan], script: Path, folder: Path, elapsed_s: float) -> tuple[SlotPlan, ...]:
     """Return the slots with workers that read the script; the first node its first card, and so on.
 
     Args:
         plans: Every slot.
         script: What a person wrote.
         folder: Where the library for it is built.
+        elapsed_s: How long the run has gone on already, if it was resumed.
 
     Raises:
         UsageError: It cannot be built.
@@ -46,7 +47,7 @@ def with_sensors(plans: Sequence[SlotPlan], script: Path, folder: Path) -> tuple
     try:
         cards = len(read_script(script).cards)
         folder.mkdir(exist_ok=True)
-        fake = prepare(script, folder)
+        fake = prepare(script, folder, elapsed_s=elapsed_s)
     except FakeSensorsError as error:
         raise UsageError(str(error)) from error
     except OSError as error:

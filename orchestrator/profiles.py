@@ -86,7 +86,7 @@ PROFILES: Mapping[str, GpuProfile] = MappingProxyType(
                 key="rtx-3060",
                 product="NVIDIA GeForce RTX 3060",
                 nominal_gib=12,
-                shown_gib=11.76,
+                shown_gib=11.63,
                 compute_capability=(8, 6),
                 multiprocessors=28,
                 boost_mhz=1777,
@@ -97,8 +97,8 @@ PROFILES: Mapping[str, GpuProfile] = MappingProxyType(
                 fp16_accumulate_tflops=51.0,
                 bandwidth_gb_s=360,
                 tdp_w=170,
-                alone=Advice(workers=2, vram_per_worker_gib=5.25, memory_fraction=0.90, size=4096, dtype="fp16"),
-                desktop=Advice(workers=2, vram_per_worker_gib=4.40, memory_fraction=0.75, size=4096, dtype="fp16"),
+                alone=Advice(workers=2, vram_per_worker_gib=5.20, memory_fraction=0.90, size=4096, dtype="fp16"),
+                desktop=Advice(workers=2, vram_per_worker_gib=4.35, memory_fraction=0.75, size=4096, dtype="fp16"),
                 source="NVIDIA's launch specifications; peaks by the formula of the GA102 whitepaper",
             ),
             GpuProfile(
@@ -117,7 +117,7 @@ PROFILES: Mapping[str, GpuProfile] = MappingProxyType(
                 bandwidth_gb_s=448,
                 tdp_w=220,
                 alone=Advice(
-                    workers=3, vram_per_worker_gib=2.30, memory_fraction=0.90, size=4096, dtype="fp16", gpu_share=0.70
+                    workers=3, vram_per_worker_gib=2.28, memory_fraction=0.90, size=4096, dtype="fp16", gpu_share=0.70
                 ),
                 desktop=Advice(
                     workers=3, vram_per_worker_gib=1.50, memory_fraction=0.75, size=4096, dtype="fp16", gpu_share=0.70
@@ -151,7 +151,7 @@ PROFILES: Mapping[str, GpuProfile] = MappingProxyType(
                 key="rtx-4090",
                 product="NVIDIA GeForce RTX 4090",
                 nominal_gib=24,
-                shown_gib=23.64,
+                shown_gib=23.52,
                 compute_capability=(8, 9),
                 multiprocessors=128,
                 boost_mhz=2520,
@@ -162,7 +162,7 @@ PROFILES: Mapping[str, GpuProfile] = MappingProxyType(
                 fp16_accumulate_tflops=330.3,
                 bandwidth_gb_s=1008,
                 tdp_w=450,
-                alone=Advice(workers=7, vram_per_worker_gib=3.33, memory_fraction=0.99, size=8192, dtype="bf16"),
+                alone=Advice(workers=7, vram_per_worker_gib=3.30, memory_fraction=0.99, size=8192, dtype="bf16"),
                 desktop=Advice(workers=6, vram_per_worker_gib=3.33, memory_fraction=0.85, size=8192, dtype="bf16"),
                 source="NVIDIA Ada whitepaper, App. A",
             ),

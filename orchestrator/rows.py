@@ -59,6 +59,12 @@ class Meter:
         return flop / wall_s / 1e12 if wall_s > 0 and flop > 0 else None
 
     @property
+    def sm_clock_mhz(self) -> int | None:
+        """Highest clock that was seen meanwhile: a card that rests is slow, and its work was not done then."""
+        known = [report.sensors.sm_clock_mhz for report in self._reports if report.sensors is not None]
+        return max((clock for clock in known if clock is not None), default=None)
+
+    @property
     def duty(self) -> float | None:
         """Share of wall time the device was kept busy."""
         wall_s = sum(report.wall_s for report in self._reports)
@@ -75,12 +81,12 @@ def _temperature_of(sensors: SensorReading) -> str | None:
     return "processor" if sensors.of_processor else "card"
 
 
-def _peak_pct(tflops: float | None, device: DeviceInfo | None, sensors: SensorReading) -> float | None:
+def _peak_pct(tflops: float | None, device: DeviceInfo | None, sm_clock_mhz: int | None) -> float | None:
     """Return the share of what the card is rated for at its present clock; `None` where no rating is known."""
     if tflops is None or device is None or device.kind != "cuda":
         return None
     profile = match_profile(device.name, device.total_bytes)
-    peak = None if profile is None else peak_tflops(profile, device.dtype, sensors.sm_clock_mhz)
+    peak = None if profile is None else peak_tflops(profile, device.dtype, sm_clock_mhz)
     return 100.0 * tflops / peak if peak else None
 
 
@@ -121,7 +127,7 @@ def row(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
         batch=report.batch if report is not None else None,
         dtype=device.dtype if device is not None else plan.spec.workload.dtype,
         tflops=tflops,
-        peak_pct=_peak_pct(tflops, device, sensors),
+        peak_pct=None if slot.state is WorkerState.PAUSED else _peak_pct(tflops, device, meter.sm_clock_mhz),
         baseline_pct=baseline_pct,
         allocated_bytes=memory.allocated_bytes if memory is not None else None,
         reserved_bytes=memory.reserved_bytes if memory is not None else None,

@@ -182,7 +182,7 @@ def _with_sensors(stage: Stage, record: _Record) -> tuple[SlotPlan, ...]:
     if script is None:
         return stage.plans
     record.tell(f"Sensors: faked by {script}")
-    return pretence.with_sensors(stage.plans, script, record.folder / "fake-sensors")
+    return pretence.with_sensors(stage.plans, script, record.folder / "fake-sensors", record.past.elapsed_s)
 
 
 def _limits(stage: Stage, record: _Record) -> LimitStore | None:

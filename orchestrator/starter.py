@@ -21,11 +21,16 @@ from workers.facts import CardFacts, MachineFacts
 #: A card with less holds no CUDA context and a matrix beside it.
 _LEAST_CARD_BYTES = GIB
 
+#: A card this many times smaller than the largest one is left out.
+_BESIDE = 4
+
 #: For cards without advice: as many workers as the guides put on their largest card, of their size; nine tenths of the
 #: card, or with a desktop on it the three quarters of the 3070 guide. `--local` divides an unknown card the same way.
 _MOST_WORKERS = 7
 _WORKER_GIB = 3.0
 _FRACTION_ALONE, _FRACTION_DESKTOP = 0.90, 0.75
+#: NVML and CUDA do not always agree to the last MiB on what a card has.
+_UNSURE_SHARE = 0.01
 _LARGE_CARD_GIB = 16.0
 
 #: Of free RAM, for all workers on a processor together; each as large as a rehearsal needs at most.
@@ -64,7 +69,10 @@ def choose(facts: MachineFacts, host: str | None = None) -> NodeChoice:
         facts: Of the machine.
         host: How other PCs reach it; `None` leaves that to Ray.
     """
-    cards = [card for card in facts.visible_cards if card.total_bytes >= _LEAST_CARD_BYTES][:_MOST_CARDS]
+    usable = [card for card in facts.visible_cards if card.total_bytes >= _LEAST_CARD_BYTES]
+    # Every worker of a node has the same budget: a small card for the display must not set that of the large one.
+    largest_bytes = max((card.total_bytes for card in usable), default=0)
+    cards = [card for card in usable if _BESIDE * card.total_bytes > largest_bytes][:_MOST_CARDS]
     return _with_cards(facts, cards, host) if cards else _without_card(facts, host)
 
 
@@ -120,7 +128,7 @@ def _with_cards(facts: MachineFacts, cards: Sequence[CardFacts], host: str | Non
     held_gib = advice.workers * advice.vram_per_worker_gib
     share = f"{held_gib / total_gib:.0%}"
     reasons = {
-        "gpu": f"Found: {', '.join(each.name for each in cards)}.",
+        "gpu": f"Found: {', '.join(each.name for each in cards)}.{_left_out(facts, cards)}",
         "vram_per_worker_gib": f"{advice.workers} x {advice.vram_per_worker_gib:.2f} = {held_gib:.2f} of the "
         f"{total_gib:.2f} GiB that this card shows ({share}).",
     }
@@ -135,6 +143,15 @@ def _with_cards(facts: MachineFacts, cards: Sequence[CardFacts], host: str | Non
     )
 
 
+def _left_out(facts: MachineFacts, cards: Sequence[CardFacts]) -> str:
+    """Say which cards are too small beside the others, and how Ray is kept from them."""
+    others = [card.name for card in facts.visible_cards if card not in cards]
+    if not others:
+        return ""
+    kept = ",".join(str(card.index) for card in cards)
+    return f" Too small beside that: {', '.join(others)}; start Ray there with CUDA_VISIBLE_DEVICES={kept}."
+
+
 def _advice(profile: GpuProfile | None, card: CardFacts, total_gib: float, *, is_desktop: bool) -> Advice:
     """Return the profile's advice if it fits what the card really has, else what the formula says."""
     known = None if profile is None else (profile.desktop if is_desktop else None) or profile.alone
@@ -145,7 +162,7 @@ def _advice(profile: GpuProfile | None, card: CardFacts, total_gib: float, *, is
     capability = card.compute_capability
     return Advice(
         workers=workers,
-        vram_per_worker_gib=_floor(_floor(total_gib) * fraction / workers),
+        vram_per_worker_gib=_floor(_floor(total_gib) * (fraction - _UNSURE_SHARE) / workers),
         memory_fraction=fraction,
         size=8192 if total_gib >= _LARGE_CARD_GIB else 4096,
         dtype="fp32" if capability is not None and capability < _FIRST_TENSOR_UNITS else "fp16",

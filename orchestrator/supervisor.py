@@ -295,8 +295,9 @@ class Supervisor:
         if self._slots[outcome.slot].report is report:
             meter = self._meters[outcome.slot]
             meter.add(report)
-            meter.remember(self._lessons.best_tflops(report))
-            self._lessons.take(report, meter.best_tflops)
+            spec = self._plans[outcome.slot].spec
+            meter.remember(self._lessons.best_tflops(spec, report))
+            self._lessons.take(spec, report, meter.best_tflops)
 
     def _feed(self, name: str, event: slots.Event, now_s: float | None = None) -> None:
         before, now_s = self._slots[name], time.monotonic() if now_s is None else now_s

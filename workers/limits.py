@@ -85,6 +85,8 @@ class StoredLimit:
     learned_at_unix_s: float
     best_tflops: float | None = None
     """Most that such a worker has sustained; `None` if nobody counted."""
+    best_under: str | None = None
+    """How much of the card it had then: its duty, and who shared the card. Under other terms its best says nothing."""
 
 
 def to_plain(limit: StoredLimit) -> dict[str, Scalar]:
@@ -95,6 +97,7 @@ def to_plain(limit: StoredLimit) -> dict[str, Scalar]:
         "peak_bytes": limit.peak_bytes,
         "learned_at_unix_s": limit.learned_at_unix_s,
         "best_tflops": limit.best_tflops,
+        "best_under": limit.best_under,
     }
 
 
@@ -124,6 +127,7 @@ def from_plain(plain: Mapping[str, object]) -> StoredLimit:
         peak_bytes=_known(_whole, plain, "peak_bytes"),
         learned_at_unix_s=_number(plain, "learned_at_unix_s"),
         best_tflops=_known(_number, plain, "best_tflops"),
+        best_under=_known(_text, plain, "best_under"),
     )
 
 

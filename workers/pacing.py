@@ -6,6 +6,7 @@ nothing: the governor and the schedule of the checks do.
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Final
 
@@ -26,7 +27,8 @@ def between_steps(life: Life, tally: Tally, step: StepOk) -> None:
     life.heat.look(tally)
     checked_s = life.proof.after_step(life.device, life.workload, step, tally)
     tally.busy_s += checked_s
-    if life.device.info.kind == "cuda":
+    # Under MPS others compute while the memory is timed, and how much they do is not the memory's fault.
+    if life.device.info.kind == "cuda" and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ:
         life.heat.time_memory(life.bandwidth, tally)
     settle_working(life, tally)
     _owe_sleep(life, step.seconds + checked_s)
@@ -36,10 +38,14 @@ def between_steps(life: Life, tally: Tally, step: StepOk) -> None:
 def cool_enough(life: Life, tally: Tally) -> bool:
     """Wait while the card is too hot; say whether it is cool enough before the slice is over."""
     while life.heat.duty <= 0.0:
-        tally.settle(WorkerState.PAUSED, life.heat.reason)
+        if life.proof.reason is None:
+            tally.settle(WorkerState.PAUSED, life.heat.reason)
+        else:
+            tally.settle(WorkerState.CORRUPT, f"{life.proof.reason}; {life.heat.reason}")
         if tally.elapsed_s >= max(tally.directive.duration_s, GLANCE_S):
             return False
         time.sleep(GLANCE_S)
+        life.owed_sleep_s = max(0.0, life.owed_sleep_s - GLANCE_S)
         life.heat.look(tally)
     return True
 

@@ -7,6 +7,8 @@ judge a worker by more than one finding: a wrong result is never forgotten while
 from __future__ import annotations
 
 import math
+import time
+from typing import Final
 
 from workers import oom
 from workers.devices.base import Device
@@ -17,6 +19,9 @@ from workers.tally import Tally
 from workers.verification.check import Check
 from workers.verification.schedule import CheckSchedule
 from workers.workloads.base import Workload
+
+#: So many checks in a row may find no memory; then there is none for them.
+_PATIENCE: Final = 5
 
 
 class Proof:
@@ -33,6 +38,7 @@ class Proof:
         self._where = where
         self._reason: str | None = None
         self._broken = False
+        self._failures = 0
 
     @property
     def reason(self) -> str | None:
@@ -52,15 +58,18 @@ class Proof:
             return 0.0
         failure: oom.Failure | None = None
         check: Check | None = None
-        seconds = 0.0
+        began_s = time.perf_counter()
         try:
             check, seconds = device.timed(lambda: workload.check(number))
         except Exception as error:  # noqa: BLE001 - classified below, outside the handler
             failure = oom.classify(error)
-        self._schedule.after_check(seconds)
         if failure is not None:
             self._survive(failure, device, tally)
-        elif check is not None:
+            seconds = time.perf_counter() - began_s  # giving memory back is a part of what it cost
+        else:
+            self._failures = 0
+        self._schedule.after_check(seconds)
+        if check is not None:
             tally.verify_checks += 1
             if not check.ok:
                 self._note(check, tally)
@@ -69,10 +78,14 @@ class Proof:
     def _survive(self, failure: oom.Failure, device: Device, tally: Tally) -> None:
         if failure.kind is FailureKind.POISONED:
             raise PoisonedError(failure.text)
-        tally.event("check_failed", kind=failure.kind.value, text=failure.text)
+        if not self._failures:
+            tally.event("check_failed", kind=failure.kind.value, text=failure.text)
+        self._failures += 1
         device.release()
-        # A check that cannot run is a bug of the workload: told once, and its results go unchecked from here on.
-        self._broken = failure.kind is FailureKind.OTHER
+        # A check that cannot run is a bug of the workload, or never gets its memory: results go unchecked from here on.
+        self._broken = failure.kind is FailureKind.OTHER or self._failures >= _PATIENCE
+        if self._broken:
+            tally.event("checks_ended", text=failure.text)
 
     def _note(self, check: Check, tally: Tally) -> None:
         tally.verify_errors += 1

@@ -120,6 +120,23 @@ def handle_of(card: str) -> Any:  # noqa: ANN401 - nvidia-ml-py has no types
     return pynvml.nvmlDeviceGetHandleByIndex(int(card))
 
 
+def shown_bytes(handle: Any, total_bytes: int) -> int:  # noqa: ANN401 - nvidia-ml-py has no types
+    """Return what CUDA shows of a card's memory: NVML's total without what the driver keeps for itself.
+
+    Newer drivers count that in the first version of `nvmlDeviceGetMemoryInfo`, and tell it in the second (NVML API
+    reference, nvmlMemory_v2_t); older ones leave it out of the first, and have no second.
+
+    Args:
+        handle: NVML's of the card; NVML has to be open.
+        total_bytes: As the first version tells it.
+    """
+    try:
+        reserved_bytes = int(pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).reserved)
+    except pynvml.NVMLError:
+        return total_bytes
+    return max(0, total_bytes - reserved_bytes)
+
+
 def _ask(card: str, question: _Question[T]) -> T | None:
     try:
         pynvml.nvmlInit()
@@ -148,7 +165,7 @@ def _identity(index: int) -> CardIdentity:
         index=index,
         uuid=str(uuid),
         name=_answer(pynvml.nvmlDeviceGetName, handle),
-        total_bytes=None if memory is None else int(memory.total),
+        total_bytes=None if memory is None else shown_bytes(handle, int(memory.total)),
         compute_capability=_answer(pynvml.nvmlDeviceGetCudaComputeCapability, handle),
         power_limit_default_w=None if default_mw is None else default_mw / 1e3,
         power_limit_min_w=None if least_mw is None else least_mw / 1e3,

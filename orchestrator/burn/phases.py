@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from orchestrator.architectures import ARCHITECTURES
-from orchestrator.config import Config
+from orchestrator.config import Config, WorkloadConfig
 
 #: The guides' "60+ minutes continuous" and `--phase=2 --duration=60`.
 HEAT_S = 3600.0
@@ -25,6 +25,9 @@ _PRECISION_S = 30.0
 
 #: Share of the time for checks in the first phase: one result in a few, and the caps stay filled meanwhile.
 _DENSE_SHARE = 0.25
+
+#: Edge of the products where the configuration's sizes are meant for another workload: large enough to heat any card.
+_SIZE = 8192
 
 #: In the order in which they are tried.
 _TYPES = ("fp32", "tf32", "fp16", "bf16")
@@ -88,7 +91,7 @@ def takes(
             if able:
                 planned.append(_precision(config, dtype, able, min(heat_s, _PRECISION_S)))
     if Phase.HEAT in wanted:
-        heat = _changed(config, heat_s, workload={"name": "matmul"}, compute_share_mode="none")
+        heat = _changed(config, heat_s, workload=_matmul(config), nodes=_sized(config), compute_share_mode="none")
         planned.append(Take(phase=Phase.HEAT, config=heat))
     if Phase.FULL_LOAD in wanted:
         full = _changed(config, min(heat_s, config.run.duration_s))
@@ -100,17 +103,30 @@ def _precision(config: Config, dtype: str, able: Collection[str], length_s: floa
     """Return the run of one number type, on the nodes that can do it."""
     data = config.model_dump()
     names = [name for name in data["nodes"] if name in able] or list(data["nodes"])
-    nodes = {name: {**data["nodes"][name], "dtype": None} for name in names}
+    sized = _sized(config)
+    nodes = {name: {**sized[name], "dtype": None} for name in names}
     head = config.cluster.head if config.cluster.head in nodes else None
     changed = _changed(
         config,
         length_s,
-        workload={"name": "matmul", "dtype": dtype},
+        workload={**_matmul(config), "dtype": dtype},
         verify={"share": max(config.verify.share, _DENSE_SHARE)},
         cluster={"head": head},
         nodes=nodes,
     )
     return Take(phase=Phase.CAPS, config=changed, dtype=dtype)
+
+
+def _matmul(config: Config) -> dict[str, object]:
+    """Return what makes the workload matmul; the size and batch of another one mean something else."""
+    own = {} if config.workload.name == "matmul" else {"size": None, "batch": WorkloadConfig().batch}
+    return {"name": "matmul", **own}
+
+
+def _sized(config: Config) -> dict[str, dict[str, object]]:
+    """Return the nodes with sizes for matmul: their own, unless those are meant for another workload."""
+    own = {} if config.workload.name == "matmul" else {"size": _SIZE}
+    return {name: {**node, **own} for name, node in config.model_dump()["nodes"].items()}
 
 
 def _changed(config: Config, length_s: float, **changes: object) -> Config:

@@ -142,14 +142,15 @@ def _step_faults(book: ChaosBook, after: Slot, report: Report, *, given_up: bool
         kind, count = event.detail.get("kind"), event.detail.get("count")
         if event.name != "chaos" or kind not in _STEP_FAULTS or not isinstance(count, int):
             continue
+        words = became
         if kind == FaultKind.FLIP:
-            became = "found by the check" if report.verify_errors >= count else "not all found by the checks"
-        key = (FaultKind(str(kind)), after.slot, became)
+            words = "found by the check" if report.verify_errors >= count else "not all found by the checks"
+        key = (FaultKind(str(kind)), after.slot, words)
         known = next((fault for fault in book.steps if (fault.kind, fault.target, fault.became) == key), None)
         if known is not None:
             more = replace(known, count=known.count + count)
             book = replace(book, steps=tuple(more if fault is known else fault for fault in book.steps))
         else:
             book, fault = new_fault(book, key[0], after.slot, now_s)
-            book = replace(book, steps=(*book.steps, replace(fault, fate=fate, became=became, count=count)))
+            book = replace(book, steps=(*book.steps, replace(fault, fate=fate, became=words, count=count)))
     return book

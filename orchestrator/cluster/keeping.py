@@ -18,8 +18,8 @@ from workers.guard import Guard, GuardError
 from workers.keep_orders import KeepOrders, KeepOutcome
 
 #: A process that starts, one before it that ends, a daemon that starts: each has its own, shorter patience.
-_OUTCOME_S = 120.0
-_END_S = 60.0
+_OUTCOME_S = 60.0
+_END_S = 15.0
 
 #: Told of a node whose guard has ended, and of what that said.
 Ended = Callable[[str, tuple[str, ...]], None]

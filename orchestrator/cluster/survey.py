@@ -6,6 +6,7 @@ task that reserves nothing, so that a cluster full of workers answers too.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Sequence
@@ -58,17 +59,19 @@ def _answer(
     name, address = node.get("Labels", {}).get(NODE_LABEL), str(node["NodeManagerAddress"])
     try:
         facts, unreachable = ray.get(ref, timeout=max(0.1, deadline_s - time.monotonic()))
-        offset_s, error_s = _clock_offset(where)
     except GetTimeoutError:
         return NodeAnswer(name=name, address=address, error="nothing came back in time; see: ray status")
     except RayError as error:
         return NodeAnswer(name=name, address=address, error=_last_line(str(error)))
+    clock: tuple[float, float] | None = None
+    with contextlib.suppress(RayError):  # a node that is slow once has answered all the same
+        clock = _clock_offset(where)
     return NodeAnswer(
         name=name,
         address=address,
         facts=facts,
-        clock_offset_s=offset_s,
-        clock_error_s=error_s,
+        clock_offset_s=None if clock is None else clock[0],
+        clock_error_s=None if clock is None else clock[1],
         unreachable=unreachable,
     )
 

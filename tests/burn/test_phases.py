@@ -91,8 +91,20 @@ def test_heat_is_full_duty_with_matmul_and_nothing_else() -> None:
     assert heat.config.compute_share_mode == "none"
     assert heat.config.workload.name == "matmul"
     assert heat.config.thermal == loaded.thermal, "the governor keeps watch: a burn-in must not cook a card"
-    assert heat.config.nodes == loaded.nodes
+    sizes = {node.size for node in heat.config.nodes.values()} | {heat.config.workload.size}
+    assert sizes == {8192, None}, "those of another workload are no edges of matrices"
+    assert heat.config.workload.batch == 128
     assert heat.config.run.duration_s == 600.0
+
+
+@pytest.mark.parametrize("phase", [Phase.CAPS, Phase.HEAT])
+def test_matmul_keeps_the_sizes_that_are_meant_for_it(phase: Phase) -> None:
+    loaded = config(workload={"name": "matmul", "size": 4096, "batch": 64})
+    for take in takes(loaded, {"pc1": ALL, "pc2": ALL}, 600.0, {phase}):
+        assert (take.config.workload.size, take.config.workload.batch) == (4096, 64)
+        assert {name: node.size for name, node in take.config.nodes.items()} == {
+            name: node.size for name, node in loaded.nodes.items()
+        }
 
 
 def test_full_load_is_the_configuration_as_it_is() -> None:

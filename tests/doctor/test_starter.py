@@ -67,7 +67,9 @@ def test_for_any_machine_the_file_loads_fits_and_plans(facts: MachineFacts) -> N
     assert overbooked(node) is None
     assert len(plan_slots(config, Ground())) == node.workers
     assert plan_text(config)
-    usable = [found for found in facts.visible_cards if found.total_bytes >= GIB]
+    large = [found for found in facts.visible_cards if found.total_bytes >= GIB]
+    largest_bytes = max((found.total_bytes for found in large), default=0)
+    usable = [found for found in large if 4 * found.total_bytes > largest_bytes]
     assert node.gpus == len(usable)
     if usable:
         # It also fits what the smallest card really has, whatever the table of known cards believes.
@@ -135,6 +137,15 @@ def test_two_unlike_cards_are_planned_by_the_smaller_one() -> None:
     assert node.workers == 2 * 2
 
 
+def test_a_small_card_for_the_display_does_not_set_the_budgets_of_the_large_one() -> None:
+    display = card(index=1, name="NVIDIA GeForce GT 1030", total_bytes=2 * GIB, compute_capability=(6, 1))
+    text, config, (choice,) = written(workstation(cards=(card(), display)))
+    node = config.nodes["pc1"]
+    assert (node.gpus, node.gpu, node.workers) == (1, "rtx-3090", 7)
+    assert "Too small beside that: NVIDIA GeForce GT 1030; start Ray there with CUDA_VISIBLE_DEVICES=0." in text
+    assert "GT 1030" not in choice.summary
+
+
 def test_an_old_card_gets_the_type_it_is_fast_at() -> None:
     old = card(name="NVIDIA GeForce GTX 1080", total_bytes=8 * GIB, compute_capability=(6, 1))
     assert written(workstation(cards=(old,)))[1].nodes["pc1"].dtype == "fp32"
@@ -165,7 +176,7 @@ def test_no_number_of_the_reference_pair_is_left_in_the_nodes() -> None:
     text, _, _ = written(workstation(cards=(unknown,)))
     nodes = text[text.index("\nnodes:") : text.index("\nworkload:")]
     assert not re.search(r"3\.33|23\.31|56 on|0\.99|3090 really|4 x 1\.7", nodes)
-    assert "7 x 3.98 = 27.86 of the 31.00 GiB that this card shows (90%)." in nodes
+    assert "7 x 3.94 = 27.58 of the 31.00 GiB that this card shows (89%)." in nodes
     assert "7 x 2 = 14 on this PC" in nodes
 
 

@@ -87,7 +87,7 @@ def test_a_limit_survives_its_plain_form_and_json(limit: StoredLimit) -> None:
 def test_the_plain_form_holds_every_field_of_every_part() -> None:
     """Also one that `Learned` is given later: `from_plain` would lose it without a word."""
     fields = [field.name for part in (LimitKey, Learned) for field in dataclasses.fields(part)]
-    assert sorted(to_plain(LIMIT)) == sorted([*fields, "peak_bytes", "learned_at_unix_s", "best_tflops"])
+    assert sorted(to_plain(LIMIT)) == sorted([*fields, "peak_bytes", "learned_at_unix_s", "best_tflops", "best_under"])
     assert from_plain(to_plain(dataclasses.replace(LIMIT, best_tflops=2.5))).best_tflops == 2.5
     marked = dataclasses.replace(LIMIT.learned, **{field.name: 7 for field in dataclasses.fields(Learned)})
     assert from_plain(to_plain(dataclasses.replace(LIMIT, learned=marked))).learned == marked

@@ -13,7 +13,7 @@ import pytest
 
 from orchestrator import lessons as lessons_module
 from orchestrator.config import load_config
-from orchestrator.lessons import Lessons
+from orchestrator.lessons import Lessons, terms
 from orchestrator.placement import Ground, SlotPlan, plan_slots
 from orchestrator.watch.events import EventLog
 from workers.limit_store import EXPIRY_S, LimitStore
@@ -24,6 +24,8 @@ from workers.policy.footprint import Learned
 GIB = 2**30
 
 PLANS = plan_slots(load_config(str(Path(__file__).parents[2] / "cluster.yaml")), Ground())
+
+SPEC = PLANS[0].spec
 
 KEY = LimitKey(
     card="NVIDIA GeForce RTX 3090",
@@ -42,6 +44,7 @@ def limit(size: int = 2 * GIB, age_s: float = 0.0, **key: Any) -> StoredLimit:  
         learned=Learned(size=size, fixed_bytes=0.0, unit_bytes=1.0),
         peak_bytes=size,
         learned_at_unix_s=time.time() - age_s,
+        best_under=terms(SPEC),
     )
 
 
@@ -134,14 +137,14 @@ class TestSentAlong:
 class TestKept:
     def test_what_a_worker_has_learned_is_kept_at_the_end(self, run: Run, store: LimitStore) -> None:
         learned = limit()
-        run.lessons.take(report(learned=learned))
+        run.lessons.take(SPEC, report(learned=learned))
         assert known(store) == [], "not with every report"
         run.lessons.save()
         assert known(store) == [learned]
 
     def test_the_next_run_begins_with_it(self, run: Run, store: LimitStore, tmp_path: Path) -> None:
         learned = limit()
-        run.lessons.take(report(learned=learned))
+        run.lessons.take(SPEC, report(learned=learned))
         run.lessons.save()
         (tmp_path / "next").mkdir()
         following = Run(tmp_path / "next", LimitStore(store.path))
@@ -150,8 +153,8 @@ class TestKept:
 
     def test_the_last_report_of_a_worker_counts(self, run: Run, store: LimitStore) -> None:
         for size in (GIB, 3 * GIB, 2 * GIB):
-            run.lessons.take(report(learned=limit(size)))
-        run.lessons.take(report())
+            run.lessons.take(SPEC, report(learned=limit(size)))
+        run.lessons.take(SPEC, report())
         run.lessons.save()
         assert [one.learned.size for one in known(store)] == [2 * GIB]
 
@@ -161,14 +164,14 @@ class TestKept:
     ) -> None:
         for index, size in enumerate(sizes):
             # The measured context, and with it the cap, is not quite the same for each.
-            run.lessons.take(report(f"pc1/{index}", limit(size, cap_bytes=3 * GIB + index * 2**20)))
+            run.lessons.take(SPEC, report(f"pc1/{index}", limit(size, cap_bytes=3 * GIB + index * 2**20)))
         run.lessons.save()
         assert [one.learned.size for one in known(store)] == [GIB]
 
     def test_circumstances_that_differ_are_kept_apart(self, run: Run, store: LimitStore) -> None:
         learned = [limit(), limit(card="NVIDIA GeForce RTX 3070"), limit(cap_bytes=GIB, size=GIB)]
         for index, one in enumerate(learned):
-            run.lessons.take(report(f"pc1/{index}", one))
+            run.lessons.take(SPEC, report(f"pc1/{index}", one))
         run.lessons.save()
         assert set(known(store)) == set(learned)
 
@@ -176,13 +179,13 @@ class TestKept:
         other = limit(card="another card")
         run.lessons.sent_along(PLANS)
         LimitStore(store.path).remember(other)
-        run.lessons.take(report(learned=limit()))
+        run.lessons.take(SPEC, report(learned=limit()))
         run.lessons.save()
         assert other in known(store)
         assert len(known(store)) == 2
 
     def test_a_run_that_learned_nothing_makes_nothing(self, run: Run, store: LimitStore) -> None:
-        run.lessons.take(report())
+        run.lessons.take(SPEC, report())
         run.lessons.save()
         assert not store.path.parent.exists()
 
@@ -191,12 +194,12 @@ class TestKept:
     ) -> None:
         monkeypatch.setattr(lessons_module, "_SAVE_EVERY_S", 0.0)
         first, second = limit(GIB), limit(2 * GIB)
-        run.lessons.take(report(learned=first))
+        run.lessons.take(SPEC, report(learned=first))
         assert known(store) == [first]
-        run.lessons.take(report(learned=second))
+        run.lessons.take(SPEC, report(learned=second))
         assert known(store) == [second]
         written = store.path.stat().st_mtime_ns
-        run.lessons.take(report())
+        run.lessons.take(SPEC, report())
         run.lessons.save()
         assert store.path.stat().st_mtime_ns == written, "nothing is new"
 
@@ -204,14 +207,17 @@ class TestKept:
 class TestBest:
     def test_the_best_of_an_earlier_run_is_known_to_the_next(self, run: Run, store: LimitStore, tmp_path: Path) -> None:
         for index, best in enumerate((3.0, 7.5, None)):
-            run.lessons.take(report(f"pc1/{index}", limit(cap_bytes=3 * GIB + index * 2**20)), best)
+            run.lessons.take(SPEC, report(f"pc1/{index}", limit(cap_bytes=3 * GIB + index * 2**20)), best)
         run.lessons.save()
         (tmp_path / "next").mkdir()
         following = Run(tmp_path / "next", LimitStore(store.path))
         following.lessons.sent_along(PLANS)
-        assert following.lessons.best_tflops(report(learned=limit())) == 7.5
-        assert following.lessons.best_tflops(report(learned=limit(card="another card"))) is None
-        assert following.lessons.best_tflops(report()) is None
+        assert following.lessons.best_tflops(SPEC, report(learned=limit())) == 7.5
+        assert following.lessons.best_tflops(SPEC, report(learned=limit(card="another card"))) is None
+        assert following.lessons.best_tflops(SPEC, report()) is None
+        alone = replace(SPEC, card_budget_bytes=SPEC.budget_bytes)
+        assert following.lessons.best_tflops(alone, report(learned=limit())) is None, "it had a seventh then"
+        assert following.lessons.best_tflops(replace(SPEC, duty=None), report(learned=limit())) is None
         following.log.close()
 
 
@@ -221,7 +227,7 @@ class TestNoStore:
         before = (state_dir / "limits.json").read_bytes()
         run = Run(tmp_path, None)
         assert run.lessons.sent_along(PLANS) == PLANS
-        run.lessons.take(report(learned=limit(GIB)))
+        run.lessons.take(SPEC, report(learned=limit(GIB)))
         run.lessons.save()
         run.log.close()
         assert (state_dir / "limits.json").read_bytes() == before
@@ -253,7 +259,7 @@ class TestBrokenStore:
         breaking(store.path)
         before = store.path.read_bytes() if store.path.is_file() else None
         assert run.lessons.sent_along(PLANS) == PLANS
-        run.lessons.take(report(learned=limit()))
+        run.lessons.take(SPEC, report(learned=limit()))
         run.lessons.save()
         told = run.told()
         assert len(told) == 2
@@ -266,20 +272,20 @@ class TestBrokenStore:
         self, run: Run, store: LimitStore
     ) -> None:
         run.lessons.sent_along(PLANS)
-        run.lessons.take(report(learned=limit()))
+        run.lessons.take(SPEC, report(learned=limit()))
         run.lessons.save()
         assert run.told() == []
         store.path.write_text("{")
         run.lessons.save()
         assert run.told() == [], "there is nothing new to write"
-        run.lessons.take(report(learned=limit(GIB)))
+        run.lessons.take(SPEC, report(learned=limit(GIB)))
         run.lessons.save()
         assert len(run.told()) == 1
 
     def test_what_could_not_be_written_is_written_when_it_can_be(self, run: Run, store: LimitStore) -> None:
         damage(store.path)
         learned = limit()
-        run.lessons.take(report(learned=learned))
+        run.lessons.take(SPEC, report(learned=learned))
         run.lessons.save()
         assert len(run.told()) == 1
         store.path.unlink()
@@ -289,10 +295,10 @@ class TestBrokenStore:
     def test_one_that_is_locked_for_long_is_not_waited_for_for_ever(
         self, run: Run, store: LimitStore, tmp_path: Path
     ) -> None:
-        run.lessons.take(report(learned=limit()))
+        run.lessons.take(SPEC, report(learned=limit()))
         run.lessons.save()
         with LimitStore(store.path)._locked():
-            run.lessons.take(report(learned=limit(GIB)))
+            run.lessons.take(SPEC, report(learned=limit(GIB)))
             run.lessons.save()
         assert len(run.told()) == 1
         assert "locked" in run.told()[0]

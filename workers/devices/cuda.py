@@ -22,6 +22,8 @@ from workers.devices.emergency import EmergencyProduct
 from workers.devices.threads import threads_for
 from workers.errors import MisfitError
 from workers.messages import DeviceInfo, MemoryInfo, WorkerSpec
+from workers.verification import repeat
+from workers.verification.freivalds import freivalds, least_scratch
 
 T = TypeVar("T")
 
@@ -32,6 +34,9 @@ _SEGMENT_BYTES = 2 * 2**20
 
 #: Large enough for the kernels that large products use: with lazy loading they take memory when they first run.
 _WARM_UP_SIZE = 4096
+
+#: So many rows at a time are checked there: row by row it would be many thousand launches.
+_WARM_UP_ROWS = 256
 
 #: Charged when nothing on this machine can measure the context. Reports of 2020-2024 put it near 300 MB
 #: (pytorch #20532, #107667); newer cards and drivers take more, so this is on the safe side.
@@ -66,8 +71,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", 0)
         card = sensors.visible_card()
         self.torch_dtype = _DTYPES[spec.workload.dtype]
-        if spec.workload.dtype == "tf32":
-            torch.set_float32_matmul_precision("high")
+        _compute_as_named(spec.workload.dtype)
         threads = threads_for(spec.workers_on_host)
         torch.set_num_threads(threads)
         self._card = card
@@ -120,7 +124,9 @@ class CudaDevice:
     def obtain(self, size_bytes: int) -> int:
         """Take one block, in whole allocator segments so that rounding never asks for more than was meant."""
         whole = size_bytes - size_bytes % _SEGMENT_BYTES or size_bytes
-        return torch.empty(whole, dtype=torch.uint8, device=self.torch_device).nbytes
+        obtained_bytes = torch.empty(whole, dtype=torch.uint8, device=self.torch_device).nbytes
+        torch.cuda.reset_peak_memory_stats(self.torch_device)  # what was obtained for a moment is no step's peak
+        return obtained_bytes
 
     def held_bytes(self) -> int:
         """See `Device.held_bytes`."""
@@ -149,7 +155,11 @@ class CudaDevice:
         return peak
 
     def rebase(self) -> None:
-        """The context was measured when the device was opened; the allocator counts tensors exactly."""
+        """Begin a new peak: what a failed step had obtained is not the next one's.
+
+        The context was measured when the device was opened, and the allocator counts tensors exactly.
+        """
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def memory(self) -> MemoryInfo:
         """See `Device.memory`."""
@@ -160,7 +170,7 @@ class CudaDevice:
         peak, self._peak_bytes = max(self._peak_bytes, allocated), allocated
         return MemoryInfo(
             device_total_bytes=total,
-            device_used_bytes=total - free_on_card,
+            device_used_bytes=self._used_on_card_bytes(total),
             free_bytes=self._obtainable(stats, free_on_card),
             allocated_bytes=allocated,
             reserved_bytes=reserved,
@@ -193,16 +203,19 @@ class CudaDevice:
         return result, started.elapsed_time(ended) / 1e3
 
     def _free_on_card_bytes(self) -> int:
-        """Return what the card has free for anybody.
+        """Return what the card has free for this process.
 
-        CUDA tells a client of MPS that has a memory limit what is free below that limit (NVIDIA's MPS guide), and that
-        says nothing of the card: there the driver is asked.
+        CUDA tells a client of MPS that has a memory limit what is free below that limit, and nothing of the card: there
+        the driver is asked too, and the smaller one counts.
         """
-        if _MPS_LIMIT in os.environ:
-            free_bytes = sensors.card_free_bytes(self._card)
-            if free_bytes is not None:
-                return free_bytes
-        return torch.cuda.mem_get_info(self.torch_device)[0]
+        free_bytes = torch.cuda.mem_get_info(self.torch_device)[0]
+        on_card_bytes = sensors.card_free_bytes(self._card) if _MPS_LIMIT in os.environ else None
+        return free_bytes if on_card_bytes is None else min(free_bytes, on_card_bytes)
+
+    def _used_on_card_bytes(self, total_bytes: int) -> int:
+        """Return what anybody uses of the card; see `_free_on_card_bytes` for why not always by CUDA."""
+        used_bytes = sensors.card_used_bytes(self._card) if _MPS_LIMIT in os.environ else None
+        return total_bytes - torch.cuda.mem_get_info(self.torch_device)[0] if used_bytes is None else used_bytes
 
     def _obtainable(self, stats: Mapping[str, int], free_on_card_bytes: int) -> int:
         """Return what one more block may take.
@@ -217,15 +230,32 @@ class CudaDevice:
     def _warm_up(self, budget_bytes: int) -> None:
         """Load the kernels and the workspace of the real element type, so that they count as context or reserve."""
         n = _WARM_UP_SIZE
-        while 3 * n * n * self.torch_dtype.itemsize > budget_bytes // 4:
+        while 4 * n * n * self.torch_dtype.itemsize > budget_bytes // 4:
             n //= 2
         generator = torch.Generator(device=self.torch_device).manual_seed(0)
         left = torch.empty((n, n), dtype=self.torch_dtype, device=self.torch_device).normal_(generator=generator)
-        product = torch.mm(left, left)
+        product, again = torch.mm(left, left), torch.mm(left, left)
+        doubles = max(least_scratch(n), repeat.least_scratch(n)) + _WARM_UP_ROWS * n
+        scratch = torch.empty(doubles, dtype=torch.float64, device=self.torch_device)
+        freivalds(left, left, product, scratch, 0)  # their kernels, too
+        repeat.same_bits(product, again, scratch)
         torch.cuda.synchronize(self.torch_device)
-        del left, product
+        del left, product, again, scratch
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def _compute_as_named(dtype: str) -> None:
+    """Have products computed in the type that is asked for, and in no other, whatever this computer's settings are.
+
+    A library may also add the parts of a product in the narrow type (torch's `allow_..._reduced_precision_reduction`):
+    results are then further off than their own rounding explains, and checks would have to let more through.
+    """
+    matmul = torch.backends.cuda.matmul
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    matmul.allow_fp16_reduced_precision_reduction = False
+    matmul.allow_bf16_reduced_precision_reduction = False
+    matmul.allow_fp16_accumulation = False
 
 
 def _why_no_card() -> str:

@@ -190,7 +190,7 @@ class ThermalGovernor:
         known, alarms = thermal_alarms.after_reading(state.alarms, reading, at_s)
         temperature_c = _believed(reading.temperature_c)
         if temperature_c is None and state.told_at_s is not None and at_s - state.told_at_s >= _SILENCE_S:
-            state = ThermalState()
+            state = ThermalState(duty=self._duty_in_the_dark(state))
         state = replace(state, alarms=known)
         if temperature_c is not None:
             before = state.band
@@ -204,6 +204,13 @@ class ThermalGovernor:
             )
             state = replace(state, duty=duty)
         return state, self._decision(state, alarms)
+
+    def _duty_in_the_dark(self, state: ThermalState) -> DutyState:
+        """Return the duty with which to go on when the sensor has gone silent: what was hot may still be."""
+        duty = state.duty
+        if self._bounds is not None and state.band is ThermalBand.CRITICAL:
+            duty = thermal_duty.restarted(duty, self._bounds)
+        return replace(duty, smooth_c=None)
 
     def _in_band(self, state: ThermalState, temperature_c: float, at_s: float) -> ThermalState:
         """Return the state with the band of a new temperature."""
