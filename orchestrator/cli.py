@@ -20,7 +20,18 @@ import typer
 from orchestrator.config import load_config
 from orchestrator.duration import parse_duration
 from orchestrator.errors import OrchestratorError, UsageError, one_line
-from orchestrator.options import AsJson, ConfigPath, FakeSensors, Local, NewRunDir, Overrides, Plain, Rehearse, RunDir
+from orchestrator.options import (
+    ApplyPowerLimit,
+    AsJson,
+    ConfigPath,
+    FakeSensors,
+    Local,
+    NewRunDir,
+    Overrides,
+    Plain,
+    Rehearse,
+    RunDir,
+)
 from orchestrator.watch.summary import failure_dict, summary_text
 
 app = typer.Typer(
@@ -65,9 +76,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     ] = None,
     chaos_seed: Annotated[int, typer.Option(help="Of --chaos: the same seed, the same faults.")] = 0,
     fake_sensors: FakeSensors = None,
-    apply_power_limit: Annotated[
-        bool, typer.Option("--apply-power-limit", help="Set power_limit_w on the cards until the run ends; as root.")
-    ] = False,
+    apply_power_limit: ApplyPowerLimit = False,
     yes_really: Annotated[
         bool, typer.Option("--yes-really", help="Allow --chaos on a real cluster, not only in a rehearsal.")
     ] = False,
@@ -256,6 +265,7 @@ def burn(  # noqa: PLR0913 - one parameter for each option of the command
     plain: Plain = False,
     run_dir: NewRunDir = None,
     fake_sensors: FakeSensors = None,
+    apply_power_limit: ApplyPowerLimit = False,
 ) -> None:
     """Validate every card in three phases, and say PASS or FAIL: caps and precision, heat, full load."""
     from orchestrator import modes  # noqa: PLC0415 - `--help` and typing errors should not wait for these
@@ -279,6 +289,7 @@ def burn(  # noqa: PLR0913 - one parameter for each option of the command
         json=json_output,
         plain=plain,
         fake_sensors=fake_sensors,
+        apply_power_limit=apply_power_limit,
     )
     raise typer.Exit(verb.burn(wish))
 

@@ -26,3 +26,6 @@ FakeSensors = Annotated[
         help="Of a rehearsal: temperatures and alarms by a script, such as scripts/heat.json.", metavar="FILE"
     ),
 ]
+ApplyPowerLimit = Annotated[
+    bool, typer.Option("--apply-power-limit", help="Set power_limit_w on the cards until the run ends; as root.")
+]

@@ -49,6 +49,7 @@ class Wish:
     json: bool
     plain: bool
     fake_sensors: Path | None
+    apply_power_limit: bool
 
 
 def burn(wish: Wish) -> int:
@@ -105,7 +106,12 @@ def _taken(take: Take, wish: Wish, *, is_first: bool) -> Taken:
         _say(f"Phase {take.phase.value} of 3, {take.phase.title}{what}: {format_duration(length_s)}")
     gauge = Gauge(length_s)
     options = runs.Options(
-        json=wish.json, plain=wish.plain, wait_for_nodes=False, fake_sensors=wish.fake_sensors, judge=gauge
+        json=wish.json,
+        plain=wish.plain,
+        wait_for_nodes=False,
+        fake_sensors=wish.fake_sensors,
+        apply_power_limit=wish.apply_power_limit,
+        judge=gauge,
     )
     code, error = 1, None
     try:
