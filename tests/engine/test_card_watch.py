@@ -32,7 +32,7 @@ def slices(spec: WorkerSpec, count: int, duration_s: float) -> list[Report]:
 
 def until_it_works(spec: WorkerSpec, folder: Path) -> list[Report]:
     """Run slices under a card that is hot for the first ten seconds."""
-    spec = hot(spec, sensors(folder, temperature_c=[[0, 90], [10, 90], [10.1, 60]]))
+    spec = hot(spec, sensors(folder, temperature_c=[[0, 90], [10, 90], [10.001, 60]]))
     engine, reports = Engine(), []
     while not reports or reports[-1].steps_ok == 0:
         sequence = len(reports)
