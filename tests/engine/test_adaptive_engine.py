@@ -7,6 +7,7 @@ mapped and not touched, so that half a gigabyte costs nothing; the kernel's cap 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -330,9 +331,11 @@ class TestRows:
 def jumping(spec: WorkerSpec, more_bytes: int) -> list[Report]:
     engine = Engine()
     reports = []
-    for sequence in range(60):
+    for sequence in range(80):
         if sequence == 20:
             Rows.fixed_bytes += more_bytes
+        if sequence == 40:
+            time.sleep(5.5)  # for some seconds after a failure it is careful
         reports.append(
             engine.run_slice(Directive(spec=spec, incarnation=0, sequence=sequence, duration_s=0.0, resume=None))
         )

@@ -113,6 +113,14 @@ def wait_for(ask: Callable[[], Any], what: str, within_s: float = 60.0) -> Any: 
     raise AssertionError(f"no {what} within {within_s} s")
 
 
+def is_gone(process: psutil.Process) -> bool:
+    """Whether a process has ended; whoever adopted it may not have noticed yet."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def kill(process: subprocess.Popen[str]) -> None:
     """End a process the hard way, and reap it."""
     process.kill()

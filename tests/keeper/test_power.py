@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.keeper.conftest import Node, card, kill, wait_for
+from tests.keeper.conftest import Node, card, is_gone, kill, wait_for
 from workers.guard import Guard
 from workers.limit_store import STATE_DIR_VARIABLE
 from workers.processes import is_alive
@@ -109,7 +109,7 @@ def test_the_guard_outlives_its_parent_and_undoes(node: Ready) -> None:
     kill(parent)
     wait_for(pc.is_clean, "record of the guard to go")
     assert pc.limits_w() == [350.0]
-    wait_for(lambda: not guard.is_running(), "end of the guard")
+    wait_for(lambda: is_gone(guard), "end of the guard")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
