@@ -1,7 +1,7 @@
 """The engine on a real card: caps, real out-of-memory, a poisoned context. Needs torch, psutil, NVML and pytest alone.
 
-    python -m pytest tests/gpu                                                       # where the project is installed
-    python -m pytest -c /dev/null --rootdir . --import-mode=importlib tests/gpu      # from a bare checkout
+    python -m pytest tests/gpu          # where the project is installed; from a bare checkout:
+    python -m pytest -c /dev/null --rootdir . --confcutdir tests/gpu --import-mode=importlib tests/gpu
 
 Every scenario runs in a process of its own: a cap stays with its process, and a poisoned context too. The process of
 the tests itself never makes a context, so that it holds nothing of the card.
