@@ -217,9 +217,9 @@ class Once(Workload):
 
 def test_a_hung_worker_and_a_poisoned_one_are_replaced(start: Starter, short_tmp: Path) -> None:
     (short_tmp / "faulty.py").write_text(_FAULTY.format(folder=str(short_tmp)))
-    patience = ("--set", "run.hang_timeout_s=4", "--set", "run.stale_after_s=2", "--set", "run.slice_s=0.5")
+    patience = ("--set", "run.hang_timeout_s=10", "--set", "run.stale_after_s=4", "--set", "run.slice_s=0.5")
     one_each = ("--set", "nodes.pc1.workers=1", "--set", "nodes.pc2.workers=1")
-    workload = ("--workload", "faulty:Once", "--duration", "25s")
+    workload = ("--workload", "faulty:Once", "--duration", "40s")
     head = start("--rehearse", "--json", *workload, *one_each, *patience, cwd=short_tmp)
     code, out, err = head.finish()
     assert code == 0, out + err
