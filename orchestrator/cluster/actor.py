@@ -8,6 +8,7 @@ where the head's code meets the engine's, and it runs in the worker's process.
 from __future__ import annotations
 
 import os
+import time
 from typing import TYPE_CHECKING
 
 from workers import mps
@@ -24,6 +25,9 @@ _DAEMON_S = 30.0
 #: Exit status of a process that ends itself because its device no longer answers (sysexits.h, EX_UNAVAILABLE).
 EXIT_POISONED = 69
 
+#: The report of the slice before is sent by another thread of this process: on a busy machine it was lost with it.
+_LAST_WORDS_S = 1.0
+
 
 class WorkerActor:
     """One worker process, driven by directives."""
@@ -39,6 +43,7 @@ class WorkerActor:
         starts a fresh one in its place. It cannot end itself any earlier: a report must outlive its process.
         """
         if self._poisoned:
+            time.sleep(_LAST_WORDS_S)
             os._exit(EXIT_POISONED)  # not sys.exit: nothing may touch the broken device on the way out
         if self._engine is None:
             self._engine = _load_engine(directive.spec)

@@ -109,7 +109,7 @@ def test_sizes_far_too_big_for_every_cap_fail_nowhere_and_a_killed_worker_holds_
     assert all(256 < row["size"] < 16384 for row in rows.values())
     # The second process went on where the first had been.
     assert [event["slot"] for event in head.events() if event["event"] == "resumed"] == ["pc1/1"]
-    assert rows["pc1/1"]["claim_bytes"] == pytest.approx(rows["pc1/0"]["claim_bytes"], rel=0.08)
+    assert rows["pc1/1"]["claim_bytes"] == pytest.approx(rows["pc1/0"]["claim_bytes"], rel=0.12)
     sizes = [sample["size"] for sample in samples(head.folder())["pc1/1"] if sample["size"] is not None]
     assert min(sizes) >= 0.9 * max(sizes), "never small, not even after the kill"
     assert not {"oom", "backoff", "emergency"} & {event["event"] for event in head.events()}
