@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pynvml
 
+from workers.card_facts import is_visible
 from workers.sensors import shown_bytes
 
 
@@ -32,16 +33,8 @@ def cards() -> tuple[Card, ...]:
         return ()
     finally:
         pynvml.nvmlShutdown()
-    return tuple(card for index, card in enumerate(found) if _is_visible(index, card.uuid))
-
-
-def _is_visible(index: int, uuid: str) -> bool:
-    """Say whether CUDA_VISIBLE_DEVICES leaves a card visible, by index or by the beginning of its UUID."""
     setting = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if setting is None:
-        return True
-    names = [name.strip() for name in setting.split(",") if name.strip()]
-    return str(index) in names or any(uuid.startswith(name) for name in names)
+    return tuple(card for index, card in enumerate(found) if is_visible(index, card.uuid, setting))
 
 
 def _card(index: int) -> Card:
