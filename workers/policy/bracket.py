@@ -68,7 +68,8 @@ def allowed(bracket: Bracket, good: int, bounds: Bounds, now_s: float, *, promis
         good: `bracket.good`, which must be known.
         bounds: The sizes there are.
         now_s: The time of the question.
-        promised: Whether something else bounds the size from above: then what is not forbidden is allowed.
+        promised: Whether something else bounds the size from above: then what is not forbidden is allowed, and between
+            good and bad it is no probe that must be earned.
     """
     if bracket.in_row or bracket.untried:
         return good
@@ -81,7 +82,7 @@ def allowed(bracket: Bracket, good: int, bounds: Bounds, now_s: float, *, promis
     below = bounds.down(bad - 1)
     if good >= bad:
         return below
-    if bad - good <= _CLOSE_ENOUGH * good or not bracket.may_probe(now_s):
+    if bad - good <= _CLOSE_ENOUGH * good or not (promised or bracket.may_probe(now_s)):
         return good
     return min(below, max(bounds.up(good), bounds.down((good * bad) ** 0.5)))
 

@@ -6,9 +6,9 @@ allows now (`level.py`), less the margins that both have earned; and what experi
 
 A failure that the next sample explains (memory was taken) teaches nothing else. One that it does not explain widens
 the margins; two of them without a success near what was promised, and the signal is not believed until it proves
-itself. Once there have been as many failures within a minute as the bounds permit, nothing runs until the oldest is a
-minute ago. Does not know what a size means in tensors, and nothing of torch; `adaptive.py` makes a policy of it,
-`workers/sizing.py` a class for any loop.
+itself. What failed under little memory is not held against a size once there is far more. Once there have been as many
+failures within a minute as the bounds permit, nothing runs until the oldest is a minute ago. Does not know what a size
+means in tensors, and nothing of torch; `adaptive.py` makes a policy of it, `workers/sizing.py` a class for any loop.
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ _ABOVE: Final = 1.1
 
 #: A signal that has not been heard for so long is gone.
 _SIGNAL_LOST_S: Final = 30.0
+
+#: A size that failed under so much less than there is now is not known to be bad any more.
+_FAR_MORE: Final = 1.25
 
 #: So many times what the last step took is plenty, and worth a probe of the next size whatever the line says.
 _PLENTY_WITHOUT_SLOPE: Final = 1.05
@@ -116,6 +119,8 @@ class Sizer:
     wait_s: float = _FIRST_WAIT_S
     low_bytes: float | None = None
     """What was usable when the smallest size failed."""
+    bad_at_bytes: float | None = None
+    """What there was when the known-bad size failed unexplained."""
     fits_at_bytes: float | None = None
     """The lowest sample at which the smallest size has ended well, since it failed last."""
     reason: str = ""
@@ -192,6 +197,7 @@ def succeeded(state: Sizer, bounds: Bounds, event: Succeeded) -> Sizer:
         unsure_since_s=state.unsure_since_s,
         doubts=doubts,
         failed_at_s=state.failed_at_s,
+        bad_at_bytes=state.bad_at_bytes,
         fits_at_bytes=_fits_at(state) if event.size <= bounds.smallest else state.fits_at_bytes,
     )
 
@@ -234,7 +240,11 @@ def _sampled(state: Sizer, bounds: Bounds, event: Asked) -> Sizer:
     unsure = state.unsure_since_s is not None
     level = sampled(level, float(event.free_bytes), every_step=state.told, at_s=event.at_s, failed=unsure)
     state = replace(state, level=level, told=True, sampled_at_s=event.at_s, unsure_since_s=None)
-    return _judged(state, bounds) if unsure else state
+    if unsure:
+        return _judged(state, bounds)
+    if state.bad_at_bytes is not None and level.likely_bytes > _FAR_MORE * state.bad_at_bytes and _believed(state):
+        return replace(state, bracket=brackets.forgiven(state.bracket), bad_at_bytes=None)
+    return state
 
 
 def _judged(state: Sizer, bounds: Bounds) -> Sizer:
@@ -244,7 +254,8 @@ def _judged(state: Sizer, bounds: Bounds) -> Sizer:
         return state
     x = float(bad) ** bounds.power
     if level.likely_bytes < line.expected_bytes(x) and state.doubts < _DOUBTS:
-        return replace(state, bracket=brackets.forgiven(state.bracket), doubts=0)
+        return replace(state, bracket=brackets.forgiven(state.bracket), doubts=0, bad_at_bytes=None)
+    state = replace(state, bad_at_bytes=level.likely_bytes)
     if line.is_beyond(x):
         return replace(state, line=line.surprised(x, level.usable_bytes))  # nobody had promised that by experience
     known = place_at(line.places, x) is not None
