@@ -39,8 +39,8 @@ def init(output: str, *, force: bool) -> Iterator[str]:
     path = Path(output)
     if path.exists() and not force:
         raise UsageError(f"{output} is there already; --force replaces it, --output FILE writes to another place")
-    nodes, remarks = _nodes()
-    text = render(template(), nodes)
+    nodes, port, remarks = _nodes()
+    text = render(template(), nodes, port)
     config = config_from_text(text, output)
     _write(path, text, force=force)
     yield from remarks
@@ -60,21 +60,21 @@ def template() -> str:
     return resources.files("orchestrator").joinpath("cluster.yaml").read_text(encoding="utf-8")
 
 
-def _nodes() -> tuple[dict[str, NodeChoice], list[str]]:
-    """Return a choice for each node of the running cluster, or for this machine; and what to say about it."""
+def _nodes() -> tuple[dict[str, NodeChoice], int | None, list[str]]:
+    """Return a choice for each node of the running cluster and its port, or one for this machine; and remarks."""
     try:
         address = head_address("auto")
     except NoClusterError as error:
-        return _this_machine(), [f"{error}: the file is for this machine alone"]
+        return _this_machine(), None, [f"{error}: the file is for this machine alone"]
     try:
         with own_screen(None), connected(address, "token"):
             from orchestrator.cluster.survey import survey  # noqa: PLC0415 - imports ray
 
             answers = survey()
     except NoClusterError as error:
-        return _this_machine(), [one_line(f"{error}: the file is for this machine alone")]
+        return _this_machine(), None, [one_line(f"{error}: the file is for this machine alone")]
     # The first node of the file is the head.
-    is_head = address.rpartition(":")[0]
+    is_head, _, port = address.rpartition(":")
     answers = tuple(sorted(answers, key=lambda answer: answer.address != is_head))
     remarks = [one_line(text) for answer in answers if (text := _why_left_out(answer)) is not None]
     nodes = {
@@ -84,7 +84,7 @@ def _nodes() -> tuple[dict[str, NodeChoice], list[str]]:
     }
     if not nodes:
         raise UsageError("\n".join(["no node of the cluster can be used:", *remarks]))
-    return nodes, remarks
+    return nodes, int(port), remarks
 
 
 def _this_machine() -> dict[str, NodeChoice]:

@@ -76,14 +76,17 @@ def choose(facts: MachineFacts, host: str | None = None) -> NodeChoice:
     return _with_cards(facts, cards, host) if cards else _without_card(facts, host)
 
 
-def render(template: str, nodes: Mapping[str, NodeChoice]) -> str:
+def render(template: str, nodes: Mapping[str, NodeChoice], port: int | None = None) -> str:
     """Return cluster.yaml with these nodes, commented.
 
     Args:
         template: The cluster.yaml that comes with the program.
         nodes: By name; the first one is the head.
+        port: On which the head listens; `None` for the usual one.
     """
     lines = template.splitlines()
+    if port is not None:
+        lines[next(at for at, line in enumerate(lines) if line.startswith("  port: "))] = f"  port: {port}"
     start = lines.index("nodes:")
     end = next(at for at in range(start + 1, len(lines)) if lines[at] and not lines[at].startswith(" "))
     while not lines[end - 1].strip():

@@ -88,7 +88,10 @@ def read_yaml_file(path: str) -> YamlSource:
         with Path(path).open("rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
-        raise _refusal(path, None, "no such file", "--config PATH with the path of a cluster.yaml") from None
+        made = (
+            f"--config PATH with the path of a cluster.yaml, or write one: python -m orchestrator init --output {path}"
+        )
+        raise _refusal(path, None, "no such file", made) from None
     except IsADirectoryError:
         raise _refusal(path, None, "is a directory", f"--config {path.rstrip('/')}/cluster.yaml") from None
     except (OSError, ValueError) as error:

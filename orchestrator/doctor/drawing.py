@@ -91,11 +91,12 @@ def _wrapped(text: str, room: int | None) -> list[str]:
 
 
 def _closing(diagnosis: Diagnosis, width: int | None, glyphs: Glyphs) -> Iterator[Text]:
+    options = f" {diagnosis.options}" if diagnosis.options else ""
     failures, warnings = (count(diagnosis.findings, verdict) for verdict in (Verdict.FAIL, Verdict.WARN))
     if failures:
         words = f"{counted(failures, 'failure')} to put right first, {counted(warnings, 'warning')}."
     elif diagnosis.is_cluster:
-        words = f"Ready for `python -m orchestrator run`; {counted(warnings, 'warning')}."
+        words = f"Ready for `python -m orchestrator run{options}`; {counted(warnings, 'warning')}."
     elif not diagnosis.has_config:
         words = (
             f"Nothing stands in the way but a configuration; {counted(warnings, 'warning')}. Type "
@@ -104,12 +105,12 @@ def _closing(diagnosis: Diagnosis, width: int | None, glyphs: Glyphs) -> Iterato
     elif diagnosis.has_card:
         words = (
             f"Nothing stands in the way here; {counted(warnings, 'warning')}. This machine alone: "
-            f"`python -m orchestrator run --local`; with others: `python -m orchestrator up NODE`."
+            f"`python -m orchestrator run --local{options}`; with others: `python -m orchestrator up NODE{options}`."
         )
     else:
         words = (
             f"Nothing stands in the way of a rehearsal; {counted(warnings, 'warning')}. Type "
-            f"`python -m orchestrator run --rehearse`."
+            f"`python -m orchestrator run --rehearse{options}`."
         )
     for line in _wrapped(glyphs.clean(words), None if width is None else min(width, _WIDEST)):
         yield Text(line, style="bold")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+
+#: Verbs that read the configuration.
+_READ_CONFIG = tuple(f"python -m orchestrator {verb} " for verb in ("run", "up"))
 
 
 class Verdict(StrEnum):
@@ -53,6 +56,19 @@ def warn(check: str, found: str, *, hint: str | None = None, fix: str | None = N
 def fail(check: str, found: str, *, hint: str | None = None, fix: str | None = None) -> Finding:
     """Return a finding that must be put right first."""
     return Finding(check=check, verdict=Verdict.FAIL, found=found, hint=hint, fix=fix)
+
+
+def with_config(finding: Finding, options: str) -> Finding:
+    """Return the finding with a command that reads the same configuration as the doctor did.
+
+    Args:
+        finding: As a check made it.
+        options: What says which configuration that is, such as `--config mine.yaml`; empty for the usual one.
+    """
+    fix = finding.fix
+    if not options or fix is None or not fix.startswith(_READ_CONFIG):
+        return finding
+    return replace(finding, fix=f"{fix} {options}")
 
 
 def count(findings: Iterable[Finding], verdict: Verdict) -> int:

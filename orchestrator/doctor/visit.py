@@ -19,7 +19,7 @@ from orchestrator.cluster.connect import connected, head_address
 from orchestrator.config import Config, load_config
 from orchestrator.doctor import checks_card, checks_cluster, checks_environment, checks_host, checks_plan, checks_torch
 from orchestrator.doctor.answer import NodeAnswer, PortFacts, TokenFacts
-from orchestrator.doctor.finding import Finding, fail, skip, warn
+from orchestrator.doctor.finding import Finding, fail, skip, warn, with_config
 from orchestrator.errors import ConfigError, NoClusterError, Problem, UsageError
 from orchestrator.placement import Refusal, refusals
 from workers.facts import MachineFacts
@@ -42,6 +42,8 @@ class Diagnosis:
     has_card: bool
     has_config: bool
     findings: tuple[Finding, ...]
+    options: str = ""
+    """What says which configuration was read, such as `--config mine.yaml`; empty for the usual one."""
 
 
 def diagnose(config_path: str, overrides: Sequence[str], node: str | None) -> Diagnosis:
@@ -55,6 +57,13 @@ def diagnose(config_path: str, overrides: Sequence[str], node: str | None) -> Di
     Raises:
         UsageError: cluster.yaml has no such node.
     """
+    options = "" if config_path == DEFAULT_CONFIG else f"--config {shlex.quote(config_path)}"
+    diagnosis = _diagnosed(config_path, overrides, node)
+    findings = tuple(with_config(finding, options) for finding in diagnosis.findings)
+    return replace(diagnosis, findings=findings, options=options)
+
+
+def _diagnosed(config_path: str, overrides: Sequence[str], node: str | None) -> Diagnosis:
     config, findings = _configuration(config_path, overrides)
     if node is not None and config is not None and node not in config.nodes:
         raise UsageError(f"{config_path} has no node {node!r}; valid: {', '.join(config.nodes)}")

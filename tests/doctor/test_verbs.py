@@ -110,6 +110,16 @@ def test_a_file_that_is_not_there_can_be_made() -> None:
     assert (config["verdict"], config["fix"]) == ("fail", "python -m orchestrator init --output mine.yaml")
 
 
+@without_card
+def test_what_is_to_be_typed_names_the_configuration_that_was_read() -> None:
+    shutil.copy(ROOT / "cluster.yaml", "my own.yaml")
+    done = orchestrator("doctor", "--config", "my own.yaml")
+    typed = [line.partition("type: ")[2] for line in done.stdout.splitlines() if "type: python -m" in line]
+    assert "python -m orchestrator run --rehearse --duration 1 --config 'my own.yaml'" in typed
+    assert all(line.endswith("--config 'my own.yaml'") or " init " in line for line in typed)
+    assert " ".join(done.stdout.split()).endswith("`python -m orchestrator run --rehearse --config 'my own.yaml'`.")
+
+
 def test_a_machine_that_is_said_to_be_a_node_is_compared_with_it() -> None:
     shutil.copy(ROOT / "cluster.yaml", "cluster.yaml")
     (silent,) = found(report_of(orchestrator("doctor", "--json")), "plan")
