@@ -7,14 +7,10 @@ run folder exists, its summary is written.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
 import os
-import secrets
 import socket
-import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,14 +18,13 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from orchestrator import havoc, preflight, pretence, resume, upkeep
+from orchestrator import havoc, preflight, pretence, resume, run_folder, upkeep
 from orchestrator.briefing import Past, RunInfo
 from orchestrator.chaos.plan import ChaosPlan, check
 from orchestrator.cluster.janitor import start_time
-from orchestrator.config import Config, dump_config
+from orchestrator.config import dump_config
 from orchestrator.errors import NoClusterError, OrchestratorError, UsageError
 from orchestrator.havoc import Havoc
-from orchestrator.head_process import NOTE_NAME
 from orchestrator.interrupts import Interrupts
 from orchestrator.lessons import Lessons
 from orchestrator.modes import Mode, Stage
@@ -76,7 +71,7 @@ def run(stage: Stage, options: Options) -> int:
         OrchestratorError: Nothing could be run; nothing was left behind.
     """
     _check_pretence(stage, options)
-    folder = _new_folder(stage.config)
+    folder = run_folder.new_folder(stage.config)
     return _in_folder(folder, stage, options, time.time(), None)
 
 
@@ -86,20 +81,10 @@ def go_on(stored: StoredRun, options: Options) -> int:
     Raises:
         OrchestratorError: It is under way, or over, or cannot be run here.
     """
-    _check_mine(stored.folder)
+    run_folder.check_mine(stored.folder)
     stage = resume.stage_of(stored)
     _check_pretence(stage, options)
     return _in_folder(stored.folder, stage, options, stored.facts.started_at_unix_s, resume.past_of(stored))
-
-
-def _check_mine(folder: Path) -> None:
-    """Refuse a folder in which somebody else may have laid links, or another cluster's address: it is written to."""
-    status = folder.stat()
-    if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
-        raise UsageError(
-            f"{folder} belongs to somebody else, or anybody may write in it; copy it into your own run "
-            f"folder if you trust it, and go on with the copy"
-        )
 
 
 def _check_pretence(stage: Stage, options: Options) -> None:
@@ -118,7 +103,7 @@ def _check_pretence(stage: Stage, options: Options) -> None:
 def _in_folder(folder: Path, stage: Stage, options: Options, started_at_unix_s: float, past: Past | None) -> int:
     interrupts = Interrupts()
     interrupts.install()
-    with _owned(folder), own_screen(folder / "ray.log") as screen:
+    with run_folder.owned(folder), own_screen(folder / "ray.log") as screen:
         record = _Record(
             folder=folder, screen=screen, options=options, started_at_unix_s=started_at_unix_s, past=past or Past()
         )
@@ -158,6 +143,7 @@ def _staged(stage: Stage, record: _Record, interrupts: Interrupts) -> int:
             _with_sensors(settled, record),
             run_id=info.run_id,
             apply_power_limit=record.options.apply_power_limit,
+            interrupted=lambda: interrupts.asked,
             tell=record.tell,
             events=record.outlets.events,
         ) as plans:
@@ -342,57 +328,3 @@ def _viewer(options: Options, screen: Screen) -> Watcher:
     if options.plain or not screen.out.isatty():
         return PlainLines(screen.out)
     return LiveTable(Console(file=screen.out))
-
-
-def _new_folder(config: Config) -> Path:
-    """Make `runs/<run_id>/`.
-
-    Raises:
-        UsageError: It cannot be made.
-    """
-    run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-    folder = Path(config.run.dir) / run_id
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    return folder
-
-
-@contextlib.contextmanager
-def _owned(folder: Path) -> Iterator[None]:
-    """Leave this process's id in the run folder, and keep every other head out of it.
-
-    The kernel lets go of the lock with the process, however it ends.
-
-    Raises:
-        UsageError: Another head works on this run, or the folder cannot be written.
-    """
-    try:
-        descriptor = os.open(folder / NOTE_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    try:
-        _claim(descriptor, folder)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _claim(descriptor: int, folder: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise UsageError(
-            f"another process works on run {folder.name}; end it first: python -m orchestrator stop"
-        ) from error
-    note = json.dumps({"pid": os.getpid(), "started": start_time(os.getpid())})
-    try:
-        os.truncate(descriptor, 0)
-        os.write(descriptor, note.encode("ascii"))
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-
-
-def _unwritable(folder: Path, error: OSError) -> UsageError:
-    return UsageError(f"cannot write the run folder {folder}: {error.strerror}; choose another with --run-dir")

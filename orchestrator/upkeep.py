@@ -31,6 +31,7 @@ def kept(
     *,
     run_id: str,
     apply_power_limit: bool,
+    interrupted: Callable[[], bool],
     tell: Callable[[str], None],
     events: EventLog,
 ) -> Iterator[tuple[SlotPlan, ...]]:
@@ -42,6 +43,7 @@ def kept(
     Raises:
         UsageError: A power limit is to be set, and none is configured.
         PreflightError: A power limit cannot be set; then none is.
+        KeyboardInterrupt: The user wants to stop before all of it is done.
     """
     orders = orders_for(stage, plans, run_id=run_id, apply_power_limit=apply_power_limit)
     live = {fact.name for fact in fleet.nodes()}
@@ -57,7 +59,7 @@ def kept(
                 _told(tell, sentences)
                 events.write("node_restored", node=node, text="; ".join(sentences))
 
-            outcomes = stack.enter_context(guarded(present, ended))
+            outcomes = stack.enter_context(guarded(present, ended, interrupted))
         _note(stage.config, orders, outcomes, tell, events)
         problems = [outcome.power_problem for outcome in outcomes.values() if outcome.power_problem is not None]
         if problems:

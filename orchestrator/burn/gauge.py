@@ -45,11 +45,12 @@ class Gauge:
         """Take the run as it ended."""
         self.last = snapshot
 
-    def measured(self, alarms: Mapping[str, Sequence[str]]) -> tuple[Measured, ...]:
+    def measured(self, alarms: Mapping[str, Sequence[str]], unchecked: Mapping[str, str]) -> tuple[Measured, ...]:
         """Return what was seen of every worker.
 
         Args:
             alarms: Of each slot, the names of those that were raised.
+            unchecked: Of each slot whose results were checked no more, why.
         """
         rows = () if self.last is None else self.last.rows
         return tuple(
@@ -58,6 +59,7 @@ class Gauge:
                 length_s=self._length_s,
                 samples=tuple(self._samples.get(row.slot, ())),
                 alarms=tuple(dict.fromkeys(alarms.get(row.slot, ()))),
+                unchecked=unchecked.get(row.slot),
             )
             for row in rows
         )

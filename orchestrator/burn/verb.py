@@ -26,7 +26,7 @@ from orchestrator.burn.results import BurnResult, Taken, by_phase, result_dict
 from orchestrator.burn.verdict import judge
 from orchestrator.config import Config
 from orchestrator.duration import format_duration
-from orchestrator.errors import ArchiveError, OrchestratorError
+from orchestrator.errors import ArchiveError, OrchestratorError, one_line
 from orchestrator.interrupts import Interrupts
 from orchestrator.modes import Mode, Stage
 from orchestrator.profiles import PROFILES, match_profile
@@ -127,7 +127,7 @@ def _taken(take: Take, wish: Wish, *, is_first: bool) -> Taken:
     folder = None if gauge.last is None else Path(take.config.run.dir) / gauge.last.run_id
     return Taken(
         take=take,
-        workers=tuple(judge(measured) for measured in gauge.measured(_alarms(folder))),
+        workers=tuple(judge(measured) for measured in gauge.measured(*told(folder))),
         folder=folder,
         elapsed_s=0.0 if gauge.last is None else gauge.last.elapsed_s,
         interrupted=code == _INTERRUPTED,
@@ -135,14 +135,22 @@ def _taken(take: Take, wish: Wish, *, is_first: bool) -> Taken:
     )
 
 
-def _alarms(folder: Path | None) -> dict[str, list[str]]:
-    """Return the alarms that each slot's card raised; none where the run could store nothing."""
-    found: dict[str, list[str]] = {}
+def told(folder: Path | None) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Return the alarms that each slot's card raised, and why its results were checked no more.
+
+    Neither where the run could store nothing.
+    """
+    alarms: dict[str, list[str]] = {}
+    unchecked: dict[str, str] = {}
     if folder is not None:
         with contextlib.suppress(ArchiveError):
-            for event in read_events(folder, ["alarm_raised"]):
-                found.setdefault(event.slot or "", []).append(str(event.details.get("alarm")))
-    return found
+            for event in read_events(folder, ["alarm_raised", "checks_ended"]):
+                slot = event.slot or ""
+                if event.event == "checks_ended":
+                    unchecked[slot] = one_line(str(event.details.get("text")))
+                else:
+                    alarms.setdefault(slot, []).append(str(event.details.get("alarm")))
+    return alarms, unchecked
 
 
 def _tell(result: BurnResult, path: Path, wish: Wish) -> None:

@@ -117,6 +117,8 @@ class Measured:
     samples: Sequence[Sample]
     alarms: tuple[str, ...] = ()
     """Names of the alarms that its card raised."""
+    unchecked: str | None = None
+    """Why its results were checked no more, from some moment on; `None` if they were checked to the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +167,7 @@ def judge(measured: Measured, limits: Limits = GUIDES) -> Judged:
     findings = (
         _memory(measured, figures, limits),
         _errors(measured.row, figures),
-        _results(measured.row),
+        _results(measured.row, measured.unchecked),
         _temperature(figures, limits),
         _slowdown(measured, figures, limits),
         _throughput(measured.row, figures, limits),
@@ -286,9 +288,11 @@ def _errors(row: Row, figures: Figures) -> Finding:
     return _finding(Check.ERRORS, error_count(row, figures) == 0, told or "none")
 
 
-def _results(row: Row) -> Finding:
+def _results(row: Row, unchecked: str | None) -> Finding:
     if row.verify_errors:
         return _finding(Check.RESULTS, False, f"{row.verify_errors} of {row.verify_checks} checked results were wrong")
+    if unchecked is not None:
+        return _finding(Check.RESULTS, None, f"{row.verify_checks} results checked, then no more: {unchecked}")
     if not row.verify_checks:
         return _finding(Check.RESULTS, None, "no result was checked")
     return _finding(Check.RESULTS, True, f"{row.verify_checks} results checked")

@@ -7,6 +7,7 @@ the actor, Ray. Does not know what is done (`workers/keeper.py` does) nor who ne
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from workers.keep_orders import KeepOrders, KeepOutcome
 #: A process that starts, one before it that ends, a daemon that starts: each has its own, shorter patience.
 _OUTCOME_S = 60.0
 _END_S = 15.0
+_LOOK_EVERY_S = 0.25
 
 #: Told of a node whose guard has ended, and of what that said.
 Ended = Callable[[str, tuple[str, ...]], None]
@@ -54,12 +56,18 @@ def failed(orders: KeepOrders, why: str) -> KeepOutcome:
 
 
 @contextlib.contextmanager
-def guarded(orders: Mapping[str, KeepOrders], ended: Ended) -> Iterator[dict[str, KeepOutcome]]:
+def guarded(
+    orders: Mapping[str, KeepOrders], ended: Ended, interrupted: Callable[[], bool]
+) -> Iterator[dict[str, KeepOutcome]]:
     """Guard the nodes until the end of the block, and yield what was done to each.
 
     Args:
         orders: By node; each must be there.
         ended: Called for each node when its guard has ended, however the block did.
+        interrupted: Whether the user wants to stop; looked at while guards start.
+
+    Raises:
+        KeyboardInterrupt: He does, before every guard has answered.
     """
     keeper_class = ray.remote(KeeperActor)
     actors: dict[str, Any] = {
@@ -68,17 +76,27 @@ def guarded(orders: Mapping[str, KeepOrders], ended: Ended) -> Iterator[dict[str
         ).remote(each)
         for node, each in orders.items()
     }
+    asked = {node: actor.outcome.remote() for node, actor in actors.items()}
     try:
-        asked = {node: actor.outcome.remote() for node, actor in actors.items()}
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=_OUTCOME_S)
+        _await(list(asked.values()), interrupted)
         yield {node: _outcome(orders[node], ref) for node, ref in asked.items()}
     finally:
-        told = {node: actor.end.remote() for node, actor in actors.items()}
-        ray.wait(list(told.values()), num_returns=len(told), timeout=_END_S)
-        for node, ref in told.items():
-            ended(node, _sentences(node, ref))
+        # One that has not answered yet would answer this only after that.
+        answered = ray.wait(list(asked.values()), num_returns=len(asked), timeout=0)[0]
+        told = {node: actors[node].end.remote() for node, ref in asked.items() if ref in answered}
+        if told:
+            ray.wait(list(told.values()), num_returns=len(told), timeout=_END_S)
+        for node in actors:
+            ended(node, _sentences(node, told.get(node)))
         for actor in actors.values():
             ray.kill(actor, no_restart=True)
+
+
+def _await(asked: list[Any], interrupted: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + _OUTCOME_S
+    while ray.wait(asked, num_returns=len(asked), timeout=_LOOK_EVERY_S)[1] and time.monotonic() < until_s:
+        if interrupted():
+            raise KeyboardInterrupt
 
 
 def _outcome(orders: KeepOrders, ref: Any) -> KeepOutcome:  # noqa: ANN401 - Ray's reference type has no name
@@ -90,12 +108,12 @@ def _outcome(orders: KeepOrders, ref: Any) -> KeepOutcome:  # noqa: ANN401 - Ray
         return failed(orders, _last_line(str(error)))
 
 
-def _sentences(node: str, ref: Any) -> tuple[str, ...]:  # noqa: ANN401 - Ray's reference type has no name
-    try:
-        return ray.get(ref, timeout=0)  # type: ignore[no-any-return]  # what `KeeperActor.end` returns
-    except RayError:
-        # Its guard is told by the pipe.
-        return (f"{node}: cannot be asked what was put back; its guard process does that by itself",)
+def _sentences(node: str, ref: Any | None) -> tuple[str, ...]:  # noqa: ANN401 - Ray's reference type has no name
+    with contextlib.suppress(RayError):
+        if ref is not None:
+            return ray.get(ref, timeout=0)  # type: ignore[no-any-return]  # what `KeeperActor.end` returns
+    # Its guard is told by the pipe.
+    return (f"{node}: cannot be asked what was put back; its guard process does that by itself",)
 
 
 def _last_line(text: str) -> str:

@@ -36,6 +36,7 @@ def measured(
     *,
     length_s: float = LENGTH_S,
     alarms: tuple[str, ...] = (),
+    unchecked: str | None = None,
     **changes: Any,  # noqa: ANN401 - whatever a sample holds
 ) -> Measured:
     """A worker seen once a second; `changes` are fields of a sample, or functions of its time."""
@@ -43,7 +44,7 @@ def measured(
     for at_s in range(1, int(length_s)):
         values = {name: value(at_s) if callable(value) else value for name, value in changes.items()}
         samples.append(replace(GOOD, at_s=float(at_s), **values))
-    return Measured(row=row, length_s=length_s, samples=samples, alarms=alarms)
+    return Measured(row=row, length_s=length_s, samples=samples, alarms=alarms, unchecked=unchecked)
 
 
 def verdict(judged: Judged, check: Check) -> Verdict:

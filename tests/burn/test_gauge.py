@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from orchestrator.burn.gauge import Gauge
+from orchestrator.burn.verb import told
 from orchestrator.watch.model import Snapshot
+from orchestrator.watch.records import STORE_NAME, RunFacts
+from orchestrator.watch.store import RunStore
 from tests.burn.scene import ROW
 from workers.messages import WorkerState
+
+FACTS = RunFacts(
+    run_id="run-1",
+    started_at_unix_s=1_700_000_000.0,
+    duration_s=30.0,
+    min_success_rate=0.95,
+    mode="local",
+    device=None,
+    one_machine=True,
+    config_yaml="",
+    chaos=None,
+    nodes_planned=("pc1",),
+    head_pid=1,
+    head_started=None,
+    host="pc1",
+)
 
 
 def snapshot(elapsed_s: float, duration_s: float, **changes: object) -> Snapshot:
@@ -33,7 +53,7 @@ def test_a_sample_a_second_and_never_more_than_fit(length_s: float, most: int) -
     while elapsed_s < length_s:
         gauge.update(snapshot(elapsed_s, length_s))
         elapsed_s += 0.25 if length_s < 100 else length_s / 5000
-    for measured in gauge.measured({}):
+    for measured in gauge.measured({}, {}):
         assert most * 0.9 <= len(measured.samples) <= most
         times_s = [sample.at_s for sample in measured.samples]
         assert times_s == sorted(times_s)
@@ -45,8 +65,23 @@ def test_only_the_planned_time_is_sampled() -> None:
     gauge.update(snapshot(0.0, 10.0, state=WorkerState.STARTING))
     gauge.update(snapshot(5.0, 10.0))
     gauge.update(snapshot(10.0, 10.0, state=WorkerState.STOPPED))  # draining
-    (first, _) = gauge.measured({})
+    (first, _) = gauge.measured({}, {})
     assert [sample.at_s for sample in first.samples] == [5.0]
+
+
+def test_what_the_store_tells_of_alarms_and_of_checks_that_ended(tmp_path: Path) -> None:
+    store = RunStore(tmp_path / STORE_NAME)
+    store.begin(FACTS)
+    at = "2026-01-01T00:00:00.000Z"
+    for name, slot, details in (
+        ("alarm_raised", "pc1/0", {"alarm": "power brake"}),
+        ("checks_ended", "pc1/0", {"text": "no memory\nfor it"}),
+        ("check_failed", "pc1/1", {"text": "once"}),
+    ):
+        store.event({"at": at, "event": name, "slot": slot, **details})
+    store.commit()
+    assert told(tmp_path) == ({"pc1/0": ["power brake"]}, {"pc1/0": r"no memory\nfor it"})
+    assert told(None) == told(tmp_path / "nowhere") == ({}, {})
 
 
 def test_every_worker_has_its_own_samples_its_last_row_and_its_alarms() -> None:
@@ -54,20 +89,23 @@ def test_every_worker_has_its_own_samples_its_last_row_and_its_alarms() -> None:
     gauge.update(snapshot(1.0, 10.0))
     gauge.update(snapshot(3.0, 10.0))
     gauge.close(snapshot(10.0, 10.0, steps_ok=777))
-    first, second = gauge.measured({"pc2/0": ["power brake", "card lost", "power brake"]})
+    first, second = gauge.measured(
+        {"pc2/0": ["power brake", "card lost", "power brake"]}, {"pc1/0": "no memory for it"}
+    )
     assert (first.row.slot, first.row.steps_ok, first.alarms) == ("pc1/0", 777, ())
     assert second.alarms == ("power brake", "card lost")
+    assert (first.unchecked, second.unchecked) == ("no memory for it", None)
     assert [sample.temperature_c for sample in second.samples] == [1.0, 3.0]
 
 
 def test_a_run_that_never_came_to_a_picture_has_no_workers() -> None:
     gauge = Gauge(10.0)
-    assert gauge.measured({"pc1/0": ["card lost"]}) == ()
+    assert gauge.measured({"pc1/0": ["card lost"]}, {}) == ()
     assert gauge.last is None
 
 
 def test_how_warm_a_processor_gets_is_not_judged_by_what_is_hot_for_a_card() -> None:
     gauge = Gauge(10.0)
     gauge.update(snapshot(1.0, 10.0, temperature_c=95.0, temperature_of="processor"))
-    (first, _) = gauge.measured({})
+    (first, _) = gauge.measured({}, {})
     assert [sample.temperature_c for sample in first.samples] == [None]

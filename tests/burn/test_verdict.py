@@ -82,6 +82,13 @@ def test_results_that_nobody_checked_are_not_right(checks: int, errors: int, exp
     assert verdict(judged, Check.RESULTS) is expected
 
 
+def test_results_that_were_checked_for_a_while_are_not_judged() -> None:
+    judged = judge(measured(replace(ROW, verify_checks=10), unchecked="no memory for it"))
+    assert text(judged, Check.RESULTS) == "10 results checked, then no more: no memory for it"
+    assert verdict_of(Phase.CAPS, [judged]) is NOT_JUDGED
+    assert verdict(judge(measured(replace(ROW, verify_errors=1), unchecked="no memory")), Check.RESULTS) is FAIL
+
+
 @pytest.mark.parametrize(
     ("temperature_c", "expected"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -82,3 +83,17 @@ def test_a_limit_that_cannot_be_set_ends_the_run_before_it_begins(start: Starter
     assert limit_w(head) == 350.0  # that of pc1 could be, and was
     assert record(state_dir) is None
     assert "state" not in {event["event"] for event in head.events()}
+
+
+def test_the_first_ctrl_c_is_heard_while_a_guard_waits_for_another(start: Starter, state_dir: Path) -> None:
+    (state_dir / "kept").mkdir(mode=0o700, parents=True)
+    with (state_dir / "kept" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as a guard of another run has it
+        head = start(*LIMITED, "--duration", "10m", "--apply-power-limit")
+        wait_for(keeper, 60.0, "keeper")
+        head.process.send_signal(signal.SIGINT)
+        code, _, err = head.finish()
+    assert code == 130, err
+    assert head.summary()["outcome"] == "interrupted"
+    wait_for(lambda: record(state_dir) is None, 60.0, "guard that undoes what it did when the lock was free")
+    assert limit_w(head) in {None, 350.0}
