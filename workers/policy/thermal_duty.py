@@ -61,7 +61,7 @@ _ALARM_STEP: Final = 0.8
 _ALARM_PER_S: Final = 0.05
 
 #: How much of a reading that stands out counts for the margin, and for how long it is remembered.
-_STANDS_OUT: Final = 1.5
+_STANDS_OUT: Final = 1.3
 _MOST_STANDING_OUT_C: Final = 3.0
 _REMEMBERED_S: Final = 600.0
 
