@@ -7,18 +7,24 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-#: Falls come in rows: a program that loads takes its memory piece by piece. After two, another one as large as the last
-#: is expected, up to this share; that fades, to the e-th part in this time.
-_MOST_FALL: Final = 0.25
-_FALL_FADES_S: Final = 2.0
+#: Falls come in rows: a program that loads takes its memory piece by piece. After two, another one is expected, which
+#: fades within this time. By more than this share they are such pieces: then so many times the last one's bytes are
+#: expected, up to this share of what is left, and until that has faded another piece is one of the row even if there
+#: was a small rise between.
+_FALL_FADES_S: Final = 1.0
+_PIECE: Final = 0.05
+_MORE_THAN_LAST: Final = 1.25
+_MOST_FALL: Final = 0.3
 
 #: Whoever gives half as much again back may take a little of it once more; as long as after falls, this is expected.
 _LARGE_RISE: Final = 0.5
 _FALL_AFTER_RISE: Final = 0.05
 
-#: A step that failed because no more than this share went away while it ran: more jitter of that kind is expected.
+#: Falls up to this share are jitter. Once a step has failed by one, as much as the largest of them lately is expected;
+#: that fades within the first of these times, and lately is the second.
 _MOST_JITTER: Final = 0.12
-_JITTER_FADES_S: Final = 20.0
+_JITTER_FADES_S: Final = 120.0
+_LATELY_S: Final = 20.0
 
 
 class Falls(NamedTuple):
@@ -29,7 +35,9 @@ class Falls(NamedTuple):
     fall: float = 0.0
     """Share of the memory that may go away, since it fell twice in a row or has just come back."""
     jitter: float = 0.0
-    """The same, since a step failed because a little of it went away."""
+    """The same, because a step has failed for a little that went away."""
+    lately: float = 0.0
+    """The largest jitter lately, whether a step failed by it or not."""
 
     @property
     def share(self) -> float:
@@ -49,14 +57,23 @@ def fallen(falls: Falls, fell: float, passed_s: float, *, failed: bool) -> Falls
         passed_s: Seconds since the last one.
         failed: Whether a step ran out of memory between the two.
     """
-    if fell == 0.0 and falls.fall == 0.0 and falls.jitter == 0.0:
+    if fell == 0.0 and falls.fall == 0.0 and falls.jitter == 0.0 and falls.lately == 0.0:
         return falls
     fall = falls.fall * max(0.0, 1.0 - passed_s / _FALL_FADES_S)
     jitter = falls.jitter * max(0.0, 1.0 - passed_s / _JITTER_FADES_S)
-    if fell > 0.0 and falls.falling:
-        fall = max(fall, min(_MOST_FALL, fell))
+    lately = falls.lately * max(0.0, 1.0 - passed_s / _LATELY_S)
+    if fell > 0.0 and (falls.falling or (fall > 0.0 and fell > _PIECE)):
+        fall = max(fall, _next_fall(fell))
     elif fell < -_LARGE_RISE:
         fall = max(fall, _FALL_AFTER_RISE)
-    if failed and 0.0 < fell <= _MOST_JITTER:
-        jitter = max(jitter, fell)
-    return Falls(falling=fell > 0.0 or (fell == 0.0 and falls.falling), fall=fall, jitter=jitter)
+    if 0.0 < fell <= _MOST_JITTER:
+        lately = max(lately, fell)
+        jitter = max(jitter, lately) if failed else jitter
+    return Falls(falling=fell > 0.0 or (fell == 0.0 and falls.falling), fall=fall, jitter=jitter, lately=lately)
+
+
+def _next_fall(fell: float) -> float:
+    """Return the share that may go away next, after a fall by `fell` that was not the first."""
+    if fell <= _PIECE:
+        return fell
+    return min(_MOST_FALL, _MORE_THAN_LAST * fell / max(_PIECE, 1.0 - fell))

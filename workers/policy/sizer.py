@@ -6,9 +6,10 @@ allows now (`level.py`), less the margins that both have earned; and what experi
 
 A failure that the next sample explains (memory was taken) teaches nothing else. One that it does not explain widens
 the margins; two of them without a success near what was promised, and the signal is not believed until it proves
-itself. What failed under little memory is not held against a size once there is far more. Once there have been as many
-failures within a minute as the bounds permit, nothing runs until the oldest is a minute ago. Does not know what a size
-means in tensors, and nothing of torch; `adaptive.py` makes a policy of it, `workers/sizing.py` a class for any loop.
+itself, or says that there is far more than what steps contradicted: neither the signal nor a size is blamed then for
+what was under little memory. Once there have been as many failures within a minute as the bounds permit, nothing runs
+until the oldest is a minute ago. Does not know what a size means in tensors, and nothing of torch; `adaptive.py` makes
+a policy of it, `workers/sizing.py` a class for any loop.
 """
 
 from __future__ import annotations
@@ -119,8 +120,8 @@ class Sizer:
     wait_s: float = _FIRST_WAIT_S
     low_bytes: float | None = None
     """What was usable when the smallest size failed."""
-    bad_at_bytes: float | None = None
-    """What there was when the known-bad size failed unexplained."""
+    contradicted_bytes: float | None = None
+    """What the signal said when a step failed that it allowed, or what one took that it did not allow."""
     fits_at_bytes: float | None = None
     """The lowest sample at which the smallest size has ended well, since it failed last."""
     reason: str = ""
@@ -174,7 +175,7 @@ def asked(state: Sizer, bounds: Bounds, event: Asked) -> tuple[Sizer, int | None
 
 def succeeded(state: Sizer, bounds: Bounds, event: Succeeded) -> Sizer:
     """Return the state after a step that ended well."""
-    line, level, doubts = state.line, state.level, state.doubts
+    line, level, doubts, contradicted_bytes = state.line, state.level, state.doubts, state.contradicted_bytes
     if event.peak_bytes is not None:
         if level is not None and state.unsure_since_s is None:
             level = trusted(level, event.peak_bytes)
@@ -182,6 +183,7 @@ def succeeded(state: Sizer, bounds: Bounds, event: Succeeded) -> Sizer:
             ran_against_signal = (state.wake_s is not None and not _is_below(state, bounds)) or knows_better
             if event.peak_bytes > _ABOVE * level.level_bytes or ran_against_signal:
                 doubts = min(_DOUBTS, doubts + 1)
+                contradicted_bytes = float(event.peak_bytes)
             elif doubts and _NEAR * level.usable_bytes < event.peak_bytes <= level.level_bytes:
                 doubts = 0
         line = measured(line, float(max(1, event.size)) ** bounds.power, event.peak_bytes, event.at_s)
@@ -197,7 +199,7 @@ def succeeded(state: Sizer, bounds: Bounds, event: Succeeded) -> Sizer:
         unsure_since_s=state.unsure_since_s,
         doubts=doubts,
         failed_at_s=state.failed_at_s,
-        bad_at_bytes=state.bad_at_bytes,
+        contradicted_bytes=contradicted_bytes,
         fits_at_bytes=_fits_at(state) if event.size <= bounds.smallest else state.fits_at_bytes,
     )
 
@@ -242,9 +244,10 @@ def _sampled(state: Sizer, bounds: Bounds, event: Asked) -> Sizer:
     state = replace(state, level=level, told=True, sampled_at_s=event.at_s, unsure_since_s=None)
     if unsure:
         return _judged(state, bounds)
-    if state.bad_at_bytes is not None and level.likely_bytes > _FAR_MORE * state.bad_at_bytes and _believed(state):
-        return replace(state, bracket=brackets.forgiven(state.bracket), bad_at_bytes=None)
-    return state
+    if state.contradicted_bytes is None or level.likely_bytes <= _FAR_MORE * state.contradicted_bytes:
+        return state
+    doubts = min(state.doubts, _DOUBTS - 1)  # not believed then, but it says something else now
+    return replace(state, bracket=brackets.forgiven(state.bracket), contradicted_bytes=None, doubts=doubts)
 
 
 def _judged(state: Sizer, bounds: Bounds) -> Sizer:
@@ -254,8 +257,8 @@ def _judged(state: Sizer, bounds: Bounds) -> Sizer:
         return state
     x = float(bad) ** bounds.power
     if level.likely_bytes < line.expected_bytes(x) and state.doubts < _DOUBTS:
-        return replace(state, bracket=brackets.forgiven(state.bracket), doubts=0, bad_at_bytes=None)
-    state = replace(state, bad_at_bytes=level.likely_bytes)
+        return replace(state, bracket=brackets.forgiven(state.bracket), doubts=0, contradicted_bytes=None)
+    state = replace(state, contradicted_bytes=level.likely_bytes)
     if line.is_beyond(x):
         return replace(state, line=line.surprised(x, level.usable_bytes))  # nobody had promised that by experience
     known = place_at(line.places, x) is not None
