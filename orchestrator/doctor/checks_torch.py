@@ -62,7 +62,7 @@ def _torch_with_card(facts: MachineFacts, version: str, cuda: str) -> Finding:
             "torch",
             f"{version}, built for CUDA {cuda}, cannot use the card: {facts.torch.error or 'it gives no reason'}",
             hint="after a suspend of the PC this is usual: the driver's module must be loaded again",
-            fix="sudo rmmod nvidia_uvm && sudo modprobe nvidia_uvm",
+            fix=RESTART_WSL if facts.is_wsl else "sudo rmmod nvidia_uvm && sudo modprobe nvidia_uvm",
         )
     return ok("torch", f"{version}, built for CUDA {cuda}, sees the card")
 

@@ -83,6 +83,10 @@ def test_a_machine_without_a_card_is_told_that_nothing_is_wrong() -> None:
             "torch", FAIL, "CUDA unknown error", "sudo rmmod nvidia_uvm && sudo modprobe nvidia_uvm",
         ),
         (
+            wsl(torch=replace(CUDA_TORCH, available=False, error="CUDA unknown error")),
+            "torch", FAIL, "CUDA unknown error", "wsl --shutdown",
+        ),
+        (
             workstation(cards=(card(compute_capability=(6, 1)),)),
             "kernels", FAIL, "6.1", "python -m pip uninstall torch",
         ),
