@@ -159,7 +159,7 @@ def test_a_named_head_that_cannot_be_reached_is_a_failure() -> None:
 def test_neither_verb_loads_torch_in_this_process() -> None:
     probe = (
         "import sys; sys.argv[:] = ['orchestrator', *sys.argv[1:]]\n"
-        "from orchestrator.cli import main\n"
+        "from orchestrator.entry import main\n"
         "try:\n    main()\nfinally:\n    print(sorted({'torch', 'ray'} & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run(

@@ -251,7 +251,7 @@ def test_a_wrong_request_is_a_sentence(three: LimitStore, arguments: tuple[str, 
 
 def test_the_verb_loads_neither_torch_nor_ray(three: LimitStore) -> None:
     probe = (
-        "import sys\nfrom orchestrator.cli import main\nsys.argv[1:] = ['limits']\n"
+        "import sys\nfrom orchestrator.entry import main\nsys.argv[1:] = ['limits']\n"
         "try: main()\nfinally: print(sorted({'ray', 'torch'} & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run(
