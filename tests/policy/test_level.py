@@ -156,11 +156,27 @@ def exact(*samples: float) -> Level:
     return level
 
 
+def soon(*samples: float) -> Level:
+    """Exact ones, four a second."""
+    level = None
+    for number, sample in enumerate([*samples[:1], *samples]):
+        level = sampled(level, sample, every_step=True, at_s=number / 4)
+    assert level is not None
+    return level
+
+
 def test_one_fall_is_taken_as_it_is_and_after_two_a_third_is_expected() -> None:
     assert exact(4 * GIB, 3.6 * GIB).usable_bytes == 3.6 * GIB
     assert exact(4 * GIB, 3.6 * GIB, 3.24 * GIB).usable_bytes < 0.91 * 3.24 * GIB
     assert exact(4 * GIB, 3.6 * GIB, 3.7 * GIB, 3.33 * GIB).usable_bytes == 3.33 * GIB, "it rose in between"
     assert exact(4 * GIB, 2 * GIB, GIB).usable_bytes >= 0.69 * GIB, "not everything is given up"
+
+
+def test_what_loads_takes_the_same_bytes_again_and_a_small_rise_between_ends_no_row() -> None:
+    assert 5.0 * GIB < soon(10 * GIB, 8.5 * GIB, 7 * GIB).usable_bytes < 5.5 * GIB
+    assert soon(10 * GIB, 8.5 * GIB, 7 * GIB, 7.1 * GIB, 5.6 * GIB).usable_bytes < 4.1 * GIB
+    jitter = soon(10 * GIB, 9.8 * GIB, 9.6 * GIB, 9.7 * GIB, 9.5 * GIB)
+    assert jitter.usable_bytes > 0.97 * 9.5 * GIB, "two pieces are a row, jitter is not"
 
 
 def test_a_fall_that_was_expected_is_forgotten_when_it_does_not_come() -> None:
