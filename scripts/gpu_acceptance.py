@@ -27,10 +27,6 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parent.parent
 _NEEDED = {"torch": "torch", "psutil": "psutil", "pynvml": "nvidia-ml-py"}
 
-#: As the worker's actor does: with another allocator, or one that grows segments in place, the cap is not kept to the
-#: byte.
-_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING")
-
 
 def main() -> int:
     """Run the checks and return the exit code."""
@@ -72,9 +68,9 @@ def _prepare() -> None:
     sys.path[:0] = places
     # The server that children are forked from reads it when it loads torch for them.
     os.environ["PYTHONPATH"] = os.pathsep.join([*places, *filter(None, [os.environ.get("PYTHONPATH")])])
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    for name in _ALLOCATOR_SETTINGS:
-        os.environ.pop(name, None)
+    from workers.cuda_environment import set_for_cuda
+
+    set_for_cuda(os.environ)
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     os.environ.setdefault("PYTHONWARNINGS", "ignore:Failed to initialize NumPy:UserWarning")
 

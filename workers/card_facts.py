@@ -70,7 +70,7 @@ def _card(identity: sensors.CardIdentity) -> CardFacts | None:
         name=name,
         uuid=uuid,
         total_bytes=total_bytes,
-        used_bytes=_or_none(lambda: int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)),
+        used_bytes=_or_none(lambda: sensors.used_bytes(handle)),
         compute_capability=identity.compute_capability,
         cores=_or_none(lambda: int(pynvml.nvmlDeviceGetNumGpuCores(handle))),
         max_sm_clock_mhz=_or_none(lambda: int(pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM))),

@@ -67,8 +67,8 @@ def cards() -> tuple[CardIdentity, ...]:
 
 
 def card_used_bytes(card: str) -> int | None:
-    """Bytes of the card in use by anybody."""
-    return _ask(card, lambda handle: int(pynvml.nvmlDeviceGetMemoryInfo(handle).used))
+    """Bytes of the card in use by anybody but the driver itself."""
+    return _ask(card, used_bytes)
 
 
 def card_free_bytes(card: str) -> int | None:
@@ -118,6 +118,21 @@ def handle_of(card: str) -> Any:  # noqa: ANN401 - nvidia-ml-py has no types
     if not card.isdecimal():  # CUDA_VISIBLE_DEVICES may hold anything, and then CUDA sees no card
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
     return pynvml.nvmlDeviceGetHandleByIndex(int(card))
+
+
+def used_bytes(handle: Any) -> int:  # noqa: ANN401 - nvidia-ml-py has no types
+    """Return what is in use of a card's memory, without what the driver keeps for itself; see `shown_bytes`.
+
+    Args:
+        handle: NVML's of the card; NVML has to be open.
+
+    Raises:
+        pynvml.NVMLError: The card does not tell.
+    """
+    try:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used)
+    except pynvml.NVMLError:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
 
 
 def shown_bytes(handle: Any, total_bytes: int) -> int:  # noqa: ANN401 - nvidia-ml-py has no types

@@ -12,12 +12,12 @@ import time
 from typing import TYPE_CHECKING
 
 from workers import mps
+from workers.cuda_environment import set_for_cuda
 from workers.messages import Directive, Report, Verdict, WorkerSpec
 
 if TYPE_CHECKING:
     from workers.engine import Engine
 
-_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING")
 
 #: For the MPS daemon of this node; without it CUDA would start all the same, and without any limit.
 _DAEMON_S = 30.0
@@ -54,12 +54,7 @@ class WorkerActor:
 
 def _load_engine(spec: WorkerSpec) -> Engine:
     """Load torch and the engine; what CUDA reads from the environment must be there before."""
-    # The same numbers must mean the same cards to CUDA and to NVML.
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    # Settings of the shell in which `ray start` was typed: with another allocator, or one that grows segments in
-    # place, the cap is not kept to the byte.
-    for name in _ALLOCATOR_SETTINGS:
-        os.environ.pop(name, None)
+    set_for_cuda(os.environ)
     if spec.mps_pipe_directory is not None:
         os.environ.update(
             mps.client_environment(spec.mps_pipe_directory, spec.thread_share, spec.mps_memory_limit_bytes)

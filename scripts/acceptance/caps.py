@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +14,17 @@ from acceptance.crew import in_child
 from acceptance.ground import MIB, Ground
 from acceptance.outcome import Outcome
 from workers import oom, sensors
+from workers.devices.base import Device
 from workers.devices.opening import open_device
 from workers.messages import FailureKind, WorkerSpec
 
 _LEAST, _MOST = 0.99, 1.01
 MUST_HOLD = "granted up to 0.99 of the cap at the least, refused at 1.01 at the most, and the process holds its budget"
 
-#: One block: the CUDA allocator maps large ones in whole multiples of it; a processor's caps are small.
-_BLOCK_BYTES = {"cuda": 2 * MIB, "cpu": MIB // 4}
+#: One block. CUDA's allocator maps blocks of 10 MiB and more by themselves, in multiples of 2 MiB, and smaller ones by
+#: twenties; a processor's caps are small.
+_BLOCK_BYTES = {"cuda": 10 * MIB, "cpu": MIB // 4}
+_SEGMENT_BYTES = {"cuda": 2 * MIB, "cpu": MIB // 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +55,7 @@ def up_to_the_wall(spec: WorkerSpec) -> Wall:
     device = open_device(spec)
     opened_bytes = _data_bytes()
     cap_bytes = device.info.cap_bytes
-    block_bytes = _BLOCK_BYTES[spec.device]
+    block_bytes, segment_bytes = _BLOCK_BYTES[spec.device], _SEGMENT_BYTES[spec.device]
     too_large_refused = False
     try:
         device.obtain(int(_MOST * cap_bytes))
@@ -68,6 +72,9 @@ def up_to_the_wall(spec: WorkerSpec) -> Wall:
                 refusal = oom.classify(error).kind.value
             if len(blocks) * block_bytes > 2 * cap_bytes:
                 refusal = "none"  # nothing holds it: better found out here than by the whole machine
+        if blocks and segment_bytes < block_bytes:
+            blocks.pop()
+            blocks.append(_largest_left(device, block_bytes, segment_bytes))
     granted_bytes = device.held_bytes()
     device.clear_pending_error()
     device.emergency()  # raises if the device does not answer
@@ -84,12 +91,21 @@ def up_to_the_wall(spec: WorkerSpec) -> Wall:
         cap_bytes=cap_bytes,
         context_bytes=device.info.context_bytes,
         granted_bytes=granted_bytes,
-        refused_bytes=granted_bytes + block_bytes,
+        refused_bytes=granted_bytes + segment_bytes,
         refusal=refusal,
         too_large_refused=too_large_refused,
         process_used_bytes=used_bytes,
         card_grown_bytes=card_grown_bytes,
     )
+
+
+def _largest_left(device: Device, block_bytes: int, segment_bytes: int) -> torch.Tensor:
+    """Take the most that fits in one piece where a block has just been freed, and less than another one is left."""
+    device.release()
+    for size_bytes in range(2 * block_bytes - segment_bytes, block_bytes, -segment_bytes):
+        with contextlib.suppress(RuntimeError):
+            return torch.empty(size_bytes, dtype=torch.uint8, device=device.torch_device)
+    return torch.empty(block_bytes, dtype=torch.uint8, device=device.torch_device)
 
 
 def measure(ground: Ground) -> list[Wall]:

@@ -269,19 +269,7 @@ def _free_bytes(device: str) -> int | None:
     """Return what is free before anything of ours is there; `None` if the driver does not tell."""
     if device == "cpu":
         return int(psutil.virtual_memory().available)
-    card = _card()
-    used_bytes = sensors.card_used_bytes(sensors.visible_card())
-    if card is None or card.total_bytes is None or used_bytes is None:
-        return None
-    return card.total_bytes - used_bytes
-
-
-def _card() -> sensors.CardIdentity | None:
-    wanted = sensors.visible_card()
-    for card in sensors.cards():
-        if wanted == str(card.index) or (card.uuid is not None and card.uuid.startswith(wanted)):
-            return card
-    return None
+    return sensors.card_free_bytes(sensors.visible_card())
 
 
 def _profile(info: DeviceInfo) -> GpuProfile | None:

@@ -49,6 +49,9 @@ class Ground(Protocol):
     def wait(self, seconds: float) -> None:
         """Let so much of `clock_s` pass."""
 
+    def await_work(self) -> None:
+        """Wait until all that was begun is done, so that `clock_s` counts it."""
+
     def base_bytes(self) -> int:
         """Return what the job holds between steps, as whoever caps it counts."""
 
@@ -96,6 +99,9 @@ class CpuGround:
         until_s = time.process_time() + seconds
         while time.process_time() < until_s:
             pass
+
+    def await_work(self) -> None:
+        """See `Ground.await_work`: a processor is done when the call returns."""
 
     def base_bytes(self) -> int:
         """See `Ground.base_bytes`."""
@@ -158,6 +164,10 @@ class CudaGround:
     def wait(self, seconds: float) -> None:
         """See `Ground.wait`."""
         time.sleep(seconds)
+
+    def await_work(self) -> None:
+        """See `Ground.await_work`."""
+        torch.cuda.synchronize()
 
     def base_bytes(self) -> int:
         """See `Ground.base_bytes`."""

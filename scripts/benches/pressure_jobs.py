@@ -72,7 +72,7 @@ class Job:
         self._network = Network(spec.rows).to(self._device)
         self._adam = torch.optim.Adam(self._network.parameters(), lr=1e-3, fused=ground.fused)
         self.sweeps_s: list[float] = []
-        """What Adam took in each good step, where a step is done when the call returns."""
+        """What Adam took in each good step."""
         self.last_loss = float("nan")
         # Adam makes its moments in its first step; a library, what it keeps.
         for _ in range(2):
@@ -99,7 +99,9 @@ class Job:
         self._adam.zero_grad(set_to_none=False)
         loss = functional.binary_cross_entropy_with_logits(self._network(rows), labels)
         loss.backward()
+        self._ground.await_work()
         began_s = self._ground.clock_s()
         self._adam.step()
+        self._ground.await_work()
         self.sweeps_s.append(self._ground.clock_s() - began_s)
         self.last_loss = float(loss.detach())  # waits for the card

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from workers.cuda_environment import set_for_cuda
+
 ROOT = Path(__file__).resolve().parents[2]
 
 CHILD = """
@@ -28,6 +30,8 @@ os._exit(0)  # a poisoned context aborts the process when it is taken down
 @pytest.fixture(scope="module")
 def in_child(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """Run a function of a test module in a fresh process and return what it returns."""
+    environment = {**os.environ, "PYTHONWARNINGS": ""}
+    set_for_cuda(environment)  # as a worker's actor does
 
     def run(function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - whatever the function returns
         folder = tmp_path_factory.mktemp("child")
@@ -41,8 +45,7 @@ def in_child(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
             text=True,
             timeout=240,
             check=False,
-            # The first as the worker's actor sets it.
-            env={**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTHONWARNINGS": ""},
+            env=environment,
         )
         assert done.returncode == 0, f"{function.__name__} ended with {done.returncode}:\n{done.stderr[-4000:]}"
         return pickle.loads(wanted.read_bytes())  # noqa: S301 - written by our own child

@@ -152,8 +152,8 @@ class TestSensors:
         (card,) = [card for card in seen["cards"] if card.uuid == seen["uuid"]]
         assert card.name == seen["name"]
         assert card.compute_capability == seen["capability"]
-        # NVML counts what the driver keeps for itself.
-        assert seen["total_bytes"] <= card.total_bytes <= 1.1 * seen["total_bytes"]
+        # What the driver keeps for itself is counted in neither, and not by the same rule.
+        assert 0.99 * seen["total_bytes"] <= card.total_bytes <= 1.1 * seen["total_bytes"]
         if seen["card"].isdecimal():
             assert card.index == int(seen["card"])
 
@@ -179,7 +179,9 @@ class TestGovernor:
         settings = ThermalSettings(
             warm_c=warmest_c + 5, hot_c=warmest_c + 10, critical_c=warmest_c + 20, resume_c=warmest_c + 8
         )
-        for decision in decisions(settings, readings):
+        # Each alone: together they are a card that gets warmer within a second, and that is braked.
+        for reading in readings:
+            (decision,) = decisions(settings, [reading])
             assert decision.band is ThermalBand.NORMAL or alarmed
             assert decision.duty == 1.0 or alarmed
 

@@ -9,10 +9,7 @@ the tests itself never makes a context, so that it holds nothing of the card.
 
 from __future__ import annotations
 
-import importlib
 import itertools
-import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -53,46 +50,6 @@ BUDGET_BYTES = int(3.33 * 2**30)
 
 #: The caching allocator maps large blocks in multiples of this.
 SEGMENT_BYTES = 2 * MIB
-
-CHILD = """
-import os, sys
-sys.path[:0] = sys.argv[1:3]
-import importlib
-importlib.import_module(sys.argv[3]).answer(*sys.argv[4:])
-sys.stderr.flush()
-os._exit(0)  # a poisoned context aborts the process when it is taken down
-"""
-
-
-def answer(function: str, given: str, wanted: str) -> None:
-    """Run one scenario in the child."""
-    module = importlib.import_module(Path(__file__).stem)
-    result = getattr(module, function)(*pickle.loads(Path(given).read_bytes()))  # noqa: S301 - written by our own test
-    Path(wanted).write_bytes(pickle.dumps(result))
-
-
-@pytest.fixture(scope="module")
-def in_child(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """Run a function of this module in a fresh process and return what it returns."""
-
-    def run(function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - whatever the function returns
-        folder = tmp_path_factory.mktemp("child")
-        given, wanted = folder / "given", folder / "wanted"
-        given.write_bytes(pickle.dumps(arguments))
-        here = Path(__file__).resolve()
-        command = [sys.executable, "-c", CHILD, str(ROOT), str(here.parent), here.stem, function.__name__]
-        done = subprocess.run(
-            [*command, str(given), str(wanted)],
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-            env={**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},  # as the worker's actor sets it
-        )
-        assert done.returncode == 0, f"{function.__name__} ended with {done.returncode}:\n{done.stderr[-4000:]}"
-        return pickle.loads(wanted.read_bytes())  # noqa: S301 - written by our own child
-
-    return run
 
 
 def spec_of(

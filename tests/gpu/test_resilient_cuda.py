@@ -6,11 +6,6 @@ Run as `test_cuda.py` is. Every scenario has a process of its own, because a cap
 from __future__ import annotations
 
 import gc
-import importlib
-import os
-import pickle
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -39,38 +34,6 @@ CAP_BYTES = 2 * 2**30
 
 #: Of one item of a batch: large enough that each tensor has segments of its own in the allocator's pool.
 ITEM_BYTES = 16 * MIB
-
-CHILD = """
-import os, sys
-sys.path[:0] = sys.argv[1:3]
-import importlib
-importlib.import_module(sys.argv[3]).answer(*sys.argv[4:])
-sys.stderr.flush()
-os._exit(0)  # a poisoned context aborts the process when it is taken down
-"""
-
-
-def answer(function: str, wanted: str) -> None:
-    """Run one scenario in the child."""
-    module = importlib.import_module(Path(__file__).stem)
-    Path(wanted).write_bytes(pickle.dumps(getattr(module, function)()))
-
-
-@pytest.fixture(scope="module")
-def in_child(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """Run a function of this module in a fresh process and return what it returns."""
-
-    def run(function: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever the function returns
-        wanted = tmp_path_factory.mktemp("child") / "wanted"
-        here = Path(__file__).resolve()
-        command = [sys.executable, "-c", CHILD, str(ROOT), str(here.parent), here.stem, function.__name__, str(wanted)]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=240, check=False, env={**os.environ, "PYTHONWARNINGS": ""}
-        )
-        assert done.returncode == 0, f"{function.__name__} ended with {done.returncode}:\n{done.stderr[-4000:]}"
-        return pickle.loads(wanted.read_bytes())  # noqa: S301 - written by our own child
-
-    return run
 
 
 def cap() -> None:
@@ -101,7 +64,9 @@ def two_calls() -> Found:
 def test_it_shrinks_under_torchs_own_cap_and_the_next_call_does_not_fail(in_child: Callable[..., Any]) -> None:
     found = in_child(two_calls)
     fits = CAP_BYTES // ITEM_BYTES
-    assert 0.45 * fits <= found["first"] <= found["second"] <= fits
+    assert 0.45 * fits <= found["first"] <= fits
+    # For some seconds after a failure not all of what is free is promised.
+    assert 0.75 * found["first"] <= found["second"] <= fits
     assert found["failures"] == len(found["told"]) > 0
     assert all("out of memory" in retry.reason for retry in found["told"])
 

@@ -20,7 +20,10 @@ from workers import sensors
 from workers.fake_nvml.library import FakeSensors, load
 
 load(FakeSensors(library_path=sys.argv[1], script_path=sys.argv[2]))
-print(json.dumps([sensors.cards()[0].total_bytes, hardware.cards()[0].total_bytes]))
+print(json.dumps([
+    sensors.cards()[0].total_bytes, hardware.cards()[0].total_bytes,
+    sensors.card_used_bytes("0"), sensors.card_free_bytes("0"),
+]))
 """
 
 
@@ -48,4 +51,4 @@ def test_the_reserve_of_the_driver_is_nobodys_budget(
     command = [sys.executable, "-c", ASK, fake.library_path, fake.script_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [shown_mib * MIB] * 2
+    assert json.loads(done.stdout) == [shown_mib * MIB, shown_mib * MIB, MIB, (shown_mib - 1) * MIB]

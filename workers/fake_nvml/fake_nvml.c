@@ -176,11 +176,16 @@ struct memory { unsigned long long total, free, used; };
 
 EXPORT int nvmlDeviceGetMemoryInfo(struct card *card, struct memory *memory)
 {
+    unsigned long long reserved = 0;
     int status = ask_ull(card, Q_total_bytes, __func__, &memory->total);
     if (status == SUCCESS)
         status = ask_ull(card, Q_used_bytes, __func__, &memory->used);
     if (status == SUCCESS)
+        status = ask_ull(card, Q_reserved_bytes, __func__, &reserved);
+    if (status == SUCCESS) {
+        memory->used += reserved; /* so newer drivers count here, and apart in the second version */
         memory->free = memory->total - memory->used;
+    }
     return status;
 }
 

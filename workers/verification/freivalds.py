@@ -70,7 +70,7 @@ def freivalds(left: torch.Tensor, right: torch.Tensor, result: torch.Tensor, scr
         chunk = chunks[: (end - begin) * n].view(-1, n)
         chunk.copy_(right[begin:end])
         _images(chunk, signs, images[:, begin:end])
-        torch.mv(chunk.square_(), ones, out=norms[begin:end])
+        product_into(norms[begin:end], chunk.square_(), ones)
     for begin in range(0, n, rows):
         count = min(rows, n - begin)
         chunk = chunks[: count * n].view(-1, n)
@@ -78,17 +78,22 @@ def freivalds(left: torch.Tensor, right: torch.Tensor, result: torch.Tensor, scr
         spread, size, ratio = spreads[:count], sizes[:count], ratios[begin : begin + count]
         chunk.copy_(left[begin : begin + count])
         _images(chunk, images, residual)
-        torch.mv(chunk.square_(), norms, out=spread)
+        product_into(spread, chunk.square_(), norms)
         chunk.copy_(result[begin : begin + count])
         _images(chunk, signs, residual, less=True)
-        torch.mv(chunk.square_(), ones, out=size)
-        torch.mv(residual.square_().t(), ones[:VECTORS], out=ratio)
+        product_into(size, chunk.square_(), ones)
+        product_into(ratio, residual.square_().t(), ones[:VECTORS])
         torch.maximum(spread, size, out=spread)
         spread.mul_(allowed.summed).add_(size, alpha=allowed.stored).add_(allowed.least)
         ratio.div_(VECTORS).div_(spread)
     worst, row = ratios.cpu().max(dim=0)  # the one wait; NaN is the largest of all
     ratio_of_roots = math.sqrt(worst.item())
     return verdict("freivalds", math.inf if math.isnan(ratio_of_roots) else ratio_of_roots, int(row.item()), result)
+
+
+def product_into(out: torch.Tensor, matrix: torch.Tensor, vector: torch.Tensor) -> None:
+    """Put matrix x vector into `out`. By `addmv`, because `mv` makes a vector of its own even if it is given one."""
+    torch.addmv(out, matrix, vector, beta=0.0, out=out)
 
 
 def verdict(kind: str, worst: float, row: int, result: torch.Tensor) -> Check:

@@ -21,7 +21,7 @@ from typing import Final
 import torch
 
 from workers.verification.check import Check
-from workers.verification.freivalds import chunk_rows, verdict
+from workers.verification.freivalds import chunk_rows, product_into, verdict
 
 #: On a CPU, results that differ in more than this share of one thread's rows were summed in different orders.
 _OTHER_ORDER: Final = 0.5
@@ -64,7 +64,7 @@ def same_bits(result: torch.Tensor, again: torch.Tensor, scratch: torch.Tensor) 
         chunk = chunks[: (end - begin) * n].view(-1, n)
         chunk.copy_(flipped[begin:end])
         # A sum of squares is 0 where nothing differs, and there alone.
-        torch.mv(chunk.square_(), ones, out=sums[begin:end])
+        product_into(sums[begin:end], chunk.square_(), ones)
     differs = sums.cpu() > 0.0  # the one wait
     differing_rows = int(differs.sum().item())
     if result.device.type == "cpu" and differing_rows > _OTHER_ORDER * n / torch.get_num_threads():
