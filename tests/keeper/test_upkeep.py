@@ -131,6 +131,7 @@ def test_a_node_that_is_not_there_yet_is_told_and_works_by_duty() -> None:
         made.plans,
         run_id="r",
         apply_power_limit=True,
+        interrupted=lambda: False,
         tell=told.lines.append,
         events=told,  # type: ignore[arg-type]
     ) as plans:
