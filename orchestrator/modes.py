@@ -24,6 +24,7 @@ from orchestrator.config import Config, config_from_data
 from orchestrator.errors import PreflightError, UsageError
 from orchestrator.placement import Ground, SlotPlan, plan_slots
 from orchestrator.scale import REHEARSAL_SCALE, Scaled, scale_config
+from orchestrator.starter import by_formula
 
 #: Of free RAM, for all workers of a rehearsal or of `--local` together: the machine stays usable.
 _RAM_SHARE = 0.5
@@ -39,13 +40,8 @@ _LEAST_CARD_WORKER_GIB = 0.75
 #: Of a card's free memory, for a rehearsal of all nodes on it.
 _CARD_SHARE = 0.75
 
-#: A card alone: no more workers than the guides put on the largest of theirs, and as large as theirs.
-_LOCAL_WORKERS_PER_CARD = 7
-_LOCAL_WORKER_GIB = 3.0
-_LOCAL_MEMORY_FRACTION = 0.9
+#: The most that a worker on the processor gets.
 _LOCAL_CPU_WORKER_GIB = 1.0
-#: Of a card: NVML and CUDA do not always agree to the last MiB on what it has.
-_UNSURE_SHARE = 0.01
 
 
 class Mode(StrEnum):
@@ -220,16 +216,15 @@ def _head_first(config: Config) -> Sequence[str]:
 def _card_node(cards: Sequence[hardware.Card]) -> dict[str, object]:
     # The smallest card sets the pace: every worker of a node has the same budget.
     total_gib = min(card.total_bytes for card in cards) / GIB
-    per_card = max(1, min(_LOCAL_WORKERS_PER_CARD, int(total_gib * _LOCAL_MEMORY_FRACTION / _LOCAL_WORKER_GIB)))
-    budget_share = _LOCAL_MEMORY_FRACTION - _UNSURE_SHARE
+    advice = by_formula(total_gib)
     return {
         "gpu": "local-card",
         "gpus": len(cards),
-        "workers": per_card * len(cards),
+        "workers": advice.workers * len(cards),
         "vram_gib": total_gib,
-        "vram_per_worker_gib": int(100 * total_gib * budget_share / per_card) / 100,
-        "memory_fraction": _LOCAL_MEMORY_FRACTION,
-        "size": 8192 if total_gib >= 16 else 4096,
+        "vram_per_worker_gib": advice.vram_per_worker_gib,
+        "memory_fraction": advice.memory_fraction,
+        "size": advice.size,
     }
 
 

@@ -25,7 +25,7 @@ _LEAST_CARD_BYTES = GIB
 _BESIDE = 4
 
 #: For cards without advice: as many workers as the guides put on their largest card, of their size; nine tenths of the
-#: card, or with a desktop on it the three quarters of the 3070 guide. `--local` divides an unknown card the same way.
+#: card, or with a desktop on it the three quarters of the 3070 guide.
 _MOST_WORKERS = 7
 _WORKER_GIB = 3.0
 _FRACTION_ALONE, _FRACTION_DESKTOP = 0.90, 0.75
@@ -160,9 +160,19 @@ def _advice(profile: GpuProfile | None, card: CardFacts, total_gib: float, *, is
     known = None if profile is None else (profile.desktop if is_desktop else None) or profile.alone
     if known is not None and _fits(total_gib, known):
         return known
+    return by_formula(total_gib, is_desktop=is_desktop, capability=card.compute_capability)
+
+
+def by_formula(total_gib: float, *, is_desktop: bool = False, capability: tuple[int, int] | None = None) -> Advice:
+    """Return how to divide a card of which nothing more is known.
+
+    Args:
+        total_gib: As the card shows it.
+        is_desktop: Whether somebody's screen is on it.
+        capability: CUDA's name for its generation; `None` if it does not tell, then it is no old one.
+    """
     fraction = _FRACTION_DESKTOP if is_desktop else _FRACTION_ALONE
     workers = max(1, min(_MOST_WORKERS, int(total_gib * fraction / _WORKER_GIB)))
-    capability = card.compute_capability
     return Advice(
         workers=workers,
         vram_per_worker_gib=_floor(_floor(total_gib) * (fraction - _UNSURE_SHARE) / workers),

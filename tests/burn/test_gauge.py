@@ -10,26 +10,11 @@ import pytest
 from orchestrator.burn.gauge import Gauge
 from orchestrator.burn.verb import told
 from orchestrator.watch.model import Snapshot
-from orchestrator.watch.records import STORE_NAME, RunFacts
+from orchestrator.watch.records import STORE_NAME
 from orchestrator.watch.store import RunStore
 from tests.burn.scene import ROW
+from tests.watch.test_store import FACTS
 from workers.messages import WorkerState
-
-FACTS = RunFacts(
-    run_id="run-1",
-    started_at_unix_s=1_700_000_000.0,
-    duration_s=30.0,
-    min_success_rate=0.95,
-    mode="local",
-    device=None,
-    one_machine=True,
-    config_yaml="",
-    chaos=None,
-    nodes_planned=("pc1",),
-    head_pid=1,
-    head_started=None,
-    host="pc1",
-)
 
 
 def snapshot(elapsed_s: float, duration_s: float, **changes: object) -> Snapshot:

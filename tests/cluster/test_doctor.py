@@ -48,6 +48,7 @@ def test_every_node_of_a_running_cluster_is_asked_and_a_missing_one_is_named(by_
     config = load_config(str(written))
     assert list(config.nodes) == ["pc1", "pc2"]
     assert [node.gpus for node in config.nodes.values()] == [0, 0]
+    assert config.cluster.port == by_hand.port, "and not the usual one, on which nothing listens"
     assert by_hand.ask_ray() == {}, "neither verb leaves an actor behind"
 
 

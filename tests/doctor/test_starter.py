@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from orchestrator import hardware, modes
 from orchestrator.budget import GIB, MAX_WORKERS_PER_CARD, node_budget, overbooked
 from orchestrator.config import Config, NodeConfig, config_from_text
 from orchestrator.doctor.checks_plan import check_plan
@@ -16,7 +17,7 @@ from orchestrator.doctor.finding import Verdict
 from orchestrator.init_verb import template
 from orchestrator.placement import Ground, plan_slots
 from orchestrator.planning import plan_text
-from orchestrator.starter import NodeChoice, choose, render
+from orchestrator.starter import NodeChoice, by_formula, choose, render
 from tests.doctor.scene import card, laptop, workstation, wsl
 from workers.facts import CardFacts, Holder, MachineFacts
 
@@ -190,3 +191,12 @@ def test_what_a_card_calls_itself_cannot_break_the_file() -> None:
 def test_the_packaged_template_is_the_file_at_the_root() -> None:
     """`init` needs it where no checkout is. After a change: cp cluster.yaml orchestrator/cluster.yaml."""
     assert template() == (ROOT / "cluster.yaml").read_text(encoding="utf-8")
+
+
+@given(st.integers(GIB, 200 * GIB), st.integers(1, 8))
+def test_this_machine_alone_is_divided_by_the_same_formula_too(total_bytes: int, count: int) -> None:
+    found = [hardware.Card(name="card", uuid=f"GPU-{at}", total_bytes=total_bytes, free_bytes=0) for at in range(count)]
+    node = NodeConfig.model_validate(modes._card_node(found))
+    advice = by_formula(total_bytes / GIB)
+    assert (node.workers, node.vram_per_worker_gib) == (count * advice.workers, advice.vram_per_worker_gib)
+    assert overbooked(node) is None

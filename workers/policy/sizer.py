@@ -52,7 +52,8 @@ _ABOVE: Final = 1.1
 #: A signal that has not been heard for so long is gone.
 _SIGNAL_LOST_S: Final = 30.0
 
-#: A size that failed under so much less than there is now is not known to be bad any more.
+#: A signal that says so many times what contradicted it last says something new: it is believed again, and no size is
+#: known to be bad any more.
 _FAR_MORE: Final = 1.25
 
 #: So many times what the last step took is plenty, and worth a probe of the next size whatever the line says.

@@ -92,7 +92,7 @@ def freivalds(left: torch.Tensor, right: torch.Tensor, result: torch.Tensor, scr
 
 
 def product_into(out: torch.Tensor, matrix: torch.Tensor, vector: torch.Tensor) -> None:
-    """Put matrix x vector into `out`. By `addmv`, because `mv` makes a vector of its own even if it is given one."""
+    """Put matrix x vector into `out`. By `addmv`, because some versions of `mv` make a vector beside `out`."""
     torch.addmv(out, matrix, vector, beta=0.0, out=out)
 
 
