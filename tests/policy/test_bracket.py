@@ -94,6 +94,12 @@ def test_without_a_probe_nothing_beyond_the_good_size_is_tried() -> None:
     assert allowed(Bracket(good=100, probes=0.0), 100, BOUNDS, 1.0, promised=True) == 10_000
 
 
+def test_where_something_else_bounds_the_size_it_bisects_without_a_probe() -> None:
+    bracket = Bracket(good=100, bad=400, bad_until_s=LONG_S, probes=0.0)
+    assert allowed(bracket, 100, BOUNDS, 1.0, promised=False) == 100
+    assert allowed(bracket, 100, BOUNDS, 1.0, promised=True) == 200
+
+
 def test_a_size_found_bad_again_is_remembered_longer() -> None:
     first = ended_well(ran_out(Bracket(good=100), BOUNDS, 200, 0.0), 100, 0.0)
     second = ran_out(first, BOUNDS, 205, 100.0)

@@ -200,6 +200,9 @@ def test_after_a_step_that_failed_for_a_little_jitter_more_of_it_is_expected() -
     jittery = after(level, 3.9 * GIB, every_step=True, failed=True)
     assert jittery.usable_bytes <= 3.9 * GIB - 0.1 * 3.9 / 4 * GIB * 0.99
     assert after(level, GIB, every_step=True, failed=True).usable_bytes == GIB, "that was no jitter"
+    for _ in range(60):
+        jittery = after(jittery, 3.9 * GIB, every_step=True)
+    assert 0.98 * 3.9 * GIB < jittery.usable_bytes < 0.99 * 3.9 * GIB, "a minute later, half of it is"
 
 
 def test_what_is_expected_to_go_away_never_hides_what_a_telling_step_is_to_find_out() -> None:

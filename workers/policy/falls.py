@@ -20,11 +20,9 @@ _MOST_FALL: Final = 0.3
 _LARGE_RISE: Final = 0.5
 _FALL_AFTER_RISE: Final = 0.05
 
-#: Falls up to this share are jitter. Once a step has failed by one, as much as the largest of them lately is expected;
-#: that fades within the first of these times, and lately is the second.
+#: A step that failed because no more than this share went away while it ran: more jitter of that kind is expected.
 _MOST_JITTER: Final = 0.12
 _JITTER_FADES_S: Final = 120.0
-_LATELY_S: Final = 20.0
 
 
 class Falls(NamedTuple):
@@ -36,8 +34,6 @@ class Falls(NamedTuple):
     """Share of the memory that may go away, since it fell twice in a row or has just come back."""
     jitter: float = 0.0
     """The same, because a step has failed for a little that went away."""
-    lately: float = 0.0
-    """The largest jitter lately, whether a step failed by it or not."""
 
     @property
     def share(self) -> float:
@@ -57,19 +53,17 @@ def fallen(falls: Falls, fell: float, passed_s: float, *, failed: bool) -> Falls
         passed_s: Seconds since the last one.
         failed: Whether a step ran out of memory between the two.
     """
-    if fell == 0.0 and falls.fall == 0.0 and falls.jitter == 0.0 and falls.lately == 0.0:
+    if fell == 0.0 and falls.fall == 0.0 and falls.jitter == 0.0:
         return falls
     fall = falls.fall * max(0.0, 1.0 - passed_s / _FALL_FADES_S)
     jitter = falls.jitter * max(0.0, 1.0 - passed_s / _JITTER_FADES_S)
-    lately = falls.lately * max(0.0, 1.0 - passed_s / _LATELY_S)
     if fell > 0.0 and (falls.falling or (fall > 0.0 and fell > _PIECE)):
         fall = max(fall, _next_fall(fell))
     elif fell < -_LARGE_RISE:
         fall = max(fall, _FALL_AFTER_RISE)
-    if 0.0 < fell <= _MOST_JITTER:
-        lately = max(lately, fell)
-        jitter = max(jitter, lately) if failed else jitter
-    return Falls(falling=fell > 0.0 or (fell == 0.0 and falls.falling), fall=fall, jitter=jitter, lately=lately)
+    if failed and 0.0 < fell <= _MOST_JITTER:
+        jitter = max(jitter, fell)
+    return Falls(falling=fell > 0.0 or (fell == 0.0 and falls.falling), fall=fall, jitter=jitter)
 
 
 def _next_fall(fell: float) -> float:

@@ -38,10 +38,6 @@ _JUMP_FADES: Final = 0.97
 _SURPRISED: Final = 1.3
 _LARGEST_SURPRISE: Final = 0.5
 
-#: Nothing is promised that is so many times as large as all that was measured: what small steps were seen to take is
-#: less exact than what large ones are, and one step on the way shows it.
-_BEYOND: Final = 4.0
-
 #: Two sizes this close are one place.
 _SAME_PLACE: Final = 0.1
 
@@ -115,15 +111,13 @@ class Footprint:
         """Return the x whose predicted peak, margin included, is `limit_bytes`; negative when nothing fits.
 
         A line drawn through small steps may be too flat, because what an optimiser takes hides what they take. But what
-        is k times as large takes at most k times as much, so nothing is promised beyond that, nor far beyond all that
-        was measured.
+        is k times as large takes at most k times as much, so nothing is promised beyond that.
         """
         on_the_line = self.hoped_x(limit_bytes)
         most_x, most_bytes = self._largest
         if on_the_line <= most_x:
             return on_the_line
-        in_proportion = max(most_x, most_x / max(1.0, most_bytes) * limit_bytes / (1.0 + self.margin))
-        return min(on_the_line, in_proportion, _BEYOND * most_x)
+        return min(on_the_line, max(most_x, most_x / max(1.0, most_bytes) * limit_bytes / (1.0 + self.margin)))
 
     def known_x(self, limit_bytes: float, above_x: float) -> float:
         """Return the largest x that is remembered and fits into `limit_bytes`, wobble included; `above_x` at least."""
