@@ -1,5 +1,5 @@
 """`python -m orchestrator`."""
 
-from orchestrator.entry import main
+from orchestrator.cli.main import main
 
 main()

@@ -31,14 +31,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from workers.units import MIB
+
 if TYPE_CHECKING:
     from benches.common import Result
 
 # The script stands beside the packages, not in them, and they need not be installed.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-
-_MIB = 2**20
 
 
 def main() -> int:
@@ -62,7 +62,7 @@ def _run(arguments: argparse.Namespace) -> Result:
         case "oom-storm":
             from benches import storm
 
-            result = storm.run(arguments.errors, int(arguments.budget_mib * _MIB), bare=arguments.bare)
+            result = storm.run(arguments.errors, int(arguments.budget_mib * MIB), bare=arguments.bare)
         case "overhead":
             from benches import overhead
 
@@ -78,7 +78,7 @@ def _run(arguments: argparse.Namespace) -> Result:
 
             budget_mib = arguments.budget_mib or (3.33 * 1024 if arguments.device == "cuda" else 213)
             size = arguments.size or (8192 if arguments.device == "cuda" else 1024)
-            result = recovery.run(arguments.errors, arguments.device, int(budget_mib * _MIB), size)
+            result = recovery.run(arguments.errors, arguments.device, int(budget_mib * MIB), size)
         case "fuzz":
             from benches import fuzz
 
@@ -140,7 +140,7 @@ def _run_sizes(arguments: argparse.Namespace) -> Result:
         case "pressure":
             from benches import pressure
 
-            memory_bytes = arguments.memory_mib and int(arguments.memory_mib * _MIB)
+            memory_bytes = arguments.memory_mib and int(arguments.memory_mib * MIB)
             result = pressure.run(
                 arguments.device,
                 memory_bytes,

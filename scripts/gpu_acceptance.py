@@ -68,7 +68,7 @@ def _prepare() -> None:
     sys.path[:0] = places
     # The server that children are forked from reads it when it loads torch for them.
     os.environ["PYTHONPATH"] = os.pathsep.join([*places, *filter(None, [os.environ.get("PYTHONPATH")])])
-    from workers.cuda_environment import set_for_cuda
+    from workers.host.cuda_environment import set_for_cuda
 
     set_for_cuda(os.environ)
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")

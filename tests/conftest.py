@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from workers.limit_store import STATE_DIR_VARIABLE
+from workers.learned_limits.store import STATE_DIR_VARIABLE
 
 settings.register_profile(
     "shared-machine",

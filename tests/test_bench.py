@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from orchestrator.cluster.janitor import start_time
-from orchestrator.config import dump_config, load_config
+from orchestrator.cluster.orphan_reaper import start_time
+from orchestrator.config.load import dump_config, load_config
 from orchestrator.watch.records import STORE_NAME, RunFacts, SlotRecord
 from orchestrator.watch.store import RunStore
 from workers.messages import WorkerState

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from orchestrator.cli import app
+from orchestrator.cli.app import app
 from orchestrator.watch.cells import UNICODE
 from orchestrator.watch.columns import columns_for
 from workers.messages import WorkerState
@@ -48,8 +48,9 @@ OPTIONS = {
 #: Runs the example in the engine on the CPU, in a process of its own because the cap of a process is for ever.
 SLICE = """
 import json, sys
-from workers.engine import Engine
-from workers.messages import Directive, MemorySettings, WorkerSpec, WorkloadSpec
+from workers.engine.engine import Engine
+from workers.messages import Directive
+from workers.settings import MemorySettings, WorkerSpec, WorkloadSpec
 
 budget_bytes, batch, slices = json.loads(sys.argv[1])
 memory = MemorySettings(

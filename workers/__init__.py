@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 __all__ = ["AdaptiveSize", "OutOfBatchError", "Retry", "resilient"]
 
 if TYPE_CHECKING:
+    from workers.resilience.adaptive_size import AdaptiveSize
     from workers.resilience.batches import OutOfBatchError, Retry
     from workers.resilience.decorator import resilient
-    from workers.sizing import AdaptiveSize
 else:
     _HOMES = {
-        "AdaptiveSize": "workers.sizing",
+        "AdaptiveSize": "workers.resilience.adaptive_size",
         "OutOfBatchError": "workers.resilience.batches",
         "Retry": "workers.resilience.batches",
         "resilient": "workers.resilience.decorator",

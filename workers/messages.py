@@ -12,12 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
-from workers.fake_nvml.library import FakeSensors
-from workers.limits import StoredLimit
-from workers.policy.thermal import THERMAL_OFF, ThermalSettings
 from workers.readings import SensorReading
-
-Scalar: TypeAlias = str | int | float | bool | None
+from workers.settings import Scalar, StoredLimit, WorkerSpec
 
 #: A policy's state in a form that any store can keep; the policy alone knows what the keys mean.
 ResumeState: TypeAlias = Mapping[str, Scalar]
@@ -38,18 +34,6 @@ class WorkerState(StrEnum):
     LOST = "LOST"
     QUARANTINED = "QUARANTINED"
     STOPPED = "STOPPED"
-
-
-class FailureKind(StrEnum):
-    """What an exception means for the worker.
-
-    DEFINITE and PROBABLE are out-of-memory: shrink. POISONED ends the process. OTHER is the workload's bug.
-    """
-
-    DEFINITE = "definite"
-    PROBABLE = "probable"
-    POISONED = "poisoned"
-    OTHER = "other"
 
 
 class FaultKind(StrEnum):
@@ -86,62 +70,6 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemorySettings:
-    """Progressive allocation and back-off, in the units of the machine the worker runs on."""
-
-    first_fraction: float
-    """First stage of progressive allocation, as a share of the cap; the next stages add as much."""
-    retry_reduction: float
-    """A failed stage is tried again this share smaller."""
-    floor_bytes: int
-    """Progressive allocation stops shrinking here."""
-    size_decay: float
-    size_floor: int
-    batch_step: int
-    batch_floor: int
-    emergency_size: int
-    cleanup_every: int
-    """Good steps between two clean-ups; 0 never cleans up."""
-    failures_per_minute: int = 6
-    """`adaptive` never lets more steps run out of memory within any 60 s."""
-    leave_free_bytes: int = 0
-    """`adaptive` gives way when less than this stays free on the device."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkloadSpec:
-    """Which workload to run and the size and batch it starts from."""
-
-    name: str
-    """`matmul`, or `package.module:Class` for the user's own."""
-    dtype: str
-    size: int
-    batch: int
-    seed: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepFaults:
-    """Faults that single steps of every worker meet, by chance or by count. They are survived within the slice.
-
-    By count in the style of spark-rapids' `injectRetryOOM`: the first `oom_skip` steps of a process pass, the
-    `oom_num` that follow fail.
-    """
-
-    seed: int
-    oom_rate: float = 0.0
-    """Share of steps that run out of memory, 0..1."""
-    oom_num: int = 0
-    oom_skip: int = 0
-    oom_kind: FailureKind = FailureKind.DEFINITE
-    """DEFINITE or PROBABLE."""
-    raise_rate: float = 0.0
-    """Share of steps in which the workload raises, 0..1."""
-    flip_rate: float = 0.0
-    """Share of checks before which a bit of the result is flipped, 0..1."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Strike:
     """One injected fault that ends a process or makes it hang; carried by the directive of the slice it strikes in."""
 
@@ -149,47 +77,6 @@ class Strike:
     """KILL, SEGV, EXIT, HANG or POISON."""
     at_share: float
     """It meets the first step that begins after this share of the slice's time, 0..1."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSpec:
-    """All that a worker of one slot must know; the same for every directive of a run."""
-
-    slot: str
-    node: str
-    device: str
-    """`cuda` or `cpu`."""
-    budget_bytes: int
-    """Bytes the whole process may hold on the device, context included."""
-    card_budget_bytes: int
-    """Sum of the budgets of all workers that share this worker's card."""
-    memory_fraction: float
-    """Share of what the card really has that `card_budget_bytes` may reach."""
-    workers_on_host: int
-    """Worker processes on this machine, for dividing its cores."""
-    duty: float | None
-    """Share of wall time the device is kept busy; `None` does not limit it."""
-    thread_share: float | None = None
-    """Share of the card's multiprocessors this worker may use under NVIDIA MPS; `None` does not limit it."""
-    policy: str
-    memory: MemorySettings
-    workload: WorkloadSpec
-    step_faults: StepFaults | None = None
-    """Of `run --chaos`; `None` injects nothing."""
-    learned: tuple[StoredLimit, ...] = ()
-    """What earlier runs have learned of the workload, on this card or another; the worker picks its own."""
-    thermal: ThermalSettings = THERMAL_OFF
-    """From which temperatures on it slows down and pauses; with all of them off it does not."""
-    check_share: float = 0.0
-    """Share of its time that checks of its results may take; 0 checks nothing."""
-    fake_sensors: FakeSensors | None = None
-    """Instead of the driver's; `None` asks the driver."""
-    fake_card: int = 0
-    """Of the fake sensors: which card it reads."""
-    mps_pipe_directory: str | None = None
-    """Where the worker finds the MPS daemon of its node; `None` where it works without."""
-    mps_memory_limit_bytes: int | None = None
-    """What MPS lets the worker allocate on its card, CUDA's own allocations counted in; `None` does not limit it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

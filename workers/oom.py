@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
-from workers.messages import FailureKind
+from workers.settings import FailureKind
 
 #: A kind and its evidence.
 _Verdict: TypeAlias = tuple[FailureKind, str]

@@ -1,6 +1,6 @@
 """What the sensors of a card say at one moment, as a value that may cross processes.
 
-Does not ask anybody (`sensors` does) and does not judge (`policy.thermal` does). Imports neither torch, Ray nor NVML.
+Does not ask anybody (`nvml` does) and does not judge (`policy.thermal` does). Imports neither torch, Ray nor NVML.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import random
 
 import torch
 
-from workers.messages import FailureKind
+from workers.settings import FailureKind
 
 #: cudaErrorIllegalAddress.
 _ILLEGAL_ADDRESS = 700

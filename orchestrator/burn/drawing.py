@@ -14,9 +14,9 @@ from rich.text import Text
 
 from orchestrator.burn.results import BurnResult, PhaseResult, Taken
 from orchestrator.burn.verdict import Check, Judged, Verdict, error_count, verdict_of
-from orchestrator.duration import format_duration
+from orchestrator.config.duration import format_duration
 from orchestrator.watch.cells import Glyphs, decimals_for, number, share_pct, whole
-from orchestrator.watch.wording import counted
+from orchestrator.watch.phrases import counted
 
 _STYLES = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.NOT_JUDGED: "yellow"}
 

@@ -14,8 +14,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from orchestrator.architectures import ARCHITECTURES
-from orchestrator.config import Config, WorkloadConfig
+from orchestrator.config.gpu_architectures import ARCHITECTURES
+from orchestrator.config.schema import Config, WorkloadConfig
 
 #: The guides' "60+ minutes continuous" and `--phase=2 --duration=60`.
 HEAT_S = 3600.0

@@ -16,20 +16,20 @@ from pathlib import Path
 
 from rich.console import Console
 
-from orchestrator import hardware
-from orchestrator import run as runs
 from orchestrator.burn import phases
 from orchestrator.burn.drawing import result_lines
 from orchestrator.burn.gauge import Gauge
 from orchestrator.burn.phases import Phase, Take
 from orchestrator.burn.results import BurnResult, Taken, by_phase, result_dict
 from orchestrator.burn.verdict import judge
-from orchestrator.config import Config
-from orchestrator.duration import format_duration
+from orchestrator.cluster import local_gpus
+from orchestrator.config.duration import format_duration
+from orchestrator.config.gpu_specs import PROFILES, match_profile
+from orchestrator.config.schema import Config
 from orchestrator.errors import ArchiveError, OrchestratorError, one_line
-from orchestrator.interrupts import Interrupts
-from orchestrator.modes import Mode, Stage
-from orchestrator.profiles import PROFILES, match_profile
+from orchestrator.run import runner as runs
+from orchestrator.run.environment import Mode, Stage
+from orchestrator.run.signals import Interrupts
 from orchestrator.watch.archive import read_events
 from orchestrator.watch.cells import glyphs_for
 from orchestrator.watch.summary import summary_text, write_summary
@@ -84,7 +84,7 @@ def burn(wish: Wish) -> int:
 
 def _surveyed(stage: Stage) -> tuple[Mode, dict[str, tuple[str, ...]]]:
     """Return the ground, and the number types of each node on it."""
-    here = hardware.cards() if stage.mode is not Mode.CLUSTER else ()
+    here = local_gpus.cards() if stage.mode is not Mode.CLUSTER else ()
     devices = {plan.spec.node: plan.spec.device for plan in stage.plans}
     types: dict[str, tuple[str, ...]] = {}
     for name, node in stage.config.nodes.items():

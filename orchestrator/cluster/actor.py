@@ -11,12 +11,13 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from workers import mps
-from workers.cuda_environment import set_for_cuda
-from workers.messages import Directive, Report, Verdict, WorkerSpec
+from workers.host.cuda_environment import set_for_cuda
+from workers.messages import Directive, Report, Verdict
+from workers.node_agent import mps
+from workers.settings import WorkerSpec
 
 if TYPE_CHECKING:
-    from workers.engine import Engine
+    from workers.engine.engine import Engine
 
 
 #: For the MPS daemon of this node; without it CUDA would start all the same, and without any limit.
@@ -61,6 +62,6 @@ def _load_engine(spec: WorkerSpec) -> Engine:
         )
         # A node that has just come back starts its workers and its daemon at the same time.
         mps.await_daemon(spec.mps_pipe_directory, _DAEMON_S)
-    from workers.engine import Engine  # noqa: PLC0415 - torch belongs in the worker, never in the head
+    from workers.engine.engine import Engine  # noqa: PLC0415 - torch belongs in the worker, never in the head
 
     return Engine()

@@ -1,6 +1,6 @@
 """Connects to a running cluster, or says within seconds why that cannot be.
 
-Covers finding the address, the token and the connection. Does not start anything (`rehearse.py` does) and does not
+Covers finding the address, the token and the connection. Does not start anything (`local_cluster.py` does) and does not
 judge whether the cluster fits the plan (`placement.py`).
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from orchestrator.cluster import auth
-from orchestrator.cluster.base import Fleet, NodePower
+from orchestrator.core.fleet import Fleet, NodePower
 from orchestrator.errors import NoClusterError
 
 #: Long enough for a LAN, short enough not to be taken for a hang.
@@ -55,7 +55,7 @@ def driver(address: str, *, has_token: bool, power: NodePower | None = None) -> 
     os.environ.setdefault("RAY_timeout_ms_task_wait_for_death_info", "0")
     import ray  # noqa: PLC0415 - reads the authentication settings when it is imported
 
-    from orchestrator.cluster.fleet import RayFleet  # noqa: PLC0415 - imports ray
+    from orchestrator.cluster.ray_fleet import RayFleet  # noqa: PLC0415 - imports ray
 
     try:
         ray.init(

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from orchestrator.budget import GIB
+from orchestrator.config.gpu_specs import profile_of
 from orchestrator.doctor.finding import Finding, dotted, fail, ok, skip, warn
-from orchestrator.profiles import profile_of
-from orchestrator.watch.wording import counted
-from workers.facts import CardFacts, Holder, MachineFacts
+from orchestrator.watch.phrases import counted
+from workers.host.facts import CardFacts, Holder, MachineFacts
+from workers.units import GIB
 
 #: Of a card's memory; a desktop takes less on all but the smallest cards.
 _MUCH_USED = 0.15

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from orchestrator.commands import node_command
-from orchestrator.config import Config
-from orchestrator.doctor.answer import NodeAnswer, PortFacts, TokenFacts
+from orchestrator.config.schema import Config
+from orchestrator.core.node_commands import node_command
+from orchestrator.core.node_facts import NodeAnswer, PortFacts, TokenFacts
+from orchestrator.core.placement import Refusal
 from orchestrator.doctor.finding import Finding, Verdict, fail, ok, skip, warn
-from orchestrator.placement import Refusal
-from orchestrator.watch.wording import counted
+from orchestrator.watch.phrases import counted
 
 #: A run measures with the head's clock alone; more than this only makes the PCs' own logs hard to compare.
 _CLOCK_OFFSET_S = 1.0

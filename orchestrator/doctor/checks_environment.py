@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterator
 
 from orchestrator.doctor.finding import Finding, ok, skip, warn
-from workers.facts import MachineFacts
+from workers.host.facts import MachineFacts
 
 _NEW, _OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.budget import GIB, MIB
 from orchestrator.doctor.finding import Finding, dotted, fail, ok, skip, versions, warn
-from workers.facts import MachineFacts
+from workers.host.facts import MachineFacts
+from workers.units import GIB, MIB
 
 #: As in pyproject.toml.
 _LEAST_PYTHON = (3, 11)

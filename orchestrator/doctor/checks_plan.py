@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from orchestrator.budget import GIB, budget_bytes, card_total_gib, overbooked, workers_per_card
-from orchestrator.config import NodeConfig
+from orchestrator.config.capacity import budget_bytes, card_total_gib, overbooked, workers_per_card
+from orchestrator.config.gpu_specs import PROFILES, match_profile
+from orchestrator.config.schema import NodeConfig
 from orchestrator.doctor.finding import Finding, Verdict, fail, ok, warn
-from orchestrator.profiles import PROFILES, match_profile
-from workers.facts import CardFacts, MachineFacts
+from workers.host.facts import CardFacts, MachineFacts
+from workers.units import GIB
 
 
 def check_plan(node: str, plan: NodeConfig, facts: MachineFacts, *, is_sure: bool) -> Iterator[Finding]:

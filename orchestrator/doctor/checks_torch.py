@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from orchestrator.doctor.checks_card import INSTALL_DRIVER, RESTART_WSL, WINDOWS_DRIVER
 from orchestrator.doctor.finding import Finding, dotted, fail, ok, skip, versions, warn
-from workers.facts import MachineFacts
+from workers.host.facts import MachineFacts
 
 #: As in pyproject.toml.
 _LEAST_TORCH = (2, 9)

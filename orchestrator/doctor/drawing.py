@@ -15,8 +15,8 @@ from rich.text import Text
 from orchestrator.doctor.finding import Finding, Verdict, count, exit_code
 from orchestrator.doctor.visit import Diagnosis
 from orchestrator.watch.cells import Glyphs
+from orchestrator.watch.phrases import counted
 from orchestrator.watch.summary import SCHEMA, summary_text
-from orchestrator.watch.wording import counted
 
 _STYLES = {Verdict.OK: "green", Verdict.SKIP: "dim", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from orchestrator.doctor.drawing import diagnosis_json, diagnosis_lines
 from orchestrator.doctor.finding import exit_code
 from orchestrator.doctor.visit import diagnose
-from orchestrator.screen import own_screen
+from orchestrator.run.stdio import own_screen
 from orchestrator.watch.cells import glyphs_for
 
 

@@ -16,14 +16,15 @@ from pathlib import Path
 import psutil
 
 from orchestrator.cluster.connect import connected, head_address
-from orchestrator.config import Config, load_config
+from orchestrator.config.load import load_config
+from orchestrator.config.schema import Config
+from orchestrator.core.node_facts import NodeAnswer, PortFacts, TokenFacts
+from orchestrator.core.placement import Refusal, refusals
 from orchestrator.doctor import checks_card, checks_cluster, checks_environment, checks_host, checks_plan, checks_torch
-from orchestrator.doctor.answer import NodeAnswer, PortFacts, TokenFacts
 from orchestrator.doctor.finding import Finding, fail, skip, warn, with_config
 from orchestrator.errors import ConfigError, NoClusterError, Problem, UsageError
-from orchestrator.placement import Refusal, refusals
-from workers.facts import MachineFacts
-from workers.machine import free_bytes, look_around
+from workers.host.facts import MachineFacts
+from workers.host.machine import free_bytes, look_around
 
 #: What the program looks for where nobody names a file.
 DEFAULT_CONFIG = "cluster.yaml"
@@ -123,7 +124,7 @@ def _address(config: Config | None) -> tuple[str | None, Finding]:
 
 def _ask_cluster(config: Config, address: str) -> tuple[tuple[Refusal, ...], tuple[NodeAnswer, ...]]:
     with connected(address, config.cluster.auth) as fleet:
-        from orchestrator.cluster.survey import survey  # noqa: PLC0415 - imports ray
+        from orchestrator.cluster.inventory import survey  # noqa: PLC0415 - imports ray
 
         return refusals(config, fleet.nodes()), survey()
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import NothingStoredError
-from orchestrator.head_process import head_of, lives
+from orchestrator.watch.head_process import head_of, lives
 from orchestrator.watch.model import Row, Snapshot
 from orchestrator.watch.opening import explained, reading
 from orchestrator.watch.records import STORE_NAME, RunFacts, SlotRecord

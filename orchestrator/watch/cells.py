@@ -16,9 +16,6 @@ from rich.text import Text
 
 from orchestrator.watch.model import finite
 
-MIB = 2**20
-GIB = 2**30
-
 _HUGE = 1e7
 _TINY = 0.001
 

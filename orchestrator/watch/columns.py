@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from orchestrator.watch import cells
-from orchestrator.watch.cells import GIB, MIB, Glyphs, joined, number, share_pct, whole
+from orchestrator.watch.cells import Glyphs, joined, number, share_pct, whole
 from orchestrator.watch.model import LOW_SUCCESS_RATE, Row, finite
 from workers.messages import WorkerState
+from workers.units import GIB, MIB
 
 #: Colour repeats what the state word says; it never says anything alone.
 STATE_STYLES = {

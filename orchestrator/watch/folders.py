@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ArchiveError, NothingStoredError, UsageError, one_line
-from orchestrator.head_process import head_of
-from orchestrator.small_files import read_small
 from orchestrator.watch.archive import StoredRun, read_run
+from orchestrator.watch.head_process import head_of
+from orchestrator.watch.safe_read import read_small
 
 LATEST = "latest"
 UNREADABLE = "unreadable"

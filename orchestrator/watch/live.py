@@ -19,8 +19,8 @@ from rich.text import Text
 
 from orchestrator.watch.cells import clock, glyphs_for
 from orchestrator.watch.model import Snapshot
+from orchestrator.watch.phrases import closing_lines, tflops_words
 from orchestrator.watch.table import health_table
-from orchestrator.watch.wording import closing_lines, tflops_words
 from workers.messages import WorkerState
 
 REDRAW_EVERY_S = 0.25

@@ -23,7 +23,7 @@ from orchestrator.watch.columns import (
     columns_for,
 )
 from orchestrator.watch.model import Row, Snapshot, in_trouble, worst_first
-from orchestrator.watch.wording import more_rows, tflops_words, totals
+from orchestrator.watch.phrases import more_rows, tflops_words, totals
 from workers.messages import WorkerState
 
 _GAP_CELLS = 2

@@ -13,10 +13,11 @@ import torch
 from acceptance.crew import in_child
 from acceptance.ground import MIB, Ground
 from acceptance.outcome import Outcome
-from workers import oom, sensors
+from workers import oom
 from workers.devices.base import Device
 from workers.devices.opening import open_device
-from workers.messages import FailureKind, WorkerSpec
+from workers.nvml import queries
+from workers.settings import FailureKind, WorkerSpec
 
 _LEAST, _MOST = 0.99, 1.01
 MUST_HOLD = "granted up to 0.99 of the cap at the least, refused at 1.01 at the most, and the process holds its budget"
@@ -50,8 +51,8 @@ class Wall:
 
 def up_to_the_wall(spec: WorkerSpec) -> Wall:
     """Take blocks until one is refused. The body of a child."""
-    card = sensors.visible_card()
-    used_before_bytes = sensors.card_used_bytes(card) if spec.device == "cuda" else None
+    card = queries.visible_card()
+    used_before_bytes = queries.card_used_bytes(card) if spec.device == "cuda" else None
     device = open_device(spec)
     opened_bytes = _data_bytes()
     cap_bytes = device.info.cap_bytes
@@ -80,8 +81,8 @@ def up_to_the_wall(spec: WorkerSpec) -> Wall:
     device.emergency()  # raises if the device does not answer
     card_grown_bytes = None
     if spec.device == "cuda":
-        used_bytes = sensors.process_used_bytes(card)
-        used_now_bytes = sensors.card_used_bytes(card)
+        used_bytes = queries.process_used_bytes(card)
+        used_now_bytes = queries.card_used_bytes(card)
         if used_now_bytes is not None and used_before_bytes is not None:
             card_grown_bytes = used_now_bytes - used_before_bytes
     else:

@@ -15,11 +15,11 @@ from typing import Any
 
 from acceptance import seats
 from acceptance.seats import BareOrder, Failed, Order, Turn
-from workers.card_sensors import CardSensors
-from workers.messages import WorkerSpec
+from workers.nvml.card_sensors import CardSensors
+from workers.nvml.queries import visible_card
+from workers.nvml.sampler import ProcessorSensors, Sampler
 from workers.readings import THROTTLE_ALARMS, SensorReading
-from workers.sampler import ProcessorSensors, Sampler
-from workers.sensors import visible_card
+from workers.settings import WorkerSpec
 
 #: For a process to open its device while six others do, and for a turn beyond its planned end.
 _PATIENCE_S = 120.0

@@ -19,14 +19,13 @@ import torch
 from benches.common import lone_worker
 
 from acceptance.crew import Crews, Watch, in_child
-from orchestrator.profiles import GpuProfile, match_profile, profile_of
-from workers import sensors
-from workers.card_facts import look_at_cards
+from orchestrator.config.gpu_specs import GpuProfile, match_profile, profile_of
 from workers.devices.opening import open_device
-from workers.messages import DeviceInfo, WorkerSpec
-
-MIB = 2**20
-GIB = 2**30
+from workers.host.gpu_facts import look_at_cards
+from workers.messages import DeviceInfo
+from workers.nvml import queries
+from workers.settings import WorkerSpec
+from workers.units import GIB, MIB
 
 #: Of what is free, what all workers together may be given; the guides' 23.31 of 23.69 GiB are 98.4 %.
 _OF_FREE = 0.99
@@ -269,7 +268,7 @@ def _free_bytes(device: str) -> int | None:
     """Return what is free before anything of ours is there; `None` if the driver does not tell."""
     if device == "cpu":
         return int(psutil.virtual_memory().available)
-    return sensors.card_free_bytes(sensors.visible_card())
+    return queries.card_free_bytes(queries.visible_card())
 
 
 def _profile(info: DeviceInfo) -> GpuProfile | None:

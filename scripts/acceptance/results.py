@@ -17,7 +17,7 @@ from acceptance.crew import in_child
 from acceptance.ground import Ground
 from acceptance.outcome import Outcome
 from workers.devices.opening import open_device
-from workers.messages import WorkerSpec
+from workers.settings import WorkerSpec
 from workers.verification.schedule import CheckSchedule
 from workers.verification.tamper import flip_bit
 from workers.workloads.base import WorkloadContext

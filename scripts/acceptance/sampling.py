@@ -13,8 +13,8 @@ from benches.common import percentile
 from acceptance.crew import crew_of, in_child
 from acceptance.ground import Ground
 from acceptance.outcome import Outcome
+from workers.nvml.sampler import SAMPLE_EVERY_S, open_sampler
 from workers.readings import SensorReading
-from workers.sampler import SAMPLE_EVERY_S, open_sampler
 
 _MOST_SHARE = 0.01
 MUST_HOLD = (

@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 
-from workers import oom, sensors
+from workers import oom
 from workers.devices.threads import threads_for
-from workers.engine import Engine
+from workers.engine.engine import Engine
 from workers.errors import MisfitError
-from workers.messages import Directive, Report, Verdict, WorkerSpec
+from workers.messages import Directive, Report, Verdict
+from workers.nvml import queries
+from workers.settings import WorkerSpec
 
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -98,7 +100,7 @@ def engine_seat(connection: Connection, spec: WorkerSpec, environment: Mapping[s
                 if reports[-1].verdict is not Verdict.OK:
                     break
             window_s = time.monotonic() - began_s
-            used_bytes = sensors.process_used_bytes(sensors.visible_card()) if spec.device == "cuda" else None
+            used_bytes = queries.process_used_bytes(queries.visible_card()) if spec.device == "cuda" else None
             connection.send(Turn(reports=tuple(reports), window_s=window_s, process_used_bytes=used_bytes))
 
 

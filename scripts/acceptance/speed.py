@@ -25,7 +25,7 @@ from acceptance.crew import (
 from acceptance.ground import Ground
 from acceptance.outcome import Outcome
 from acceptance.seats import BareOrder
-from orchestrator.profiles import peak_tflops
+from orchestrator.config.gpu_specs import peak_tflops
 
 _LEAST = 0.97
 #: Before the turns that count: kernels are loaded, the lengths of steps found, and on a CPU each page is met once.

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from workers.messages import MemorySettings, WorkerSpec, WorkloadSpec
-
-MIB = 2**20
+from workers.settings import MemorySettings, WorkerSpec, WorkloadSpec
+from workers.units import MIB
 
 #: The guides' numbers, as cluster.yaml ships them; the floor scaled like a rehearsal's.
 GUIDE = MemorySettings(

@@ -26,14 +26,15 @@ from typing import Any
 
 from benches.common import Result, progress
 from benches.hostile import FAMILIES, HostileInput, make
-from orchestrator.config import Config, config_from_data, dump_config, load_config
-from orchestrator.config_problems import MAX_PROBLEMS
+from orchestrator.cli.nodes import command_for
+from orchestrator.cli.plan import plan_json, plan_text
+from orchestrator.config.load import config_from_data, dump_config, load_config
+from orchestrator.config.scaling import REHEARSAL_SCALE, scale_config
+from orchestrator.config.schema import Config
+from orchestrator.config.validation import MAX_PROBLEMS
+from orchestrator.config.yaml_source import read_yaml_text
+from orchestrator.core.placement import Ground, plan_slots
 from orchestrator.errors import OrchestratorError
-from orchestrator.nodes import command_for
-from orchestrator.placement import Ground, plan_slots
-from orchestrator.planning import plan_json, plan_text
-from orchestrator.scale import REHEARSAL_SCALE, scale_config
-from orchestrator.yaml_source import read_yaml_text
 
 #: Of the machine's time for one input: a hundred times what the slowest takes, because the machine is shared.
 TIME_LIMIT_S = 20.0

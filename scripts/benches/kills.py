@@ -26,19 +26,19 @@ from typing import Any
 
 from benches.common import Result, percentile
 from benches.outside import WITNESS, WITNESS_FOLDER, Ledger, Scene
-from orchestrator import modes
-from orchestrator.briefing import RunInfo
-from orchestrator.cluster.base import Fleet, SliceOutcome
-from orchestrator.cluster.janitor import start_time
-from orchestrator.config import dump_config, load_config
-from orchestrator.lessons import Lessons
-from orchestrator.modes import Stage
-from orchestrator.screen import own_screen
-from orchestrator.supervisor import Supervisor
+from orchestrator.cluster.orphan_reaper import start_time
+from orchestrator.config.load import dump_config, load_config
+from orchestrator.core.fleet import Fleet, SliceOutcome
+from orchestrator.run import environment
+from orchestrator.run.environment import Stage
+from orchestrator.run.learned_limits import Lessons
+from orchestrator.run.run_info import RunInfo
+from orchestrator.run.stdio import own_screen
+from orchestrator.run.supervisor import Supervisor
 from orchestrator.watch.events import EventLog
 from orchestrator.watch.model import Snapshot
-from orchestrator.watch.outlets import Outlets
 from orchestrator.watch.records import STORE_NAME, RunFacts
+from orchestrator.watch.sinks import Outlets
 from orchestrator.watch.store import RunStore
 from workers.messages import Report, Verdict, WorkerState
 
@@ -90,7 +90,7 @@ class Listening:
 def run(kills: int, seed: int, config_path: str, overrides: Sequence[str]) -> Result:
     """Kill so many workers, and a bare actor after each."""
     calm = ["run.death_window_s=1", "run.min_success_rate=0", f'workload.name="{WITNESS}"']
-    stage = modes.in_rehearsal(load_config(config_path, [*calm, *overrides]), None)
+    stage = environment.in_rehearsal(load_config(config_path, [*calm, *overrides]), None)
     scene = Scene()
     os.environ[WITNESS_FOLDER] = str(scene.steps)
     tempfile.tempdir = str(scene.folder)  # so that what the rehearsal leaves lies where it is looked for
@@ -182,7 +182,7 @@ def _kill_all(kills: int, seed: int, stage: Stage, head: _Head) -> Iterator[dict
     """
     import ray  # not earlier: it reads the rehearsal's token settings when it is imported
 
-    from orchestrator.cluster.fleet import NODE_LABEL
+    from orchestrator.cluster.ray_fleet import NODE_LABEL
 
     slots = {plan.seat.slot: plan.seat.node for plan in stage.plans}
     for slot in slots:

@@ -22,9 +22,9 @@ from typing import Any
 import psutil
 import yaml
 
-from orchestrator.config import config_from_data
+from orchestrator.config.load import config_from_data
+from orchestrator.core.placement import Ground, plan_slots
 from orchestrator.errors import ArchiveError, NothingStoredError
-from orchestrator.placement import Ground, plan_slots
 from orchestrator.watch.archive import StoredRun, read_run
 from orchestrator.watch.opening import reading
 from orchestrator.watch.records import SlotRecord

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from benches.common import Result, progress, spread
-from orchestrator.cluster.base import Fleet, SliceOutcome
-from orchestrator.config import config_from_data
-from orchestrator.placement import Ground, SlotPlan, plan_slots
+from orchestrator.config.load import config_from_data
+from orchestrator.core.fleet import Fleet, SliceOutcome
+from orchestrator.core.placement import Ground, SlotPlan, plan_slots
 from workers.messages import DeviceInfo, Report
 
 _NODE = "bench"
@@ -88,7 +88,7 @@ class Turn:
 
 def run(rounds: int, seconds: float, size: int, dtype: str, slice_s: float) -> Result:
     """Let product and bare loop take turns."""
-    from orchestrator.cluster.rehearse import RayletPlan, rehearsed
+    from orchestrator.cluster.local_cluster import RayletPlan, rehearsed
 
     data = {
         "nodes": {
@@ -163,11 +163,11 @@ def run(rounds: int, seconds: float, size: int, dtype: str, slice_s: float) -> R
 
 
 def _product(fleet: Fleet, config: Any, plan: SlotPlan, seconds: float) -> Turn:  # noqa: ANN401 - the head's Config
-    from orchestrator.briefing import RunInfo
-    from orchestrator.lessons import Lessons
-    from orchestrator.supervisor import Supervisor
+    from orchestrator.run.learned_limits import Lessons
+    from orchestrator.run.run_info import RunInfo
+    from orchestrator.run.supervisor import Supervisor
     from orchestrator.watch.events import EventLog
-    from orchestrator.watch.outlets import Outlets
+    from orchestrator.watch.sinks import Outlets
     from orchestrator.watch.store import RunStore
 
     recording = Recording(fleet)

@@ -17,9 +17,10 @@ from typing import Any
 
 from benches.common import Result, progress
 from benches.policy_rules import RULES
-from benches.policy_workload import GIB, HALF_SPEED_ITEMS, ITEM_BYTES, LARGEST, WOBBLE, World, world_of
+from benches.policy_workload import HALF_SPEED_ITEMS, ITEM_BYTES, LARGEST, WOBBLE, World, world_of
 from benches.policy_world import BLIND, EXACT, PEAK, REAL, Outcome, Rule, Signal, play, worlds
-from workers.sizing import AdaptiveSize, Learned
+from workers.resilience.adaptive_size import AdaptiveSize, Learned
+from workers.units import GIB
 
 ADAPTIVE = "adaptive"
 RULE_NAMES = (ADAPTIVE, *RULES)

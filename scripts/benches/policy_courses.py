@@ -14,21 +14,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from random import Random
 
-_GIB = 2**30
+from workers.units import GIB
+
 _LOW_GIB, _HIGH_GIB = 1.2, 8.0
 
 Course = list[tuple[float, float]]
 
 
 def _constant(draw: Random, _duration_s: float) -> Course:
-    return [(0.0, draw.uniform(_LOW_GIB, _HIGH_GIB) * _GIB)]
+    return [(0.0, draw.uniform(_LOW_GIB, _HIGH_GIB) * GIB)]
 
 
 def _steps(draw: Random, duration_s: float) -> Course:
     """Another level every two to five minutes."""
     points, at_s = [], 0.0
     while at_s < duration_s:
-        points.append((at_s, draw.uniform(_LOW_GIB, _HIGH_GIB) * _GIB))
+        points.append((at_s, draw.uniform(_LOW_GIB, _HIGH_GIB) * GIB))
         at_s += draw.uniform(120.0, 300.0)
     return points
 
@@ -36,22 +37,22 @@ def _steps(draw: Random, duration_s: float) -> Course:
 def _squeeze(draw: Random, duration_s: float) -> Course:
     """High at first; then one or two cuts, and what is cut stays cut."""
     level = draw.uniform(5.0, _HIGH_GIB)
-    points = [(0.0, level * _GIB)]
+    points = [(0.0, level * GIB)]
     cuts = draw.choice((1, 2))
     for cut in range(cuts):
         level = max(_LOW_GIB, level * (draw.uniform(0.25, 0.5) if cuts == 1 else draw.uniform(0.45, 0.7)))
-        points.append((duration_s * (draw.uniform(0.2, 0.4) if cut == 0 else draw.uniform(0.5, 0.7)), level * _GIB))
+        points.append((duration_s * (draw.uniform(0.2, 0.4) if cut == 0 else draw.uniform(0.5, 0.7)), level * GIB))
     return points
 
 
 def _release(draw: Random, duration_s: float) -> Course:
     """Low at first; more is released, at once or in two parts."""
     level = draw.uniform(_LOW_GIB, 2.2)
-    points = [(0.0, level * _GIB)]
+    points = [(0.0, level * GIB)]
     parts = draw.choice((1, 2))
     for part in range(parts):
         level = min(_HIGH_GIB, level * (draw.uniform(2.5, 3.6) if parts == 1 else draw.uniform(1.6, 1.9)))
-        points.append((duration_s * (draw.uniform(0.2, 0.4) if part == 0 else draw.uniform(0.5, 0.7)), level * _GIB))
+        points.append((duration_s * (draw.uniform(0.2, 0.4) if part == 0 else draw.uniform(0.5, 0.7)), level * GIB))
     return points
 
 
@@ -65,7 +66,7 @@ def _game(draw: Random, duration_s: float) -> Course:
     points = []
     for second in range(int(duration_s) + 1):
         left = next((share for begin_s, end_s, share in games if begin_s <= second < end_s), 1.0)
-        points.append((float(second), level * left * (1 - jitter * draw.random()) * _GIB))
+        points.append((float(second), level * left * (1 - jitter * draw.random()) * GIB))
     return points
 
 
@@ -75,7 +76,7 @@ def _neighbour(draw: Random, duration_s: float) -> Course:
     amount = level * draw.uniform(0.45, 0.75)
     here, at_s, points = draw.random() < 0.5, 0.0, []
     while at_s < duration_s:
-        points.append((at_s, (level - amount * here) * _GIB))
+        points.append((at_s, (level - amount * here) * GIB))
         here = not here
         at_s += draw.uniform(60.0, 240.0)
     return points
@@ -90,7 +91,7 @@ def _leak(draw: Random, duration_s: float) -> Course:
     for second in range(int(duration_s) + 1):
         if second - begin_s >= length_s:
             begin_s, length_s = second, draw.randint(120, 300)
-        points.append((float(second), (high - (high - low) * (second - begin_s) / length_s) * _GIB))
+        points.append((float(second), (high - (high - low) * (second - begin_s) / length_s) * GIB))
     return points
 
 
@@ -99,7 +100,7 @@ def _walk(draw: Random, duration_s: float) -> Course:
     level, step = draw.uniform(2.5, 6.0), draw.uniform(0.04, 0.1)
     points = []
     for second in range(int(duration_s) + 1):
-        points.append((float(second), level * _GIB))
+        points.append((float(second), level * GIB))
         level += draw.gauss(0.0, step)
         level = 2 * _LOW_GIB - level if level < _LOW_GIB else level
         level = 2 * _HIGH_GIB - level if level > _HIGH_GIB else level

@@ -13,7 +13,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-GIB = 2**30
+from workers.units import GIB
+
 LARGEST = 8000
 """No size is larger; 16 GiB and more, above every level."""
 RATE_PER_S = 10_000.0

@@ -28,9 +28,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from benches.pool_card import CARD_BYTES, LEAVE_FREE_BYTES, MIB, Card, Habits, Tenant, Worker
+from benches.pool_card import CARD_BYTES, LEAVE_FREE_BYTES, Card, Habits, Tenant, Worker
 from benches.pool_scenes import Scene, jobs, scenes
-from orchestrator.leases import NO_BOOKS, Books, Claimant, fair_shares, leased
+from orchestrator.core.memory_broker.leases import NO_BOOKS, Books, Claimant, fair_shares, leased
+from workers.units import MIB
 
 #: Share of the card that the budgets of all workers make up: 7 x 3.33 of 24 GiB, as in the guide for the RTX 3090.
 BUDGETED = 0.97

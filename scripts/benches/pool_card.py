@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from workers.sizing import AdaptiveSize, Learned
+from workers.resilience.adaptive_size import AdaptiveSize, Learned
+from workers.units import GIB, MIB
 
-GIB = 2**30
-MIB = 2**20
 CARD_BYTES = 24 * GIB
 WOBBLE = 0.01
 LARGEST = 16_000

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from benches.pool_card import CARD_BYTES, LARGEST, MIB, Job
+from benches.pool_card import CARD_BYTES, LARGEST, Job
+from workers.units import MIB
 
 Wishes = tuple[tuple[float, int], ...]
 Happenings = dict[str, Any]

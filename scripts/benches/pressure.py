@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 
-from benches.common import MIB, Result, progress
+from benches.common import Result, progress
 from benches.pressure_caps import COURSES, Cap, KernelCap, NeighbourCap
 from benches.pressure_contest import CONTESTANTS, Books, Turn, contest
 from benches.pressure_scout import Scouted, scout
+from workers.units import MIB
 
 OTHERS = ("accelerate", "toma")
 _TARGET = 1.25

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from benches.common import MIB
+from workers.units import MIB
 
 #: (second, share of all memory), the first at second 0; a share holds until the next.
 Course = list[tuple[float, float]]

@@ -23,7 +23,7 @@ from benches.pressure_grounds import Ground, open_ground
 from benches.pressure_jobs import Job
 from benches.pressure_scout import Scouted
 from workers import oom
-from workers.messages import FailureKind
+from workers.settings import FailureKind
 
 _IDLE_S = 0.02
 """How long a contestant waits that was told to run nothing."""
@@ -128,7 +128,7 @@ class Run:
 
 
 def _ours(run: Run, *, sees: bool) -> None:
-    from workers.sizing import AdaptiveSize
+    from workers.resilience.adaptive_size import AdaptiveSize
 
     sizes = AdaptiveSize(run.turn.largest, clock=run.ground.clock_s)
     while not run.over():
@@ -188,7 +188,7 @@ CONTESTANTS: Mapping[str, Callable[[Run], None]] = {
 }
 """By name. "ours" is told the free memory before each step and the peak after it, "blind" is ours and told neither."""
 
-_MODULES = {"ours": "workers.sizing", "accelerate": "accelerate.utils", "toma": "toma"}
+_MODULES = {"ours": "workers.resilience.adaptive_size", "accelerate": "accelerate.utils", "toma": "toma"}
 """Loaded before the cap is set: what a module takes is not the job's."""
 
 

@@ -17,8 +17,9 @@ from typing import Protocol
 
 import torch
 
-from benches.common import MIB, lone_worker
+from benches.common import lone_worker
 from workers.devices.opening import open_device
+from workers.units import MIB
 
 _SMALL_BYTES = MIB // 2
 """What a step takes of `RLIMIT_DATA` beside its tensors: a page for each mapping, small things on the heap."""

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection
 
-from benches.common import MIB
 from benches.pressure_grounds import Ground, open_ground
 from benches.pressure_jobs import STATE_BYTES_PER_ROW, Job, JobSpec
+from workers.units import MIB
 
 _HALF_SPEED_SHARE = 0.42
 """Of the largest size that fits: the size that runs at half of the speed of an endlessly large one. The simulator's

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from benches.common import Result, lone_worker, percentile, progress
-from workers.engine import Engine
+from workers.engine.engine import Engine
 from workers.messages import Directive, Verdict
 from workers.workloads.base import StepResult
 from workers.workloads.matmul import Matmul

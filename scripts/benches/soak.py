@@ -25,9 +25,10 @@ from typing import Any
 
 import psutil
 
-from benches.common import MIB, Result, percentile, progress
+from benches.common import Result, percentile, progress
 from benches.outside import WITNESS, Ledger, Scene, sample_times, settings
 from orchestrator.watch.archive import StoredRun
+from workers.units import MIB
 
 #: Seconds between two faults of a kind at the usual pace; the last of each comes well before the end.
 _EVERY_S = {"kill": 20.0, "segv": 35.0, "exit": 40.0, "poison": 40.0, "hang": 60.0, "node": 120.0}

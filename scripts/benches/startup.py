@@ -62,14 +62,14 @@ def run(rounds: int, config: str, overrides: Sequence[str]) -> Result:
 
 def bare_actors(config_path: str, overrides: Sequence[str]) -> None:
     """Start what the product starts, without the product in it, and print when all of it is ready."""
-    from orchestrator import modes
-    from orchestrator.config import load_config
+    from orchestrator.config.load import load_config
+    from orchestrator.run import environment
 
-    stage = modes.in_rehearsal(load_config(config_path, list(overrides)), None)
+    stage = environment.in_rehearsal(load_config(config_path, list(overrides)), None)
     with stage.fleet:
         import ray  # not earlier: it reads the rehearsal's token settings when it is imported
 
-        from orchestrator.cluster.fleet import NODE_LABEL
+        from orchestrator.cluster.ray_fleet import NODE_LABEL
 
         actors: list[Any] = [
             ray.remote(Bare)

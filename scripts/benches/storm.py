@@ -19,8 +19,9 @@ from typing import Any
 
 import psutil
 
-from benches.common import MIB, Result, lone_worker, progress
-from workers.messages import FailureKind, WorkerSpec
+from benches.common import Result, lone_worker, progress
+from workers.settings import FailureKind, WorkerSpec
+from workers.units import MIB
 
 _LEAST_BLOCK_BYTES = 64 * 1024
 _LARGEST_SHARE = 1.25
@@ -121,7 +122,7 @@ def run(errors: int, budget_bytes: int, *, bare: bool) -> Result:
     spec = lone_worker(budget_bytes=budget_bytes)
     if bare:
         return _judged(errors, Storm(spec).provoke, where="plain process")
-    from orchestrator.cluster.rehearse import RayletPlan, rehearsed
+    from orchestrator.cluster.local_cluster import RayletPlan, rehearsed
 
     with rehearsed([RayletPlan(name="bench", cpus=2, gpus=0)]):
         import ray  # not earlier: it reads the rehearsal's token settings when it is imported

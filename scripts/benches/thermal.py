@@ -21,8 +21,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from benches.common import Result, progress
-from workers.policy.thermal import SensorsRead, ThermalGovernor, ThermalSettings
+from workers.policy.thermal.governor import SensorsRead, ThermalGovernor
 from workers.readings import SensorReading
+from workers.settings import ThermalSettings
 
 #: What happens, and how long it takes. A game or warmer air comes after one of the phases and goes after the next.
 SCENES = {"steady": 1800.0, "ambient": 2700.0, "game": 2700.0}

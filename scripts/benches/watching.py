@@ -17,12 +17,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
-from benches.common import MIB, Result, lone_worker, progress, spread
-from workers.fake_nvml.library import FakeSensors, load
-from workers.fake_nvml.prepare import prepare
-from workers.messages import Directive, Report, WorkerSpec
-from workers.policy.thermal import SensorsRead, ThermalGovernor, ThermalSettings
-from workers.sampler import SAMPLE_EVERY_S, open_sampler
+from benches.common import Result, lone_worker, progress, spread
+from workers.messages import Directive, Report
+from workers.nvml.fake.library import load
+from workers.nvml.fake.prepare import prepare
+from workers.nvml.sampler import SAMPLE_EVERY_S, open_sampler
+from workers.policy.thermal.governor import SensorsRead, ThermalGovernor
+from workers.settings import FakeSensors, ThermalSettings, WorkerSpec
+from workers.units import MIB
 
 _SCRIPT: Final = Path(__file__).parent.parent / "heat.json"
 #: Of its cards, the one that stays cool: heat would slow the worker down, as it should.
@@ -135,11 +137,11 @@ class _Eyeless:
 
 
 def _work(orders: Connection, spec: WorkerSpec, looks: bool) -> None:
-    from workers import heat
-    from workers.engine import Engine
+    from workers.engine import thermal_control
+    from workers.engine.engine import Engine
 
     if not looks:
-        heat.open_sampler = lambda *_: _Eyeless()  # type: ignore[assignment]  # this process measures the rest
+        thermal_control.open_sampler = lambda *_: _Eyeless()  # type: ignore[assignment]  # this process measures the rest
     engine, sequence = Engine(), 0
     while (seconds := orders.recv()) is not None:
         orders.send(

@@ -16,7 +16,7 @@ from orchestrator.burn.drawing import result_lines
 from orchestrator.burn.phases import Phase, takes
 from orchestrator.burn.results import BurnResult, Taken, by_phase, result_dict
 from orchestrator.burn.verdict import Judged, judge
-from orchestrator.config import config_from_data
+from orchestrator.config.load import config_from_data
 from orchestrator.watch.cells import ASCII, UNICODE, Glyphs
 from orchestrator.watch.summary import summary_text
 from tests.burn.scene import GOOD as SEEN

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config import load_config
+from orchestrator.config.load import load_config
 from tests.cluster.conftest import ROOT, ByHand
 
 pytestmark = pytest.mark.ray

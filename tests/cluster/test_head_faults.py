@@ -201,7 +201,7 @@ def test_a_head_that_was_stopped_for_longer_than_the_hang_timeout_kills_nobody(s
 #: Fails once the run has counted for three seconds, with slices under way.
 _FAILING = """
 import time
-import orchestrator.supervisor as s
+import orchestrator.run.supervisor as s
 real = s.Supervisor._turn
 def failing(self):
     real(self)

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from orchestrator.commands import NODE_MARK
+from orchestrator.core.node_commands import NODE_MARK
 from orchestrator.watch.archive import read_run
 from tests.cluster.conftest import SMALL, ByHand, Starter, at_unix_s, descendants, samples, wait_for
 

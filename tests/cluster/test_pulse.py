@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cluster.pulse import Pulse
+from orchestrator.cluster.liveness import Pulse
 
 Address = tuple[str, int]
 

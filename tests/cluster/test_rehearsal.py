@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator.config import load_config
+from orchestrator.config.load import load_config
 from tests.cluster.conftest import SMALL, Starter, read_events, wait_for
 
 pytestmark = pytest.mark.ray
@@ -145,7 +145,7 @@ def test_a_head_that_is_killed_takes_everything_with_it(start: Starter) -> None:
 def test_an_exception_in_the_head_leaves_nothing(start: Starter, short_tmp: Path) -> None:
     breaking = short_tmp / "sitecustomize.py"
     breaking.write_text(
-        "import orchestrator.supervisor as s\n"
+        "import orchestrator.run.supervisor as s\n"
         "def broken(self): raise RuntimeError('a bug of ours')\n"
         "s.Supervisor._begin_counting = broken\n"
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from orchestrator.budget import GIB
-from workers.facts import CardFacts, MachineFacts, TorchFacts
+from workers.host.facts import CardFacts, MachineFacts, TorchFacts
+from workers.units import GIB
 
 CUDA_TORCH = TorchFacts(
     version="2.13.0+cu128",

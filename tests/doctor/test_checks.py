@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.budget import GIB
 from orchestrator.doctor.checks_card import check_cards
 from orchestrator.doctor.checks_environment import check_environment, composed
 from orchestrator.doctor.checks_host import check_disk, check_host
 from orchestrator.doctor.checks_torch import check_torch
 from orchestrator.doctor.finding import Finding, Verdict, exit_code, versions
 from tests.doctor.scene import CPU_TORCH, CUDA_TORCH, card, laptop, workstation, wsl
-from workers.facts import Holder, MachineFacts, TorchFacts
+from workers.host.facts import Holder, MachineFacts, TorchFacts
+from workers.units import GIB
 
 OK, SKIP, WARN, FAIL = Verdict.OK, Verdict.SKIP, Verdict.WARN, Verdict.FAIL
 

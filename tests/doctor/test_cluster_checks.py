@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
-from orchestrator.budget import GIB
-from orchestrator.config import Config, NodeConfig, load_config
-from orchestrator.doctor.answer import NodeAnswer, PortFacts, TokenFacts
+from orchestrator.config.load import load_config
+from orchestrator.config.schema import Config, NodeConfig
+from orchestrator.core.node_facts import NodeAnswer, PortFacts, TokenFacts
+from orchestrator.core.placement import Missing, Refusal
 from orchestrator.doctor.checks_cluster import check_nodes, check_port, check_token
 from orchestrator.doctor.checks_plan import check_plan
 from orchestrator.doctor.finding import Finding, Verdict
-from orchestrator.placement import Missing, Refusal
 from tests.doctor.scene import CPU_TORCH, card, laptop, workstation
-from workers.facts import Holder, MachineFacts
+from workers.host.facts import Holder, MachineFacts
+from workers.units import GIB
 
 OK, SKIP, WARN, FAIL = Verdict.OK, Verdict.SKIP, Verdict.WARN, Verdict.FAIL
 

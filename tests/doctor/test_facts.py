@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from orchestrator.budget import GIB
 from tests.doctor.scene import laptop, workstation
-from workers.card_facts import is_visible
-from workers.machine import ask_torch, free_bytes, look_around
+from workers.host.gpu_facts import is_visible
+from workers.host.machine import ask_torch, free_bytes, look_around
+from workers.units import GIB
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,10 +27,10 @@ LOOK = """
 import json, sys
 from dataclasses import asdict
 from pathlib import Path
-from workers.fake_nvml.library import load
-from workers.fake_nvml.prepare import prepare
+from workers.nvml.fake.library import load
+from workers.nvml.fake.prepare import prepare
 load(prepare(Path(sys.argv[1]), Path(sys.argv[2])))
-from workers.card_facts import look_at_cards
+from workers.host.gpu_facts import look_at_cards
 print(json.dumps(asdict(look_at_cards())))
 """
 

@@ -9,17 +9,21 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from orchestrator import hardware, modes
-from orchestrator.budget import GIB, MAX_WORKERS_PER_CARD, node_budget, overbooked
-from orchestrator.config import Config, NodeConfig, config_from_text
+from orchestrator.cli.init import template
+from orchestrator.cli.plan import plan_text
+from orchestrator.cluster import local_gpus
+from orchestrator.config.capacity import MAX_WORKERS_PER_CARD, overbooked
+from orchestrator.config.load import config_from_text
+from orchestrator.config.schema import Config, NodeConfig
+from orchestrator.config.template import NodeChoice, by_formula, choose, render
+from orchestrator.core.budget import node_budget
+from orchestrator.core.placement import Ground, plan_slots
 from orchestrator.doctor.checks_plan import check_plan
 from orchestrator.doctor.finding import Verdict
-from orchestrator.init_verb import template
-from orchestrator.placement import Ground, plan_slots
-from orchestrator.planning import plan_text
-from orchestrator.starter import NodeChoice, by_formula, choose, render
+from orchestrator.run import environment
 from tests.doctor.scene import card, laptop, workstation, wsl
-from workers.facts import CardFacts, Holder, MachineFacts
+from workers.host.facts import CardFacts, Holder, MachineFacts
+from workers.units import GIB
 
 ROOT = Path(__file__).parents[2]
 
@@ -195,8 +199,10 @@ def test_the_packaged_template_is_the_file_at_the_root() -> None:
 
 @given(st.integers(GIB, 200 * GIB), st.integers(1, 8))
 def test_this_machine_alone_is_divided_by_the_same_formula_too(total_bytes: int, count: int) -> None:
-    found = [hardware.Card(name="card", uuid=f"GPU-{at}", total_bytes=total_bytes, free_bytes=0) for at in range(count)]
-    node = NodeConfig.model_validate(modes._card_node(found))
+    found = [
+        local_gpus.Card(name="card", uuid=f"GPU-{at}", total_bytes=total_bytes, free_bytes=0) for at in range(count)
+    ]
+    node = NodeConfig.model_validate(environment._card_node(found))
     advice = by_formula(total_bytes / GIB)
     assert (node.workers, node.vram_per_worker_gib) == (count * advice.workers, advice.vram_per_worker_gib)
     assert overbooked(node) is None

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator import hardware
-from orchestrator.config import load_config
+from orchestrator.cluster import local_gpus
+from orchestrator.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
 
-without_card = pytest.mark.skipif(bool(hardware.cards()), reason="judges a machine without a card")
+without_card = pytest.mark.skipif(bool(local_gpus.cards()), reason="judges a machine without a card")
 
 pytestmark = pytest.mark.torch  # torch is asked in a process of its own
 
@@ -159,7 +159,7 @@ def test_a_named_head_that_cannot_be_reached_is_a_failure() -> None:
 def test_neither_verb_loads_torch_in_this_process() -> None:
     probe = (
         "import sys; sys.argv[:] = ['orchestrator', *sys.argv[1:]]\n"
-        "from orchestrator.entry import main\n"
+        "from orchestrator.cli.main import main\n"
         "try:\n    main()\nfinally:\n    print(sorted({'torch', 'ray'} & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run(

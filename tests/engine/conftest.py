@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from workers.messages import MemorySettings, WorkerSpec, WorkloadSpec
+from workers.settings import MemorySettings, WorkerSpec, WorkloadSpec
 
 MIB = 2**20
 

@@ -16,10 +16,9 @@ from typing import Any, ClassVar, TypeAlias
 import pytest
 import torch
 
-from workers.engine import Engine
-from workers.limits import StoredLimit
-from workers.messages import Directive, Report, ResumeState, Verdict, WorkerSpec, WorkerState
-from workers.policy.footprint import Learned
+from workers.engine.engine import Engine
+from workers.messages import Directive, Report, ResumeState, Verdict, WorkerState
+from workers.settings import Learned, StoredLimit, WorkerSpec
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 from workers.workloads.matmul import matrix_bytes
 

@@ -10,13 +10,12 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from workers.engine import Engine
-from workers.fake_nvml.library import FakeSensors
-from workers.fake_nvml.prepare import prepare
-from workers.heat import open_heat
-from workers.messages import Directive, Report, StepFaults, Verdict, WorkerSpec, WorkerState
-from workers.policy.thermal import THERMAL_OFF, ThermalSettings
-from workers.tally import Tally
+from workers.engine.engine import Engine
+from workers.engine.slice_stats import Tally
+from workers.engine.thermal_control import open_heat
+from workers.messages import Directive, Report, Verdict, WorkerState
+from workers.nvml.fake.prepare import prepare
+from workers.settings import THERMAL_OFF, FakeSensors, StepFaults, ThermalSettings, WorkerSpec
 
 InChild: TypeAlias = Callable[..., Any]
 MakeSpec: TypeAlias = Callable[..., WorkerSpec]

@@ -15,19 +15,10 @@ from typing import Any, TypeAlias
 import psutil
 import pytest
 
-from workers.chaos import EXIT_STATUS, ChaoticWorkload, perform
-from workers.engine import Engine
-from workers.messages import (
-    Directive,
-    FailureKind,
-    FaultKind,
-    Report,
-    StepFaults,
-    Strike,
-    Verdict,
-    WorkerSpec,
-    WorkerState,
-)
+from workers.engine.engine import Engine
+from workers.engine.fault_injection import EXIT_STATUS, ChaoticWorkload, perform
+from workers.messages import Directive, FaultKind, Report, Strike, Verdict, WorkerState
+from workers.settings import FailureKind, StepFaults, WorkerSpec
 from workers.workloads.base import StepResult, Workload
 
 InChild: TypeAlias = Callable[..., Any]
@@ -169,7 +160,7 @@ warnings.simplefilter("ignore")
 faulthandler.enable()  # as Ray's own handlers do, it stands between a signal and the end
 folder, given = sys.argv[1:]
 sys.path.insert(0, folder)
-from workers.engine import Engine
+from workers.engine.engine import Engine
 engine = Engine()
 for directive in pickle.loads(Path(given).read_bytes()):
     report = engine.run_slice(directive)

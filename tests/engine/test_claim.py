@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.claim import climb
 from workers.devices.base import Device
+from workers.engine.memory_ramp import climb
 from workers.errors import PoisonedError
-from workers.messages import MemorySettings
+from workers.settings import MemorySettings
 
 MIB = 2**20
 

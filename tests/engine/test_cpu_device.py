@@ -14,7 +14,7 @@ from workers import oom
 from workers.devices.cpu import CpuDevice
 from workers.devices.emergency import EmergencyProduct
 from workers.errors import MisfitError, PoisonedError
-from workers.messages import FailureKind, WorkerSpec
+from workers.settings import FailureKind, WorkerSpec
 
 InChild: TypeAlias = Callable[..., Any]
 MakeSpec: TypeAlias = Callable[..., WorkerSpec]

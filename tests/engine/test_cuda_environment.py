@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers.cuda_environment import set_for_cuda
+from workers.host.cuda_environment import set_for_cuda
 
 
 def test_other_allocators_are_put_aside_and_the_rest_stays() -> None:

@@ -17,10 +17,11 @@ from typing import Any, ClassVar, TypeAlias
 import pytest
 import torch
 
-from workers.engine import MAX_PROBABLE_IN_A_ROW, Engine
-from workers.messages import Directive, FailureKind, Report, ResumeState, Verdict, WorkerSpec, WorkerState
+from workers.engine.engine import MAX_PROBABLE_IN_A_ROW, Engine
+from workers.messages import Directive, Report, ResumeState, Verdict, WorkerState
 from workers.oom import classify
 from workers.policy.classic import PRESSURES_PER_BLIND_TRY
+from workers.settings import FailureKind, WorkerSpec
 from workers.testing import OomInjector
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 from workers.workloads.matmul import Matmul, matrix_bytes

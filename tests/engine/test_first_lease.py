@@ -11,9 +11,10 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from workers.devices.alone import alone_on
-from workers.engine import Engine
-from workers.messages import Directive, Report, ResumeState, Verdict, WorkerSpec, WorkerState
+from workers.devices.init_lock import alone_on
+from workers.engine.engine import Engine
+from workers.messages import Directive, Report, ResumeState, Verdict, WorkerState
+from workers.settings import WorkerSpec
 
 MIB = 2**20
 
@@ -80,7 +81,7 @@ def test_a_worker_that_may_hold_nothing_any_more_gives_all_of_it_back_and_is_in_
 
 HOLDS_UNTIL_TOLD = """
 import sys
-from workers.devices.alone import alone_on
+from workers.devices.init_lock import alone_on
 
 with alone_on("a device of this test"):
     print("held", flush=True)

@@ -21,9 +21,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.limit_store import EXPIRY_S, LimitStore, default_path
-from workers.limits import LimitKey, StoredLimit, to_plain
-from workers.policy.footprint import Learned
+from workers.learned_limits.limits import to_plain
+from workers.learned_limits.store import EXPIRY_S, LimitStore, default_path
+from workers.settings import Learned, LimitKey, StoredLimit
 
 ROOT = Path(__file__).parents[2]
 NOW_S = 1.7e9
@@ -43,9 +43,9 @@ KEY = LimitKey(
 WRITER = """
 import os, sys
 from pathlib import Path
-from workers.limit_store import LimitStore
-from workers.limits import LimitKey, StoredLimit
-from workers.policy.footprint import Learned
+from workers.learned_limits.store import LimitStore
+from workers.settings import LimitKey, StoredLimit
+from workers.settings import Learned
 
 path, name, count = sys.argv[1:]
 store = LimitStore(Path(path), patience_s=60.0)
@@ -62,8 +62,8 @@ for number in range(1, int(count) + 1):
 REFUSED = """
 import json, sys
 from pathlib import Path
-from workers.limit_store import LimitStore
-from workers.limits import from_plain
+from workers.learned_limits.store import LimitStore
+from workers.learned_limits.limits import from_plain
 
 store, limit = LimitStore(Path(sys.argv[1])), from_plain(json.loads(sys.argv[2]))
 store.remember(limit)

@@ -17,10 +17,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from workers.limits import (
+from workers.learned_limits.limits import (
     TEXT_MOST,
-    LimitKey,
-    StoredLimit,
     choose,
     from_plain,
     is_about,
@@ -28,7 +26,7 @@ from workers.limits import (
     workload_fingerprint,
     workload_name,
 )
-from workers.policy.footprint import Learned
+from workers.settings import Learned, LimitKey, StoredLimit
 
 GIB = 2**30
 
@@ -273,8 +271,9 @@ def test_a_fingerprint_begins_with_its_name(name: str) -> None:
 
 def test_limits_and_their_store_load_neither_torch_nor_ray() -> None:
     probe = (
-        "import sys, workers.limit_store as s; s.LimitStore().path; "
-        "from workers.limits import workload_fingerprint as f; f('matmul'); f('workers.workloads.matmul:Matmul'); "
+        "import sys, workers.learned_limits.store as s; s.LimitStore().path; "
+        "from workers.learned_limits.limits import workload_fingerprint as f; f('matmul'); "
+        "f('workers.workloads.matmul:Matmul'); "
         "f('workers.workloads.base:Workload'); print({'torch', 'ray', 'orchestrator'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=False)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from workers import oom
 from workers.devices.cpu import CpuDevice
-from workers.messages import FailureKind, WorkerSpec
+from workers.settings import FailureKind, WorkerSpec
 from workers.verification.freivalds import freivalds
 from workers.verification.repeat import same_bits
 from workers.workloads.base import WorkloadContext

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from workers.errors import MisfitError, PoisonedError
-from workers.messages import FailureKind
 from workers.oom import Failure, classify, traceback_text
+from workers.settings import FailureKind
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from workers import OutOfBatchError, Retry, resilient
 from workers.devices.cpu import CpuDevice
-from workers.limit_store import LimitStore
-from workers.messages import WorkerSpec
-from workers.resilience.attempts import Attempts
+from workers.learned_limits.store import LimitStore
 from workers.resilience.batches import Rules
 from workers.resilience.card_memory import Peak, look
+from workers.resilience.retry import Attempts
+from workers.settings import WorkerSpec
 
 InChild: TypeAlias = Callable[..., Any]
 MakeSpec: TypeAlias = Callable[..., WorkerSpec]

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from workers import OutOfBatchError, Retry, resilient
-from workers.messages import FailureKind
+from workers.settings import FailureKind
 from workers.testing import injected_error
 
 ROOT = Path(__file__).parents[2]
@@ -547,13 +547,13 @@ def test_threads_may_share_a_function() -> None:
 LAZY = """
 import sys
 import workers
-assert not {"torch", "ray", "workers.resilience.decorator", "workers.sizing"} & set(sys.modules)
+assert not {"torch", "ray", "workers.resilience.decorator", "workers.resilience.adaptive_size"} & set(sys.modules)
 assert {"resilient", "AdaptiveSize", "OutOfBatchError", "Retry"} <= set(dir(workers))
-import workers.resilience.decorator, workers.sizing
+import workers.resilience.decorator, workers.resilience.adaptive_size
 for _ in range(2):
     from workers import AdaptiveSize, resilient
     assert resilient is workers.resilient is workers.resilience.decorator.resilient
-    assert AdaptiveSize is workers.sizing.AdaptiveSize
+    assert AdaptiveSize is workers.resilience.adaptive_size.AdaptiveSize
 assert not {"torch", "ray"} & set(sys.modules)
 assert not hasattr(workers, "unheard_of")
 """

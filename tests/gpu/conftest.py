@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from workers.cuda_environment import set_for_cuda
+from workers.host.cuda_environment import set_for_cuda
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -20,12 +20,13 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 
-from workers import sensors
-from workers.engine import Engine
-from workers.messages import Directive, Report, Verdict, WorkerSpec, WorkerState
-from workers.policy.thermal import SensorsRead, ThermalBand, ThermalDecision, ThermalGovernor, ThermalSettings
+from workers.engine.engine import Engine
+from workers.messages import Directive, Report, Verdict, WorkerState
+from workers.nvml import queries
+from workers.nvml.sampler import SAMPLE_EVERY_S, open_sampler
+from workers.policy.thermal.governor import SensorsRead, ThermalBand, ThermalDecision, ThermalGovernor
 from workers.readings import THROTTLE_ALARMS, SensorReading
-from workers.sampler import SAMPLE_EVERY_S, open_sampler
+from workers.settings import ThermalSettings, WorkerSpec
 from workers.verification.tamper import flip_bit
 from workers.workloads.base import WorkloadContext
 from workers.workloads.matmul import Matmul
@@ -102,8 +103,8 @@ def idle_and_busy() -> Found:
         "name": properties.name,
         "capability": (properties.major, properties.minor),
         "total_bytes": properties.total_memory,
-        "cards": sensors.cards(),
-        "card": sensors.visible_card(),
+        "cards": queries.cards(),
+        "card": queries.visible_card(),
     }
 
 

@@ -20,18 +20,9 @@ import pytest
 import torch
 
 from workers import oom
-from workers.engine import Engine
-from workers.messages import (
-    Directive,
-    FailureKind,
-    MemorySettings,
-    Report,
-    ResumeState,
-    Verdict,
-    WorkerSpec,
-    WorkerState,
-    WorkloadSpec,
-)
+from workers.engine.engine import Engine
+from workers.messages import Directive, Report, ResumeState, Verdict, WorkerState
+from workers.settings import FailureKind, MemorySettings, WorkerSpec, WorkloadSpec
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 from workers.workloads.matmul import Matmul, matrix_bytes
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from workers import Retry, resilient
-from workers.resilience.attempts import Attempts
 from workers.resilience.batches import Rules
 from workers.resilience.card_memory import Peak, look
+from workers.resilience.retry import Attempts
 
 pytestmark = [
     pytest.mark.gpu,

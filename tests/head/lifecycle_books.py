@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 
 from hypothesis.stateful import RuleBasedStateMachine
 
-from orchestrator.cluster.base import SliceFailure
-from orchestrator.lifecycle import advance
-from orchestrator.slots import (
+from orchestrator.core.fleet import SliceFailure
+from orchestrator.core.lifecycle import advance
+from orchestrator.core.slot import (
     Abandon,
     Command,
     EndRun,

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from orchestrator.cluster.base import SliceFailure
-from orchestrator.lifecycle import advance
-from orchestrator.slots import (
+from orchestrator.core.fleet import SliceFailure
+from orchestrator.core.lifecycle import advance
+from orchestrator.core.slot import (
     Command,
     Event,
     NodeJoined,

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.breaker import condemned
-from orchestrator.lifecycle import advance
-from orchestrator.slots import CardCondemned, Phase, Rules, Slot
+from orchestrator.core.circuit_breaker import condemned
+from orchestrator.core.lifecycle import advance
+from orchestrator.core.slot import CardCondemned, Phase, Rules, Slot
 from tests.head.scene import CPU, RULES, Scene
 
 NOW_S = 10_000.0

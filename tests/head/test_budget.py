@@ -6,15 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.budget import (
-    GIB,
-    MAX_WORKERS_PER_CARD,
-    gpu_fraction,
-    node_budget,
-    overbooked,
-    workers_per_card,
-)
-from orchestrator.config import Config, NodeConfig
+from orchestrator.config.capacity import MAX_WORKERS_PER_CARD, overbooked, workers_per_card
+from orchestrator.config.schema import Config, NodeConfig
+from orchestrator.core.budget import GIB, gpu_fraction, node_budget
 
 
 def node(**changes: object) -> NodeConfig:

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.chaos.agenda import begin, chance, node_commands, open_book, strike_for
-from orchestrator.chaos.book import ChaosBook, EndNode, Fate, Fault, KindTally, StartNode, faults, tally
-from orchestrator.chaos.fates import ended, watch
-from orchestrator.chaos.plan import ChaosPlan, parse_chaos
-from orchestrator.cluster.base import SliceFailure
-from orchestrator.lifecycle import advance
-from orchestrator.slots import (
+from orchestrator.core.chaos.agenda import begin, chance, node_commands, open_book, strike_for
+from orchestrator.core.chaos.book import ChaosBook, EndNode, Fate, Fault, KindTally, StartNode, faults, tally
+from orchestrator.core.chaos.fates import ended, watch
+from orchestrator.core.chaos.plan import ChaosPlan, parse_chaos
+from orchestrator.core.fleet import SliceFailure
+from orchestrator.core.lifecycle import advance
+from orchestrator.core.slot import (
     Close,
     Command,
     Drain,
@@ -405,7 +405,7 @@ def test_events_of_others_and_of_other_versions_are_left_alone() -> None:
 
 
 def test_the_list_is_bounded_and_the_count_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.chaos.book.MAX_KEPT", 10)
+    monkeypatch.setattr("orchestrator.core.chaos.book.MAX_KEPT", 10)
     fleet = Fleet(parse_chaos("kill:rate=1")).run(60.0)
     book = fleet.finish()
     assert len(faults(book)) == 10

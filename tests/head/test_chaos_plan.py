@@ -6,13 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.chaos.plan import ChaosPlan, NodeFault, RandomNodes, StrikeRule, check, parse_chaos
+from orchestrator.core.chaos.plan import ChaosPlan, NodeFault, RandomNodes, StrikeRule, check, parse_chaos
 from orchestrator.errors import UsageError
-from workers.messages import (
-    FailureKind,
-    FaultKind,
-    StepFaults,
-)
+from workers.messages import FaultKind
+from workers.settings import FailureKind, StepFaults
 
 STRIKES = (FaultKind.KILL, FaultKind.SEGV, FaultKind.EXIT, FaultKind.HANG, FaultKind.POISON)
 

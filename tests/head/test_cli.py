@@ -21,7 +21,7 @@ VERBS = ("run", "plan", "up", "stop")
 #: Runs the command line in this process and says what it loaded.
 LOADED = """
 import sys
-from orchestrator.entry import main
+from orchestrator.cli.main import main
 sys.argv[0] = "orchestrator"
 try:
     main()

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.commands import NODE_MARK, NodeCommand, node_command
-from orchestrator.config import Config, load_config
+from orchestrator.config.load import load_config
+from orchestrator.config.schema import Config
+from orchestrator.core.node_commands import NODE_MARK, NodeCommand, node_command
 
 REFERENCE = load_config(str(Path(__file__).parents[2] / "cluster.yaml"))
 

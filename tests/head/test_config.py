@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
-from orchestrator.config import Config, NodeConfig, config_from_data, dump_config, load_config
+from orchestrator.config.gpu_specs import PROFILES
+from orchestrator.config.load import config_from_data, dump_config, load_config
+from orchestrator.config.schema import Config, NodeConfig
 from orchestrator.errors import ConfigError
-from orchestrator.profiles import PROFILES
 
 SHIPPED = str(Path(__file__).parents[2] / "cluster.yaml")
 

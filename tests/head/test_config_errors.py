@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.config import Config, config_from_data, load_config
+from orchestrator.config.load import config_from_data, load_config
+from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, Problem
 
 GOOD = """\

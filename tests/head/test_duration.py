@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.duration import MAX_DURATION_S, format_duration, parse_duration
+from orchestrator.config.duration import MAX_DURATION_S, format_duration, parse_duration
 
 
 @pytest.mark.parametrize(

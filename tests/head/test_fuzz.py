@@ -22,7 +22,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from benches import fuzz  # noqa: E402 - the scripts are in no package
 from benches.hostile import FAMILIES, SHIPPED, HostileInput, make  # noqa: E402
 
-from orchestrator.config import Config, load_config  # noqa: E402
+from orchestrator.config.load import load_config  # noqa: E402
+from orchestrator.config.schema import Config  # noqa: E402
 from orchestrator.errors import ConfigError, NoClusterError, Problem, UsageError  # noqa: E402
 
 SEEDS = (1, 2, 3, 4, 5, 6)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cluster.janitor import start_time
-from orchestrator.history import report_json, report_text, runs_json, runs_text
+from orchestrator.cli.runs import report_json, report_text, runs_json, runs_text
+from orchestrator.cluster.orphan_reaper import start_time
 from orchestrator.watch.cells import ASCII
 from orchestrator.watch.model import Row, Snapshot
 from orchestrator.watch.records import STORE_NAME, RunFacts, SlotRecord

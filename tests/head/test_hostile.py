@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 
+from orchestrator.cli.nodes import command_for, execute
 from orchestrator.cluster.auth import use_private_token
-from orchestrator.config import load_config
+from orchestrator.config.load import load_config
 from orchestrator.errors import ConfigError
-from orchestrator.nodes import command_for, execute
 
 ROOT = Path(__file__).parents[2]
 SECRET = "5ec3e7" * 11
@@ -408,7 +408,7 @@ def test_nothing_turns_text_into_code_but_the_steps_that_up_prints() -> None:
     files = [path for room in ("orchestrator", "workers") for path in sorted((ROOT / room).rglob("*.py"))]
     assert len(files) > 40
     found = {str(path.relative_to(ROOT)): list(dangerous(path.read_text(encoding="utf-8"))) for path in files}
-    assert {path: what for path, what in found.items() if what} == {"orchestrator/nodes.py": ["shell in execute"]}
+    assert {path: what for path, what in found.items() if what} == {"orchestrator/cli/nodes.py": ["shell in execute"]}
 
 
 def test_the_line_to_type_is_read_back_by_a_shell_word_for_word() -> None:

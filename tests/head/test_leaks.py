@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.leaks import NO_WATCH, LeakWatch, watched
+from orchestrator.core.leak_detector import NO_WATCH, LeakWatch, watched
 from tests.head.scene import CPU, MEMORY, MIB, report_of
 from workers.messages import Report
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.appetite import FRESH, heard
-from orchestrator.leases import NO_BOOKS, Claimant, fair_shares, leased
+from orchestrator.core.memory_broker.demand import FRESH, heard
+from orchestrator.core.memory_broker.leases import NO_BOOKS, Claimant, fair_shares, leased
 from tests.head.lease_world import CARD_BYTES, GIB, LEAVE_BYTES, SPARED_BYTES, World, crowd, four, seeded
 
 #: Rounds of reports after which shares are fair, whoever wants little. Two directives are under way when a lease is

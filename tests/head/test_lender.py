@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config import load_config
-from orchestrator.lender import Lender
-from orchestrator.placement import Ground, SlotPlan, plan_slots
-from orchestrator.slots import Command, NodeJoined, NodeLeft, SliceReported
+from orchestrator.config.load import load_config
+from orchestrator.core.memory_broker.broker import Lender
+from orchestrator.core.placement import Ground, SlotPlan, plan_slots
+from orchestrator.core.slot import Command, NodeJoined, NodeLeft, SliceReported
 from tests.head.scene import CPU, MEMORY, MIB, Scene, submits
 from workers.messages import DeviceInfo, WorkerState
 

@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 
-from orchestrator import lessons as lessons_module
-from orchestrator.config import load_config
-from orchestrator.lessons import Lessons, terms
-from orchestrator.placement import Ground, SlotPlan, plan_slots
+from orchestrator.config.load import load_config
+from orchestrator.core.placement import Ground, SlotPlan, plan_slots
+from orchestrator.run import learned_limits as lessons_module
+from orchestrator.run.learned_limits import Lessons, terms
 from orchestrator.watch.events import EventLog
-from workers.limit_store import EXPIRY_S, LimitStore
-from workers.limits import LimitKey, StoredLimit
+from workers.learned_limits.store import EXPIRY_S, LimitStore
 from workers.messages import Report, Verdict, WorkerState
-from workers.policy.footprint import Learned
+from workers.settings import Learned, LimitKey, StoredLimit
 
 GIB = 2**30
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.slots import (
+from orchestrator.core.slot import (
     Close,
     Counters,
     Drain,

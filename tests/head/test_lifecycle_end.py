@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.slots import (
+from orchestrator.core.slot import (
     Close,
     Counters,
     Drain,

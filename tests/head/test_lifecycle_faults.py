@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from orchestrator.cluster.base import DeathCause, SliceFailure
-from orchestrator.slots import (
+from orchestrator.core.fleet import DeathCause, SliceFailure
+from orchestrator.core.slot import (
     Abandon,
     CardCondemned,
     Close,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.cluster.base import SliceFailure
-from orchestrator.slots import (
+from orchestrator.core.fleet import SliceFailure
+from orchestrator.core.slot import (
     CardCondemned,
     Close,
     Counters,

@@ -13,9 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from orchestrator.cluster.base import DeathCause, SliceFailure
-from orchestrator.lifecycle import advance
-from orchestrator.slots import (
+from orchestrator.core.fleet import DeathCause, SliceFailure
+from orchestrator.core.lifecycle import advance
+from orchestrator.core.slot import (
     CardCondemned,
     Close,
     Counters,

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.slots import Tick
+from orchestrator.core.slot import Tick
 from tests.head.scene import RULES, Scene, sequences
 
 

@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 
+from orchestrator.cli.limits import Selection, cleared_text, limits_json, limits_text
 from orchestrator.errors import UsageError
-from orchestrator.limits_verb import Selection, cleared_text, limits_json, limits_text
 from orchestrator.watch.cells import ASCII
-from workers.limit_store import EXPIRY_S, LimitStore
-from workers.limits import LimitKey, StoredLimit
-from workers.policy.footprint import Learned
+from workers.learned_limits.store import EXPIRY_S, LimitStore
+from workers.settings import Learned, LimitKey, StoredLimit
 
 ROOT = Path(__file__).parents[2]
 NOW_S = 1.7e9
@@ -251,7 +250,7 @@ def test_a_wrong_request_is_a_sentence(three: LimitStore, arguments: tuple[str, 
 
 def test_the_verb_loads_neither_torch_nor_ray(three: LimitStore) -> None:
     probe = (
-        "import sys\nfrom orchestrator.entry import main\nsys.argv[1:] = ['limits']\n"
+        "import sys\nfrom orchestrator.cli.main import main\nsys.argv[1:] = ['limits']\n"
         "try: main()\nfinally: print(sorted({'ray', 'torch'} & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run(

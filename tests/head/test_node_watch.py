@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.cluster.base import NodeFact
-from orchestrator.config import Config
-from orchestrator.node_watch import NodeBook, NodeEvent, looked, notices
-from orchestrator.slots import NodeJoined, NodeLeft, NodeRefused
+from orchestrator.config.schema import Config
+from orchestrator.core.fleet import NodeFact
+from orchestrator.core.membership import NodeBook, NodeEvent, looked, notices
+from orchestrator.core.slot import NodeJoined, NodeLeft, NodeRefused
 
 CONFIG = Config.model_validate(
     {

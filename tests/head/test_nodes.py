@@ -15,9 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator.commands import NODE_MARK
-from orchestrator.config import Config, load_config
-from orchestrator.nodes import command_for, execute, stop_node, stop_runs
+from orchestrator.cli.nodes import command_for, execute, stop_node, stop_runs
+from orchestrator.config.load import load_config
+from orchestrator.config.schema import Config
+from orchestrator.core.node_commands import NODE_MARK
 
 REFERENCE = load_config(str(Path(__file__).parents[2] / "cluster.yaml"))
 
@@ -199,7 +200,7 @@ def test_the_children_of_a_marked_process_end_with_it_even_without_the_mark(star
 
 
 def test_a_marked_process_that_will_not_end_is_killed(start: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.nodes._GRACE_S", 0.5)
+    monkeypatch.setattr("orchestrator.cli.nodes._GRACE_S", 0.5)
     stubborn = start(["/bin/sh", "-c", 'trap "" TERM; sleep 60 & echo ready; wait; wait'], **{NODE_MARK: NODE})
     assert stubborn.stdout is not None
     stubborn.stdout.readline()

@@ -11,11 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.budget import GIB, MAX_WORKERS_PER_CARD, MIB, node_budget
-from orchestrator.cluster.base import NodeFact, Seat
-from orchestrator.config import Config, load_config
-from orchestrator.placement import Ground, Missing, SlotPlan, memory_settings, plan_slots, refusals, unnamed
-from workers.messages import MemorySettings
+from orchestrator.config.capacity import MAX_WORKERS_PER_CARD
+from orchestrator.config.load import load_config
+from orchestrator.config.schema import Config
+from orchestrator.core.budget import node_budget
+from orchestrator.core.fleet import NodeFact, Seat
+from orchestrator.core.placement import Ground, Missing, SlotPlan, memory_settings, plan_slots, refusals, unnamed
+from workers.settings import MemorySettings
+from workers.units import GIB, MIB
 
 REFERENCE = load_config(str(Path(__file__).parents[2] / "cluster.yaml"))
 PC1 = NodeFact(name="pc1", node_id="a", address="10.0.0.1", cpus=56.0, gpus=1.0)

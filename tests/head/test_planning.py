@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator.budget import GIB
-from orchestrator.config import Config, load_config
-from orchestrator.placement import Ground, plan_slots
-from orchestrator.planning import plan_json, plan_text
+from orchestrator.cli.plan import plan_json, plan_text
+from orchestrator.config.load import load_config
+from orchestrator.config.schema import Config
+from orchestrator.core.placement import Ground, plan_slots
 from orchestrator.watch.cells import aligned
+from workers.units import GIB
 
 REFERENCE = load_config(str(Path(__file__).parents[2] / "cluster.yaml"))
 SLOTS = [plan.seat.slot for plan in plan_slots(REFERENCE, Ground())]

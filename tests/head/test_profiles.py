@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator import architectures
-from orchestrator.budget import GIB, overbooked
-from orchestrator.config import NodeConfig
-from orchestrator.profiles import (
+from orchestrator.config import gpu_architectures
+from orchestrator.config.capacity import overbooked
+from orchestrator.config.gpu_specs import (
     PROFILES,
     Advice,
     GpuProfile,
@@ -18,13 +17,15 @@ from orchestrator.profiles import (
     profile_by_formula,
     profile_of,
 )
-from workers.facts import CardFacts
+from orchestrator.config.schema import NodeConfig
+from workers.host.facts import CardFacts
+from workers.units import GIB
 
 GEFORCE = ("rtx-3060", "rtx-3070", "rtx-3090", "rtx-4090")
 ALL = tuple(PROFILES.values())
 
 
-@pytest.mark.parametrize("dtype", architectures.PEAK_DTYPES)
+@pytest.mark.parametrize("dtype", gpu_architectures.PEAK_DTYPES)
 @pytest.mark.parametrize("profile", ALL, ids=lambda profile: profile.key)
 def test_every_rated_peak_is_the_formula_at_the_rated_clock(profile: GpuProfile, dtype: str) -> None:
     # Hopper's FP32 is rated at another clock than its tensor types.
@@ -145,7 +146,7 @@ def test_the_formula_gives_the_table_for_the_cards_in_it(key: str) -> None:
         bus_width_bits=bits,
         tdp_w=known.tdp_w,
     )
-    for dtype in architectures.PEAK_DTYPES:
+    for dtype in gpu_architectures.PEAK_DTYPES:
         assert peak_tflops(found, dtype) == pytest.approx(peak_tflops(known, dtype), rel=0.01)
     assert found.bandwidth_gb_s == pytest.approx(known.bandwidth_gb_s, rel=0.01)
     assert (found.key, found.nominal_gib) == (known.key, known.nominal_gib)
@@ -171,7 +172,7 @@ def test_an_unknown_card_by_formula() -> None:
 
 def test_what_a_card_does_not_tell_stays_unknown() -> None:
     bare = profile_by_formula(name="NVIDIA GeForce RTX 3080", total_bytes=10 * GIB, compute_capability=(8, 6))
-    assert [peak_tflops(bare, dtype) for dtype in architectures.PEAK_DTYPES] == [None] * 5
+    assert [peak_tflops(bare, dtype) for dtype in gpu_architectures.PEAK_DTYPES] == [None] * 5
     assert peak_tflops(bare, "fp16", 1700) is None
     for known in ({"multiprocessors": 68}, {"boost_mhz": 1710}):
         half = profile_by_formula(

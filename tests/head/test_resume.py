@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config import config_from_text, dump_config, load_config
+from orchestrator.config.load import config_from_text, dump_config, load_config
+from orchestrator.core.slot import Counters, Phase
 from orchestrator.errors import ConfigError, UsageError
-from orchestrator.modes import Mode
-from orchestrator.resume import past_of, stage_of
-from orchestrator.run import Options, go_on
-from orchestrator.slots import Counters, Phase
+from orchestrator.run.environment import Mode
+from orchestrator.run.resume import past_of, stage_of
+from orchestrator.run.runner import Options, go_on
 from orchestrator.watch.archive import StoredRun
 from orchestrator.watch.records import RunFacts, SlotRecord
 

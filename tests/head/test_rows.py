@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.config import load_config
-from orchestrator.placement import Ground, plan_slots
-from orchestrator.rows import Meter, row
-from orchestrator.slots import Counters, Phase, Slot
+from orchestrator.config.load import load_config
+from orchestrator.core.placement import Ground, plan_slots
+from orchestrator.core.slot import Counters, Phase, Slot
+from orchestrator.run.snapshot import Meter, row
 from workers.messages import DeviceInfo, MemoryInfo, Report, Verdict, WorkerEvent, WorkerState
 
 PLAN = plan_slots(load_config(str(Path(__file__).parents[2] / "cluster.yaml")), Ground())[3]

@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.budget import GIB, MIB, node_budget, overbooked
-from orchestrator.config import Config, config_from_data, load_config
+from orchestrator.config.capacity import overbooked
+from orchestrator.config.load import config_from_data, load_config
+from orchestrator.config.scaling import REHEARSAL_SCALE, scale_config, scaled_size
+from orchestrator.config.schema import Config
+from orchestrator.core.budget import GIB, MIB, node_budget
 from orchestrator.errors import UsageError
-from orchestrator.scale import REHEARSAL_SCALE, scale_config, scaled_size
 
 SHIPPED = str(Path(__file__).parents[2] / "cluster.yaml")
 

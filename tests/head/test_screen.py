@@ -11,7 +11,7 @@ from pathlib import Path
 PREAMBLE = """
 import os, subprocess, sys
 from pathlib import Path
-from orchestrator.screen import own_screen
+from orchestrator.run.stdio import own_screen
 LOG = Path(sys.argv[1])
 """
 

@@ -16,18 +16,19 @@ from typing import Any
 import psutil
 import pytest
 
-from workers.fake_nvml.library import FakeSensors
-from workers.fake_nvml.prepare import prepare
-from workers.guard import Guard
-from workers.keep_orders import KeepOrders
-from workers.limit_store import STATE_DIR_VARIABLE
-from workers.processes import is_alive
+from workers.host.processes import is_alive
+from workers.learned_limits.store import STATE_DIR_VARIABLE
+from workers.node_agent.client import Guard
+from workers.node_agent.protocol import KeepOrders
+from workers.nvml.fake.prepare import prepare
+from workers.settings import FakeSensors
 
 #: Asks the cards of a fake NVML for their power limits, in watts; a process has one NVML for ever.
 _LIMITS = """
 import json, sys
 import pynvml
-from workers.fake_nvml.library import FakeSensors, load
+from workers.nvml.fake.library import load
+from workers.settings import FakeSensors
 load(FakeSensors(**json.loads(sys.argv[1])))
 pynvml.nvmlInit()
 handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
@@ -37,8 +38,8 @@ print(json.dumps([pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000 for hand
 #: Has a guard, tells what it did, and waits to be killed.
 _PARENT = """
 import sys, time
-from workers.guard import Guard
-from workers.keep_orders import KeepOrders
+from workers.node_agent.client import Guard
+from workers.node_agent.protocol import KeepOrders
 guard = Guard(KeepOrders.from_json(sys.argv[1]))
 print(guard.outcome().to_json(), flush=True)
 time.sleep(600)

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.keeper.conftest import Node, card
-from workers.fake_nvml.prepare import prepare
+from workers.nvml.fake.prepare import prepare
 
 _ASK = """
 import json, sys
 import pynvml
-from workers.fake_nvml.library import FakeSensors, load
+from workers.nvml.fake.library import load
+from workers.settings import FakeSensors
 load(FakeSensors(**json.loads(sys.argv[1])))
 pynvml.nvmlInit()
 handle = pynvml.nvmlDeviceGetHandleByIndex(0)

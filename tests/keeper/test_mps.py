@@ -17,10 +17,10 @@ import psutil
 import pytest
 
 from tests.keeper.conftest import Node, card, is_gone, kill, wait_for
-from workers import mps
-from workers.keep_orders import KeepOrders, KeepOutcome
-from workers.processes import start_time
-from workers.sensors import CardIdentity
+from workers.host.processes import start_time
+from workers.node_agent import mps
+from workers.node_agent.protocol import KeepOrders, KeepOutcome
+from workers.nvml.queries import CardIdentity
 
 Ready = Callable[..., Node]
 

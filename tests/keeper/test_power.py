@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from tests.keeper.conftest import Node, card, is_gone, kill, wait_for
-from workers.guard import Guard
-from workers.limit_store import STATE_DIR_VARIABLE
-from workers.processes import is_alive
+from workers.host.processes import is_alive
+from workers.learned_limits.store import STATE_DIR_VARIABLE
+from workers.node_agent.client import Guard
 
 Ready = Callable[..., Node]
 
@@ -257,7 +257,7 @@ def test_what_is_no_record_is_left_alone(node: Ready) -> None:
 def test_without_a_driver_the_guard_says_so(nothing_left: None) -> None:
     if Path("/dev/nvidiactl").exists():
         pytest.skip("this machine has a driver")
-    from workers.keep_orders import KeepOrders
+    from workers.node_agent.protocol import KeepOrders
 
     guard = Guard(KeepOrders(node="pc1", run_id="x", card_count=1, power_limit_w=280.0))
     assert "pc1: its driver does not answer: NVML Shared Library Not Found" in str(guard.outcome().power_problem)
@@ -265,7 +265,7 @@ def test_without_a_driver_the_guard_says_so(nothing_left: None) -> None:
 
 
 def test_what_is_left_can_be_put_back_by_hand(nothing_left: None) -> None:
-    command = [sys.executable, "-m", "workers.keeper", "--undo"]
+    command = [sys.executable, "-m", "workers.node_agent.agent", "--undo"]
     done = subprocess.run(
         command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60, check=True
     )

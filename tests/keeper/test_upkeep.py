@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from orchestrator import upkeep
-from orchestrator.cluster.base import Fleet
-from orchestrator.config import load_config
+from orchestrator.config.load import load_config
+from orchestrator.core.fleet import Fleet
+from orchestrator.core.placement import Ground
 from orchestrator.errors import UsageError
-from orchestrator.modes import Mode, Stage
-from orchestrator.placement import Ground
-from workers.fake_nvml.library import FakeSensors
-from workers.keep_orders import KeepOrders, KeepOutcome
+from orchestrator.run import node_setup
+from orchestrator.run.environment import Mode, Stage
+from workers.node_agent.protocol import KeepOrders, KeepOutcome
+from workers.settings import FakeSensors
 
 SHIPPED = str(Path(__file__).parents[2] / "cluster.yaml")
 FAKE = FakeSensors(library_path="/l", script_path="/s")
@@ -45,7 +45,7 @@ def orders(made: Stage, *, apply: bool = False, fake: bool = False) -> dict[str,
             replace(plan, spec=replace(plan.spec, fake_sensors=FAKE, fake_card=int(plan.spec.node == "pc2")))
             for plan in plans
         )
-    return upkeep.orders_for(made, plans, run_id="r", apply_power_limit=apply)
+    return node_setup.orders_for(made, plans, run_id="r", apply_power_limit=apply)
 
 
 LIMIT = "nodes.pc1.power_limit_w=280"
@@ -91,7 +91,7 @@ def test_an_option_without_a_limit_is_a_mistake() -> None:
 
 def test_workers_are_told_where_their_daemon_is_and_what_they_may_hold() -> None:
     made = stage(MPS)
-    plans = upkeep.with_outcomes(made.config, made.plans, {"pc1": KeepOutcome(pipe_directory="/tmp/p")})
+    plans = node_setup.with_outcomes(made.config, made.plans, {"pc1": KeepOutcome(pipe_directory="/tmp/p")})
     assert {(p.spec.node, p.spec.mps_pipe_directory, p.spec.thread_share, p.spec.duty) for p in plans} == {
         ("pc1", "/tmp/p", 0.6, None),
         ("pc2", None, None, 0.7),  # its ceiling holds by duty
@@ -102,7 +102,7 @@ def test_workers_are_told_where_their_daemon_is_and_what_they_may_hold() -> None
 @pytest.mark.parametrize("mode", ["duty", "none"])
 def test_other_modes_change_nothing(mode: str) -> None:
     made = stage(f"compute_share_mode={mode}")
-    assert upkeep.with_outcomes(made.config, made.plans, {}) == made.plans
+    assert node_setup.with_outcomes(made.config, made.plans, {}) == made.plans
 
 
 class Told:
@@ -125,7 +125,7 @@ class Bare:
 
 def test_a_node_that_is_not_there_yet_is_told_and_works_by_duty() -> None:
     made, told = stage(LIMIT, MPS), Told()
-    with upkeep.kept(
+    with node_setup.kept(
         made,
         Bare(),  # type: ignore[arg-type]  # nothing else is asked
         made.plans,
@@ -146,9 +146,9 @@ def test_a_node_that_is_not_there_yet_is_told_and_works_by_duty() -> None:
 
 def test_a_limit_that_is_not_asked_for_is_shown() -> None:
     made = stage(LIMIT, "nodes.pc2.gpus=0", "nodes.pc2.power_limit_w=100")
-    lines = list(upkeep.left_out(made, {}, {}, apply_power_limit=False))
+    lines = list(node_setup.left_out(made, {}, {}, apply_power_limit=False))
     assert lines == ["pc1: power_limit_w 280 is not set; to set it for the length of a run: --apply-power-limit"]
-    (line,) = upkeep.left_out(made, {}, {}, apply_power_limit=True)
+    (line,) = node_setup.left_out(made, {}, {}, apply_power_limit=True)
     assert line == "pc1: power_limit_w 280 is not set: this run uses no card of that PC"
 
 
@@ -157,9 +157,9 @@ _WORKER = """
 import json, os, sys
 from dataclasses import replace
 from orchestrator.cluster import actor
-from orchestrator.config import load_config
-from orchestrator.placement import Ground, plan_slots
-from workers import mps
+from orchestrator.config.load import load_config
+from orchestrator.core.placement import Ground, plan_slots
+from workers.node_agent import mps
 
 actor._DAEMON_S = 0.2
 pipes, share, limit = json.loads(sys.argv[2])

@@ -12,11 +12,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from workers.messages import FailureKind, MemorySettings, Scalar, WorkloadSpec
-from workers.policy.adaptive import AdaptivePolicy, AdaptiveState
+from workers.policy.adaptive.policy import AdaptivePolicy, AdaptiveState
 from workers.policy.base import Decision, Emergency, Event, Growth, Pressure, Release, Run, StepOk, StepOom
-from workers.policy.footprint import Learned
 from workers.policy.registry import make_policy
+from workers.settings import FailureKind, Learned, MemorySettings, Scalar, WorkloadSpec
 
 MIB = 2**20
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.policy.bounds import Bounds
-from workers.policy.bracket import Bracket, allowed, ended_well, forgiven, ran_out, rested, started_at
+from workers.policy.adaptive.bounds import Bounds
+from workers.policy.adaptive.size_bounds import Bracket, allowed, ended_well, forgiven, ran_out, rested, started_at
 
 BOUNDS = Bounds(largest=10_000)
 LONG_S = 1000.0

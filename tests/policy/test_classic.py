@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from workers.messages import FailureKind, MemorySettings, WorkloadSpec
 from workers.policy.base import Decision, Emergency, Event, Growth, Pressure, Release, Run, StepOk, StepOom
 from workers.policy.classic import (
     GOOD_STEPS_PER_RETRY,
@@ -17,6 +16,7 @@ from workers.policy.classic import (
     ClassicState,
 )
 from workers.policy.registry import make_policy
+from workers.settings import FailureKind, MemorySettings, WorkloadSpec
 
 GUIDE = MemorySettings(
     first_fraction=0.20,

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from workers.messages import FailureKind, MemorySettings, WorkloadSpec
 from workers.policy.base import Decision, Emergency, Event, Pressure, Release, Run, StepOk, StepOom
 from workers.policy.classic import MAX_FAILURES, PRESSURES_PER_BLIND_TRY, ClassicPolicy, ClassicState
+from workers.settings import FailureKind, MemorySettings, WorkloadSpec
 
 memory_settings = st.builds(
     MemorySettings,

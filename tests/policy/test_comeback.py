@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from workers.sizing import AdaptiveSize
+from workers.resilience.adaptive_size import AdaptiveSize
 
 _MIB = 1 << 20
 _LARGEST = 2450

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.policy.footprint import Footprint, Learned, first_footprint, footprint_of, measured
-from workers.policy.places import Place, largest_fitting, place_at, placed, without
+from workers.policy.adaptive.footprint import Footprint, first_footprint, footprint_of, measured
+from workers.policy.adaptive.peak_samples import Place, largest_fitting, place_at, placed, without
+from workers.settings import Learned
 
 MIB = 2.0**20
 FIXED, UNIT = 400 * MIB, 2 * MIB

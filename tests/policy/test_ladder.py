@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.messages import MemorySettings, WorkloadSpec
+from workers.policy.adaptive.ladder import TILE, Ladder, ladder_of
 from workers.policy.base import Growth, Run
-from workers.policy.ladder import TILE, Ladder, ladder_of
+from workers.settings import MemorySettings, WorkloadSpec
 
 MIB = 2**20
 

@@ -11,7 +11,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.policy.level import Level, doubted, sampled, trusted
+from workers.policy.adaptive.free_memory import Level, doubted, sampled, trusted
 
 GIB = 2.0**30
 

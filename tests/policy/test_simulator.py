@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 
+from workers.units import GIB
+
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from benches.policy_courses import COURSES  # noqa: E402 - the scripts are in no package
 from benches.policy_rules import RULES, Accelerate, Aimd, Guide, Toma  # noqa: E402
-from benches.policy_workload import BLOCK_BYTES, GIB, HALF_SPEED_ITEMS, LARGEST, World, world_of  # noqa: E402
+from benches.policy_workload import BLOCK_BYTES, HALF_SPEED_ITEMS, LARGEST, World, world_of  # noqa: E402
 from benches.policy_world import BLIND, EXACT, FAILURE_S, IDLE_S, PEAK, REAL, Outcome, Rule, Signal, play, worlds  # noqa: E402
 
 Clock = Callable[[], float]

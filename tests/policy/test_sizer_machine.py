@@ -20,12 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from workers.policy import bracket as brackets
-from workers.policy import sizer
-from workers.policy.bounds import Bounds
-from workers.policy.footprint import Learned
-from workers.policy.sizer import Asked, Event, Failed, Sizer, Succeeded
-from workers.sizing import AdaptiveSize
+from workers.policy.adaptive import size_bounds as brackets
+from workers.policy.adaptive import sizer
+from workers.policy.adaptive.bounds import Bounds
+from workers.policy.adaptive.sizer import Asked, Event, Failed, Sizer, Succeeded
+from workers.resilience.adaptive_size import AdaptiveSize
+from workers.settings import Learned
 
 EXAMPLES: Final = int(os.environ.get("SIZER_EXAMPLES", "1"))
 

@@ -13,13 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from workers.units import GIB
+
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from benches.policy_workload import GIB, ITEM_BYTES, LARGEST, WOBBLE, World, world_of  # noqa: E402 - in no package
+from benches.policy_workload import ITEM_BYTES, LARGEST, WOBBLE, World, world_of  # noqa: E402
 from benches.policy_world import BLIND, EXACT, REAL, Signal, play, worlds  # noqa: E402
 
-from workers.sizing import AdaptiveSize, Learned  # noqa: E402
+from workers.resilience.adaptive_size import AdaptiveSize, Learned  # noqa: E402
 
 #: Numbers that nobody tuned on.
 SEEDS = {"precious": range(9000, 9007), "saturating": range(9000, 9002)}

@@ -10,16 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.policy.thermal import (
-    SensorsRead,
-    ThermalBand,
-    ThermalDecision,
-    ThermalGovernor,
-    ThermalSettings,
-    ThermalState,
-)
-from workers.policy.thermal_alarms import CALM_S, LOST, SLOW_MEMORY, BandwidthMeasured
+from workers.policy.thermal.alarms import CALM_S, LOST, SLOW_MEMORY, BandwidthMeasured
+from workers.policy.thermal.governor import SensorsRead, ThermalBand, ThermalDecision, ThermalGovernor, ThermalState
 from workers.readings import THROTTLE_ALARMS, SensorReading, Throttle
+from workers.settings import ThermalSettings
 
 SHIPPED = ThermalSettings()
 ALARM_BITS = tuple(bit for bit in Throttle if bit & THROTTLE_ALARMS)

@@ -14,17 +14,18 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from workers.fake_nvml.library import FakeSensors
-from workers.fake_nvml.prepare import prepare
+from workers.nvml.fake.prepare import prepare
+from workers.settings import FakeSensors
 
 #: Does steps one after the other in a process of its own, and prints what each reading and answer was.
 CHILD = """
 import json, sys
 from dataclasses import asdict
 import pynvml
-from workers import sensors
-from workers.fake_nvml.library import FakeSensors, load
-from workers.sampler import open_sampler
+from workers.nvml import queries
+from workers.nvml.fake.library import load
+from workers.settings import FakeSensors
+from workers.nvml.sampler import open_sampler
 
 sampler, told = None, []
 for verb, argument in json.loads(sys.argv[1]):
@@ -42,9 +43,9 @@ for verb, argument in json.loads(sys.argv[1]):
         except pynvml.NVMLError as error:
             told.append(str(error))
     elif verb == "cards":
-        told.append([asdict(card) for card in sensors.cards()])
+        told.append([asdict(card) for card in queries.cards()])
     elif verb == "once":
-        questions = (sensors.card_used_bytes, sensors.process_used_bytes, sensors.driver_version)
+        questions = (queries.card_used_bytes, queries.process_used_bytes, queries.driver_version)
         told.append([question(argument) for question in questions])
 print(json.dumps(told))
 """

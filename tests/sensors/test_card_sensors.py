@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from workers.card_sensors import RARELY_S, REOPEN_S
-from workers.fake_nvml.library import FakeSensors
-from workers.fake_nvml.script import ANSWERS, read_script
+from workers.nvml.card_sensors import RARELY_S, REOPEN_S
+from workers.nvml.fake.script import ANSWERS, read_script
 from workers.readings import THROTTLE_ALARMS, SensorReading, Throttle
+from workers.settings import FakeSensors
 
 UUID = "GPU-0000a100-0000-4000-8000-000000000001"
 

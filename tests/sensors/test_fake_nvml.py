@@ -13,16 +13,18 @@ from typing import Any
 
 import pytest
 
-from workers.fake_nvml.build import NoCompilerError, build
-from workers.fake_nvml.library import FakeSensors, FakeSensorsError
-from workers.fake_nvml.prepare import prepare
-from workers.fake_nvml.script import read_script
+from workers.nvml.fake.build import NoCompilerError, build
+from workers.nvml.fake.library import FakeSensorsError
+from workers.nvml.fake.prepare import prepare
+from workers.nvml.fake.script import read_script
+from workers.settings import FakeSensors
 
 CARD: dict[str, Any] = {"name": "NVIDIA GeForce RTX 3070", "uuid": "GPU-1", "total_bytes": 8_232_108_032}
 
 LOAD = """
 import ctypes, json, sys
-from workers.fake_nvml.library import FakeSensors, load
+from workers.nvml.fake.library import load
+from workers.settings import FakeSensors
 *libraries, fake = json.loads(sys.argv[1])
 for library in libraries:
     ctypes.CDLL(library)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from workers.nvml.sampler import Sampler, ThrottleWindow, open_sampler, package_reading
 from workers.readings import THROTTLE_ALARMS, SensorReading, Throttle
-from workers.sampler import Sampler, ThrottleWindow, open_sampler, package_reading
 
 
 class Thermometer:

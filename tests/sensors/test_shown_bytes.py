@@ -9,20 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from workers.fake_nvml.prepare import prepare
+from workers.nvml.fake.prepare import prepare
 
 MIB = 2**20
 
 ASK = """
 import json, sys
-from orchestrator import hardware
-from workers import sensors
-from workers.fake_nvml.library import FakeSensors, load
+from orchestrator.cluster import local_gpus
+from workers.nvml import queries
+from workers.nvml.fake.library import load
+from workers.settings import FakeSensors
 
 load(FakeSensors(library_path=sys.argv[1], script_path=sys.argv[2]))
 print(json.dumps([
-    sensors.cards()[0].total_bytes, hardware.cards()[0].total_bytes,
-    sensors.card_used_bytes("0"), sensors.card_free_bytes("0"),
+    queries.cards()[0].total_bytes, local_gpus.cards()[0].total_bytes,
+    queries.card_used_bytes("0"), queries.card_free_bytes("0"),
 ]))
 """
 

@@ -21,13 +21,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.cluster.janitor import start_time
+from orchestrator.cluster.orphan_reaper import start_time
 from orchestrator.errors import ArchiveError, NothingStoredError, UsageError
-from orchestrator.head_process import head_of
-from orchestrator.resume import stage_of
+from orchestrator.run.resume import stage_of
 from orchestrator.watch import archive, opening
 from orchestrator.watch.archive import read_events, read_run
 from orchestrator.watch.folders import find_run, list_runs, summary_of
+from orchestrator.watch.head_process import head_of
 from orchestrator.watch.records import STORE_NAME, RunFacts, SlotRecord
 from orchestrator.watch.store import RunStore
 from workers.messages import WorkerState
@@ -59,7 +59,7 @@ import os, sys, time
 from dataclasses import replace
 from pathlib import Path
 sys.path.insert(0, "tests")
-from orchestrator.cluster.janitor import start_time
+from orchestrator.cluster.orphan_reaper import start_time
 from orchestrator.watch.records import RunFacts
 from orchestrator.watch.store import RunStore
 import socket

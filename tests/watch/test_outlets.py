@@ -6,7 +6,7 @@ import sqlite3
 from pathlib import Path
 
 from orchestrator.watch.events import EventLog
-from orchestrator.watch.outlets import Outlets
+from orchestrator.watch.sinks import Outlets
 from orchestrator.watch.store import RunStore
 from tests.watch.conftest import RowMaker, SnapshotMaker
 

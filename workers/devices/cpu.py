@@ -25,11 +25,12 @@ from typing import TypeVar
 import psutil
 import torch
 
-from workers.devices.alone import alone_on
 from workers.devices.emergency import EmergencyProduct
+from workers.devices.init_lock import alone_on
 from workers.devices.threads import threads_for
 from workers.errors import MisfitError
-from workers.messages import DeviceInfo, MemoryInfo, WorkerSpec
+from workers.messages import DeviceInfo, MemoryInfo
+from workers.settings import WorkerSpec
 
 T = TypeVar("T")
 

@@ -16,12 +16,13 @@ from typing import TypeVar
 
 import torch
 
-from workers import sensors
-from workers.devices.alone import alone_on
 from workers.devices.emergency import EmergencyProduct
+from workers.devices.init_lock import alone_on
 from workers.devices.threads import threads_for
 from workers.errors import MisfitError
-from workers.messages import DeviceInfo, MemoryInfo, WorkerSpec
+from workers.messages import DeviceInfo, MemoryInfo
+from workers.nvml import queries
+from workers.settings import WorkerSpec
 from workers.verification import repeat
 from workers.verification.freivalds import freivalds, least_scratch
 
@@ -69,7 +70,7 @@ class CudaDevice:
                 f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}); {_why_no_card()}"
             )
         self.torch_device = torch.device("cuda", 0)
-        card = sensors.visible_card()
+        card = queries.visible_card()
         self.torch_dtype = _DTYPES[spec.workload.dtype]
         _compute_as_named(spec.workload.dtype)
         threads = threads_for(spec.workers_on_host)
@@ -78,7 +79,7 @@ class CudaDevice:
         # Where the driver does not tell memory per process (WSL2, containers), the context is the growth of the card's
         # use; without the lock seven workers that start together would charge each other.
         with alone_on(card):
-            used_before_bytes = sensors.card_used_bytes(card)
+            used_before_bytes = queries.card_used_bytes(card)
             properties = torch.cuda.get_device_properties(self.torch_device)
             self._total_bytes = int(properties.total_memory)
             _check_card(spec, self._total_bytes, properties.name)
@@ -110,7 +111,7 @@ class CudaDevice:
             pid=os.getpid(),
             hostname=socket.gethostname(),
             torch_version=str(torch.__version__),  # its own type would make the head load torch
-            driver=sensors.driver_version(card),
+            driver=queries.driver_version(card),
         )
 
     def enforced(self) -> AbstractContextManager[None]:
@@ -209,12 +210,12 @@ class CudaDevice:
         the driver is asked too, and the smaller one counts.
         """
         free_bytes = torch.cuda.mem_get_info(self.torch_device)[0]
-        on_card_bytes = sensors.card_free_bytes(self._card) if _MPS_LIMIT in os.environ else None
+        on_card_bytes = queries.card_free_bytes(self._card) if _MPS_LIMIT in os.environ else None
         return free_bytes if on_card_bytes is None else min(free_bytes, on_card_bytes)
 
     def _used_on_card_bytes(self, total_bytes: int) -> int:
         """Return what anybody uses of the card; see `_free_on_card_bytes` for why not always by CUDA."""
-        used_bytes = sensors.card_used_bytes(self._card) if _MPS_LIMIT in os.environ else None
+        used_bytes = queries.card_used_bytes(self._card) if _MPS_LIMIT in os.environ else None
         return total_bytes - torch.cuda.mem_get_info(self.torch_device)[0] if used_bytes is None else used_bytes
 
     def _obtainable(self, stats: Mapping[str, int], free_on_card_bytes: int) -> int:
@@ -285,10 +286,10 @@ def _check_card(spec: WorkerSpec, total_bytes: int, name: str) -> None:
 def _context_bytes(card: str, used_before_bytes: int | None) -> tuple[int, str]:
     """What this process holds on the card outside torch's allocator, and how that is known."""
     reserved = torch.cuda.memory_reserved()
-    own = sensors.process_used_bytes(card)
+    own = queries.process_used_bytes(card)
     if own is not None and own > reserved:
         return own - reserved, "measured: NVML, this process"
-    used_now = sensors.card_used_bytes(card)
+    used_now = queries.card_used_bytes(card)
     if used_now is not None and used_before_bytes is not None:
         grown = used_now - used_before_bytes - reserved
         # Others may take or free memory meanwhile, workers that were opened before among them.

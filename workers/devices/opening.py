@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from workers.devices.base import Device
 from workers.errors import MisfitError
-from workers.messages import WorkerSpec
+from workers.settings import WorkerSpec
 
 
 def open_device(spec: WorkerSpec) -> Device:

@@ -19,8 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
-from workers.messages import FailureKind, Scalar
-from workers.policy.footprint import Learned
+from workers.settings import FailureKind, Learned, Scalar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

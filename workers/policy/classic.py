@@ -34,9 +34,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Final, assert_never
 
-from workers.messages import MemorySettings, Scalar, WorkloadSpec
 from workers.policy.base import Decision, Emergency, Event, Pressure, Release, Run, StepOk, StepOom
-from workers.policy.footprint import Learned
+from workers.settings import Learned, MemorySettings, Scalar, WorkloadSpec
+from workers.units import MIB
 
 #: Good steps between two retries at the same size. The guide promises a success rate of about 95 %: one forgiven
 #: failure in 20 attempts keeps that promise, more would not.
@@ -48,8 +48,6 @@ PRESSURES_PER_BLIND_TRY: Final = 10
 #: No sensible setting needs as many failures to reach the floor; the guide's own reach it after 8. It bounds the
 #: search for the floor when a setting never shrinks (`size_decay` 1, `batch_step` 0).
 MAX_FAILURES: Final = 1_000_000
-
-_MIB: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,9 +180,9 @@ class ClassicPolicy:
         return state, self._emergency(event.free_bytes, needed_bytes)
 
     def _emergency(self, free_bytes: int, needed_bytes: int | None) -> Emergency:
-        need = "" if needed_bytes is None else f", it needs {needed_bytes / _MIB:.1f} MiB"
+        need = "" if needed_bytes is None else f", it needs {needed_bytes / MIB:.1f} MiB"
         floor = f"size {self._floor.size} batch {self._floor.batch}"
-        return Emergency(reason=f"out of memory at the smallest step ({floor}{need}), {free_bytes / _MIB:.1f} MiB free")
+        return Emergency(reason=f"out of memory at the smallest step ({floor}{need}), {free_bytes / MIB:.1f} MiB free")
 
     def _step_after(self, failures: int) -> Run:
         """Apply the guide's formulas, techniques 7 and 9."""

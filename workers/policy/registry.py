@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
-from workers.messages import MemorySettings, WorkloadSpec
-from workers.policy.adaptive import AdaptivePolicy
+from workers.policy.adaptive.policy import AdaptivePolicy
 from workers.policy.base import Growth, Policy
 from workers.policy.classic import ClassicPolicy
+from workers.settings import MemorySettings, WorkloadSpec
 
 # Each policy has a state type of its own, and whoever holds one only hands it back: hence Any.
 PolicyFactory: TypeAlias = Callable[[MemorySettings, WorkloadSpec, Growth], Policy[Any]]

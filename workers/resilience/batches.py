@@ -1,6 +1,6 @@
 """What is asked of a function that takes a batch size, and what its user is told: options, retries, the final error.
 
-Covers values and their checks alone. What becomes of them is in `workers.resilience.attempts`.
+Covers values and their checks alone. What becomes of them is in `workers.resilience.retry`.
 """
 
 from __future__ import annotations

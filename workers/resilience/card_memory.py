@@ -2,7 +2,8 @@
 
 Covers torch's allocator on the current device, from the moment CUDA is initialised in this process; before that and on
 a CPU there is nothing to tell, and all of it is `None`. Never loads torch and never initialises CUDA, so it costs
-nothing to those who use neither. Sets no cap (`workers.devices` does) and chooses no size (`workers.sizing` does).
+nothing to those who use neither. Sets no cap (`workers.devices` does) and chooses no size
+(`workers.resilience.adaptive_size` does).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from types import ModuleType, TracebackType
 
 from workers import oom
-from workers.messages import FailureKind
+from workers.settings import FailureKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

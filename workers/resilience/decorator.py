@@ -8,9 +8,9 @@
 The calling convention is that of accelerate's `find_executable_batch_size`.
 
 Covers the decorator and the types of what it returns. What it can be put on is in `calling.py`, the course of a call in
-`attempts.py`, the choice of a size in `workers.sizing`. Does not cover a loop that keeps its own hands on the batch
-size: that uses `AdaptiveSize` directly. Caps no memory, loads neither torch nor ray, and works for whatever
-raises an out-of-memory of Python's or torch's.
+`retry.py`, the choice of a size in `workers.resilience.adaptive_size`. Does not cover a loop that keeps its own
+hands on the batch size: that uses `AdaptiveSize` directly. Caps no memory, loads neither torch nor ray, and works for
+whatever raises an out-of-memory of Python's or torch's.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
-from workers.limits import workload_fingerprint
-from workers.resilience.attempts import Attempts
+from workers.learned_limits.limits import workload_fingerprint
 from workers.resilience.batches import OutOfBatchError, Retry, Rules
 from workers.resilience.calling import name_of, refuse_what_cannot_be_repeated, shape_of
+from workers.resilience.retry import Attempts
 
 __all__ = ["OutOfBatchError", "Resilient", "ResilientMethod", "Retry", "resilient"]
 
@@ -150,7 +150,7 @@ def resilient(
         max_wait_s: How long one call waits in all, for that or for memory that others hold. When it is over, the
             smallest size is tried once, whatever the outlook.
         remember: Begin with what an earlier run learned, and keep what this one learns, in this user's store
-            (`workers.limit_store`), under the function's name and source, or under this text.
+            (`workers.learned_limits.store`), under the function's name and source, or under this text.
         on_retry: Is told of each failed attempt, when the next one begins. What it raises ends the call.
 
     Returns:

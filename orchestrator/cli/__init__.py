@@ -1,0 +1,1 @@
+"""The verbs: arguments in, exit code out."""

@@ -1,0 +1,117 @@
+"""The verb `init`: looks at this machine, or at every node of the running cluster, and writes a cluster.yaml.
+
+Does not choose (`config.template` does) and starts nothing. A file that is there stays, unless the user says otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+
+from orchestrator.cluster.connect import connected, head_address
+from orchestrator.config.load import config_from_text
+from orchestrator.config.template import NodeChoice, choose, render
+from orchestrator.core.node_facts import NodeAnswer
+from orchestrator.errors import NoClusterError, UsageError, one_line
+from orchestrator.run.stdio import own_screen
+from workers.host.machine import look_around
+
+#: What a machine is called that nobody has named; the README's word for the first PC.
+_FIRST_NAME = "pc1"
+
+#: As `config.NodeName` has it: of Ray's labels, those that may be a key under `nodes:`.
+_NODE_NAME = re.compile(r"[a-z0-9](?:[a-z0-9_.-]{0,61}[a-z0-9])?")
+
+
+def write_config(output: str, *, force: bool) -> Iterator[str]:
+    """Write a configuration to `output` and yield what to tell the user.
+
+    Args:
+        output: The file.
+        force: Replace it if it is there.
+
+    Raises:
+        UsageError: It is there, or cannot be written; or no node of the cluster can be used.
+    """
+    path = Path(output)
+    if path.exists() and not force:
+        raise UsageError(f"{output} is there already; --force replaces it, --output FILE writes to another place")
+    nodes, port, remarks = _nodes()
+    text = render(template(), nodes, port)
+    config = config_from_text(text, output)
+    _write(path, text, force=force)
+    yield from remarks
+    for name, choice in nodes.items():
+        yield one_line(f"{name}: {choice.summary}")
+    yield f"written to {output}; every key in it is explained there"
+    again = "" if output == "cluster.yaml" else f" --config {output}"
+    yield f"see what it means:  python -m orchestrator plan{again}"
+    if any(node.gpus for node in config.nodes.values()):
+        yield f"start this PC:      python -m orchestrator up {config.head_node}{again}"
+    else:
+        yield f"try it here:        python -m orchestrator run --rehearse --duration 1{again}"
+
+
+def template() -> str:
+    """Return the cluster.yaml that comes with the program; the one in the user's folder may have been changed."""
+    return resources.files("orchestrator").joinpath("cluster.yaml").read_text(encoding="utf-8")
+
+
+def _nodes() -> tuple[dict[str, NodeChoice], int | None, list[str]]:
+    """Return a choice for each node of the running cluster and its port, or one for this machine; and remarks."""
+    try:
+        address = head_address("auto")
+    except NoClusterError as error:
+        return _this_machine(), None, [f"{error}: the file is for this machine alone"]
+    try:
+        with own_screen(None), connected(address, "token"):
+            from orchestrator.cluster.inventory import survey  # noqa: PLC0415 - imports ray
+
+            answers = survey()
+    except NoClusterError as error:
+        return _this_machine(), None, [one_line(f"{error}: the file is for this machine alone")]
+    # The first node of the file is the head.
+    is_head, _, port = address.rpartition(":")
+    answers = tuple(sorted(answers, key=lambda answer: answer.address != is_head))
+    remarks = [one_line(text) for answer in answers if (text := _why_left_out(answer)) is not None]
+    nodes = {
+        answer.name: choose(answer.facts, host=answer.address if len(answers) > 1 else None)
+        for answer in answers
+        if answer.name is not None and answer.facts is not None and _why_left_out(answer) is None
+    }
+    if not nodes:
+        raise UsageError("\n".join(["no node of the cluster can be used:", *remarks]))
+    return nodes, int(port), remarks
+
+
+def _this_machine() -> dict[str, NodeChoice]:
+    return {_FIRST_NAME: choose(look_around())}
+
+
+def _why_left_out(answer: NodeAnswer) -> str | None:
+    if answer.name is None:
+        return f"left out: the node at {answer.address} has no label (ray start --labels=node=NAME)"
+    if not _NODE_NAME.fullmatch(answer.name):
+        return f"left out: the label node={answer.name} is no name for cluster.yaml: a-z, 0-9, - _ . only"
+    if answer.facts is None:
+        return f"left out: {answer.name} gave no answer: {answer.error or 'no reason given'}"
+    return None
+
+
+def _write(path: Path, text: str, *, force: bool) -> None:
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        if force:
+            fresh.write_text(text, encoding="utf-8")
+            fresh.replace(path)  # whoever reads it meanwhile sees the old file or the new one
+            return
+        with path.open("x", encoding="utf-8") as file:  # somebody else may have made it meanwhile
+            file.write(text)
+    except FileExistsError:
+        raise UsageError(f"{path} is there already; --force replaces it") from None
+    except OSError as error:
+        fresh.unlink(missing_ok=True)
+        raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None

@@ -1,0 +1,77 @@
+"""One command line from its arguments to its exit code; the only place that exits.
+
+Covers how errors reach the user, in words or as JSON. Does not know the verbs (`app.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+import typer
+
+from orchestrator.cli.app import app
+from orchestrator.errors import OrchestratorError, one_line
+from orchestrator.watch.summary import failure_dict, summary_text
+
+#: Base of what typer raises for a bad command line: click's ClickException, or that of the copy newer typers carry.
+_BadCommandLine: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+
+def main() -> NoReturn:
+    """Run the command line and exit."""
+    wants_json = "--json" in sys.argv[1:]
+    try:
+        code = _invoke()
+    except OrchestratorError as error:
+        _fail(str(error), error.exit_code, wants_json=wants_json)
+    except _BadCommandLine as error:
+        if wants_json:
+            _fail(error.format_message(), error.exit_code, wants_json=True)
+        error.show()
+        _exit(error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("interrupted", 130, wants_json=wants_json)
+    except BrokenPipeError:
+        # The reader of our output went away; there is nobody left to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        _exit(1)
+    except Exception as error:  # noqa: BLE001 - a bug of ours; what was started is already torn down
+        traceback.print_exc()
+        _fail(f"internal error, please report it: {type(error).__name__}: {error}", 1, wants_json=wants_json)
+    _exit(code)
+
+
+def _invoke() -> int:
+    """Do what the arguments say. Not by calling `app`: that turns Ctrl-C into a silent exit code of 130."""
+    program = Path(sys.argv[0]).name
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context(
+            "python -m orchestrator" if program == "__main__.py" else program, sys.argv[1:]
+        ) as ctx:
+            command.invoke(ctx)
+    except typer.Exit as exit_:
+        return int(exit_.exit_code)
+    return 0
+
+
+def _fail(message: str, code: int, *, wants_json: bool) -> NoReturn:
+    if wants_json:
+        outcome = "interrupted" if code == 130 else "failed"
+        # JSON is UTF-8 whatever the terminal is; what no Unicode can hold becomes \\udcXX, a valid escape in it.
+        sys.stdout.buffer.write(
+            (summary_text(failure_dict(message, code, outcome)) + "\n").encode("utf-8", "backslashreplace")
+        )
+    else:
+        # What was typed, or said by a foreign head, may be in it: nothing may steer the terminal.
+        print("\n".join(one_line(line) for line in message.split("\n")), file=sys.stderr)  # noqa: T201 - the terminal
+    _exit(code)
+
+
+def _exit(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.exit(code)

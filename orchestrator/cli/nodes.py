@@ -1,0 +1,142 @@
+"""What `up` and `stop` do on this PC: find the head's address, start a node, end what these commands started.
+
+Processes are found by what marks them as ours (the run folder's process id, the environment that `up` sets) and
+ended by process id. Does not touch any other Ray on the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from orchestrator.config.schema import Config
+from orchestrator.core.node_commands import NODE_MARK, NodeCommand, node_command
+from orchestrator.errors import UsageError
+from orchestrator.watch.head_process import NOTE_NAME, head_of
+
+#: How long processes get to end by themselves before they are killed.
+_GRACE_S = 10.0
+
+
+def command_for(config: Config, node: str, head_address: str | None) -> NodeCommand:
+    """Return what makes `node` part of the cluster, with the head's address filled in.
+
+    The address is what the user says, else `cluster.address`, else the head's `host`, else this PC: `up` is mostly
+    asked on the head for every PC.
+    """
+    address = head_address or (config.cluster.address if config.cluster.address != "auto" else None)
+    address = address or config.nodes[config.head_node].host or _own_address()
+    return node_command(config, node, address if _has_port(address) else f"{address}:{config.cluster.port}")
+
+
+def execute(command: NodeCommand) -> int:
+    """Run the token steps and `ray start`; return its exit status.
+
+    Raises:
+        UsageError: Ray is not installed beside this Python.
+    """
+    # The steps are ours, without anything the user typed but the head's quoted address.
+    for step in command.token_steps:
+        if not step.startswith("#"):
+            done = subprocess.run(["/bin/sh", "-c", step], env=_path_with_ray(), check=False)  # noqa: S603
+            if done.returncode != 0:
+                return done.returncode
+    ray = shutil.which(command.argv[0], path=_path_with_ray()["PATH"])
+    if ray is None:
+        raise UsageError("the command `ray` is not installed beside this Python; install ray, then try again")
+    environment = {**_path_with_ray(), **command.environment}
+    return subprocess.run([ray, *command.argv[1:]], env=environment, check=False).returncode  # noqa: S603
+
+
+def stop_runs(run_dir: str) -> Iterator[str]:
+    """Ask every run under way in `run_dir` to end, as Ctrl-C would; yield a line for each."""
+    found = False
+    for note in sorted(Path(run_dir).glob(f"*/{NOTE_NAME}")):
+        process = head_of(note.parent)
+        if process is None:
+            continue
+        found = True
+        try:
+            process.send_signal(signal.SIGINT)
+        except psutil.Error as error:
+            yield f"run {note.parent.name} cannot be asked to end: {error}"
+        else:
+            yield f"asked run {note.parent.name} (process {process.pid}) to end"
+    if not found:
+        yield f"no run is under way in {run_dir}"
+
+
+def stop_node(node: str) -> Iterator[str]:
+    """End the Ray processes on this PC that `up NODE` started, with their children; yield a line for each."""
+    marked = [process for process in psutil.process_iter() if _is_marked(process, node)]
+    family = {child for process in marked for child in _with_children(process)}
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        alive = [process for process in family if not _has_ended(process)]
+        for process in alive:
+            _signal(process, number)
+        _await_end(alive)
+    yield f"ended {len(family)} processes of node {node}" if family else f"no process of node {node} runs here"
+
+
+def _is_marked(process: psutil.Process, node: str) -> bool:
+    try:
+        return process.environ().get(NODE_MARK) == node and process.pid != os.getpid()
+    except psutil.Error:
+        return False  # another user's, or gone
+
+
+def _with_children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return [process, *process.children(recursive=True)]
+    except psutil.Error:
+        return [process]
+
+
+def _await_end(processes: list[psutil.Process]) -> None:
+    deadline_s = time.monotonic() + _GRACE_S
+    while time.monotonic() < deadline_s and not all(_has_ended(process) for process in processes):
+        time.sleep(0.05)
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    """Say whether it is gone, or only waits for its parent to take note (in a container often nobody does)."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return True
+
+
+def _signal(process: psutil.Process, number: int) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.Error:
+        return  # it ended by itself
+
+
+def _path_with_ray() -> dict[str, str]:
+    """This environment, with the folder of this Python's scripts first."""
+    scripts = str(Path(sys.executable).parent)
+    return {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ.get('PATH', '')}"}
+
+
+def _has_port(address: str) -> bool:
+    return address.rpartition(":")[2].isdigit() and ":" in address
+
+
+def _own_address() -> str:
+    """The address other PCs of the LAN reach this one by. No packet is sent: connecting UDP only picks a route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("198.51.100.1", 9))  # TEST-NET-2 (RFC 5737): nobody's address
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"

@@ -1,0 +1,106 @@
+"""What `plan` shows: where each worker will go and what it may use, with the sums of each card. No Ray, no device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from orchestrator.config.schema import Config
+from orchestrator.core.budget import NodeBudget, node_budget
+from orchestrator.watch.cells import aligned
+from workers.units import GIB
+
+#: Beside an RTX 3090 or 3070 a CUDA context takes about this much (pytorch #20532, #107667); the worker measures it.
+_USUAL_CONTEXT_BYTES = 300 * 2**20
+
+_HEADINGS = ("worker", "card", "GPU fraction", "CPUs", "threads", "budget", "cap about", "duty", "size", "batch")
+_WORDS = {"worker", "card"}
+
+
+def plan_json(config: Config) -> str:
+    """Return the plan as one JSON object."""
+    nodes = [_node(budget, config) for budget in _budgets(config)]
+    return json.dumps({"schema": 1, "compute_share_mode": config.compute_share_mode, "nodes": nodes}, indent=2)
+
+
+def plan_text(config: Config) -> str:
+    """Return the plan as a table for people."""
+    rows: list[tuple[str, ...]] = [_HEADINGS]
+    sums: list[str] = []
+    for budget in _budgets(config):
+        rows += _rows(budget, config.nodes[budget.node].gpu)
+        sums.append(_sum_line(budget))
+    note = "The cap is the budget less the CUDA context, about 0.3 GiB; each worker measures its own."
+    return "\n".join([*aligned(rows, _WORDS), "", *sums, note])
+
+
+def _rows(budget: NodeBudget, gpu: str) -> Iterator[tuple[str, ...]]:
+    for index in range(budget.workers):
+        yield (
+            f"{budget.node}/{index}",
+            f"{gpu} #{index // budget.workers_per_card}" if budget.gpus else "CPU",
+            f"{budget.gpu_fraction:.4f}",
+            str(budget.cpus_per_worker),
+            f"cores/{budget.workers}",
+            f"{budget.budget_bytes / GIB:.2f} GiB",
+            f"{_cap_about(budget) / GIB:.2f} GiB",
+            "–" if budget.duty is None else f"{budget.duty:.0%}",  # noqa: RUF001 - the sign for an unknown value
+            str(budget.size),
+            str(budget.batch),
+        )
+
+
+def _budgets(config: Config) -> list[NodeBudget]:
+    return [node_budget(name, node, config) for name, node in config.nodes.items()]
+
+
+def _cap_about(budget: NodeBudget) -> int:
+    return max(0, budget.budget_bytes - (_USUAL_CONTEXT_BYTES if budget.gpus else 0))
+
+
+def _sum_line(budget: NodeBudget) -> str:
+    each = f"{budget.workers_per_card} x {budget.budget_bytes / GIB:.2f} GiB = {budget.card_budget_bytes / GIB:.2f} GiB"
+    share = budget.workers_per_card * budget.gpu_fraction
+    holder = "a card holds" if budget.gpus else "its memory holds"
+    words = [f"{budget.node}: {budget.workers} workers, {budget.cpus_total} CPUs, {holder} {each}"]
+    if budget.card_allowed_bytes is not None and budget.card_total_bytes is not None:
+        words.append(
+            f"of {budget.card_allowed_bytes / GIB:.2f} GiB allowed ({budget.card_total_bytes / GIB:.2f} GiB shown)"
+        )
+    if budget.gpus:
+        words.append(f"and {share:.4f} of its Ray GPU")
+    if budget.duty is not None and budget.gpus:
+        words.append(f"and {budget.duty * budget.workers_per_card:.0%} duty in sum (turns are shared when over 100%)")
+    return ", ".join(words)
+
+
+def _node(budget: NodeBudget, config: Config) -> dict[str, Any]:
+    workers = [
+        {
+            "slot": f"{budget.node}/{index}",
+            "card": index // budget.workers_per_card if budget.gpus else None,
+            "gpu_fraction": budget.gpu_fraction,
+            "cpus": budget.cpus_per_worker,
+            "threads": None,
+            "budget_bytes": budget.budget_bytes,
+            "cap_bytes": None,
+            "cap_about_bytes": _cap_about(budget),
+            "duty": budget.duty,
+            "size": budget.size,
+            "batch": budget.batch,
+            "dtype": budget.dtype,
+        }
+        for index in range(budget.workers)
+    ]
+    return {
+        "node": budget.node,
+        "gpu": config.nodes[budget.node].gpu,
+        "gpus": budget.gpus,
+        "cpus_total": budget.cpus_total,
+        "workers_per_card": budget.workers_per_card,
+        "card_budget_bytes": budget.card_budget_bytes,
+        "card_allowed_bytes": budget.card_allowed_bytes,
+        "card_total_bytes": budget.card_total_bytes,
+        "workers": workers,
+    }

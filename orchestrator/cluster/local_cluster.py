@@ -1,0 +1,138 @@
+"""A cluster of raylets on this machine, private to this run: real Ray, real labels, nothing shared, nothing left.
+
+Each node of the configuration becomes a raylet with its label and the CPUs and GPUs it declares. All of it lives
+below one temporary folder, so another Ray of the same user is neither seen nor touched. What is ended at the end are
+descendants of this process, by process id. Uses Ray's own `Node`, as `ray start` does: the command line would also
+start a dashboard, an autoscaler and a client server, and write down this cluster as the user's current one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+from orchestrator.cluster import auth, orphan_reaper
+from orchestrator.cluster.connect import driver
+from orchestrator.cluster.raylets import RayletPlan, Raylets
+from orchestrator.core.fleet import Fleet
+from orchestrator.errors import NoClusterError
+
+#: Unix socket paths end at 107 bytes, and Ray puts 70 of its own behind its folder.
+_LONGEST_FOLDER = 35
+
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+#: What a rehearsal sets for its processes, and puts back.
+_ENVIRONMENT = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN", "MALLOC_ARENA_MAX")
+
+_START_TIMEOUT_S = 60.0
+_END_TIMEOUT_S = 10.0
+
+
+@contextlib.contextmanager
+def rehearsed(plans: Sequence[RayletPlan]) -> Iterator[Fleet]:
+    """Start the raylets, connect, and tear everything down again whatever happens in between.
+
+    Args:
+        plans: The first becomes the head.
+
+    Raises:
+        NoClusterError: Ray cannot be started here.
+    """
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    _adopt_orphans()
+    folder = Path(tempfile.mkdtemp(prefix="orch-", dir=_short_folder()))
+    saved = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    keeper = _hire_janitor(folder)
+    raylets = Raylets(plans, folder)
+    try:
+        auth.use_private_token(folder)
+        # For workers on the CPU: with one heap for all threads, what a worker releases is really given back, and what
+        # one thread frees another can use (glibc, mallopt(3), M_ARENA_MAX). Too late once a process runs.
+        os.environ.setdefault("MALLOC_ARENA_MAX", "1")
+        for plan in plans:
+            raylets.start(plan.name)
+        with driver(raylets.gcs_address, has_token=True, power=raylets) as fleet:
+            _await_nodes(fleet, {plan.name for plan in plans})
+            yield fleet
+    finally:
+        raylets.end_all()
+        _end_descendants(except_pids={*before, keeper.pid})
+        shutil.rmtree(folder, ignore_errors=True)
+        keeper.communicate("bye\n")
+        _restore(saved)
+
+
+def _hire_janitor(folder: Path) -> subprocess.Popen[str]:
+    """Start what cleans up if this process is killed; out of reach of the terminal's Ctrl-C."""
+    return subprocess.Popen(  # noqa: S603 - our own file, with a folder we made
+        [sys.executable, "-I", orphan_reaper.__file__, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        text=True,
+    )
+
+
+def _descendants(except_pids: set[int]) -> list[psutil.Process]:
+    return [child for child in psutil.Process().children(recursive=True) if child.pid not in except_pids]
+
+
+def _await_nodes(fleet: Fleet, names: set[str]) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while names - {fact.name for fact in fleet.nodes()}:
+        if time.monotonic() > deadline:
+            raise NoClusterError(f"the rehearsal's nodes did not come up in {_START_TIMEOUT_S:.0f} s")
+        time.sleep(0.02)
+
+
+def _short_folder() -> str:
+    usual = tempfile.gettempdir()
+    return usual if len(usual) <= _LONGEST_FOLDER else "/tmp"  # noqa: S108 - mkdtemp makes it private
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of workers whose raylet has died, so that they are found, ended and reaped."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _end_descendants(except_pids: set[int]) -> None:
+    """End every descendant of this process that the rehearsal brought, and reap it."""
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    while time.monotonic() < deadline:
+        alive = _descendants(except_pids)
+        if not alive:
+            return
+        for child in alive:
+            with contextlib.suppress(psutil.Error):
+                if child.status() != psutil.STATUS_ZOMBIE:
+                    child.kill()
+        psutil.wait_procs(alive, timeout=0.2)
+        _reap({child.pid for child in alive})
+
+
+def _reap(pids: set[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError, ProcessLookupError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def _restore(environment: dict[str, str | None]) -> None:
+    for name, value in environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

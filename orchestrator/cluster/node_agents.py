@@ -1,0 +1,122 @@
+"""A guard on every node that needs one, for the length of a run: an actor that reserves nothing, around a process.
+
+The process is detached and tied to the actor by a pipe, so that it undoes everything whatever ends: the run, the head,
+the actor, Ray. Does not know what is done (`workers/node_agent/agent.py` does) nor who needs it
+(`orchestrator/run/node_setup.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from orchestrator.cluster.ray_fleet import NODE_LABEL
+from workers.node_agent.client import Guard, GuardError
+from workers.node_agent.protocol import KeepOrders, KeepOutcome
+
+#: A process that starts, one before it that ends, a daemon that starts: each has its own, shorter patience.
+_OUTCOME_S = 60.0
+_END_S = 15.0
+_LOOK_EVERY_S = 0.25
+
+#: Told of a node whose guard has ended, and of what that said.
+Ended = Callable[[str, tuple[str, ...]], None]
+
+
+class KeeperActor:
+    """Has one guard process as long as it lives itself; Ray starts it again with its node, and it a new guard."""
+
+    def __init__(self, orders: KeepOrders) -> None:
+        self._guard: Guard | None = None
+        try:
+            self._guard = Guard(orders)
+            self._outcome = self._guard.outcome()
+        except (OSError, ValueError, GuardError) as error:
+            self._outcome = failed(orders, str(error))
+
+    def outcome(self) -> KeepOutcome:
+        """Return what was done to the node."""
+        return self._outcome
+
+    def end(self) -> tuple[str, ...]:
+        """Undo it, and return what was put back and what could not be."""
+        return () if self._guard is None else self._guard.end()
+
+
+def failed(orders: KeepOrders, why: str) -> KeepOutcome:
+    """Return the outcome of orders that nobody carried out."""
+    text = f"{orders.node}: {why}"
+    return KeepOutcome(
+        mps_problem=text if orders.mps else None, power_problem=None if orders.power_limit_w is None else text
+    )
+
+
+@contextlib.contextmanager
+def guarded(
+    orders: Mapping[str, KeepOrders], ended: Ended, interrupted: Callable[[], bool]
+) -> Iterator[dict[str, KeepOutcome]]:
+    """Guard the nodes until the end of the block, and yield what was done to each.
+
+    Args:
+        orders: By node; each must be there.
+        ended: Called for each node when its guard has ended, however the block did.
+        interrupted: Whether the user wants to stop; looked at while guards start.
+
+    Raises:
+        KeyboardInterrupt: He does, before every guard has answered.
+    """
+    keeper_class = ray.remote(KeeperActor)
+    actors: dict[str, Any] = {
+        node: keeper_class.options(
+            num_cpus=0, label_selector={NODE_LABEL: node}, max_restarts=-1, max_task_retries=0
+        ).remote(each)
+        for node, each in orders.items()
+    }
+    asked = {node: actor.outcome.remote() for node, actor in actors.items()}
+    try:
+        _await(list(asked.values()), interrupted)
+        yield {node: _outcome(orders[node], ref) for node, ref in asked.items()}
+    finally:
+        # One that has not answered yet would answer this only after that.
+        answered = ray.wait(list(asked.values()), num_returns=len(asked), timeout=0)[0]
+        told = {node: actors[node].end.remote() for node, ref in asked.items() if ref in answered}
+        if told:
+            ray.wait(list(told.values()), num_returns=len(told), timeout=_END_S)
+        for node in actors:
+            ended(node, _sentences(node, told.get(node)))
+        for actor in actors.values():
+            ray.kill(actor, no_restart=True)
+
+
+def _await(asked: list[Any], interrupted: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + _OUTCOME_S
+    while ray.wait(asked, num_returns=len(asked), timeout=_LOOK_EVERY_S)[1] and time.monotonic() < until_s:
+        if interrupted():
+            raise KeyboardInterrupt
+
+
+def _outcome(orders: KeepOrders, ref: Any) -> KeepOutcome:  # noqa: ANN401 - Ray's reference type has no name
+    try:
+        return ray.get(ref, timeout=0)  # type: ignore[no-any-return]  # what `KeeperActor.outcome` returns
+    except GetTimeoutError:
+        return failed(orders, f"nothing came back in {_OUTCOME_S:.0f} s; see what holds it: ray status")
+    except RayError as error:
+        return failed(orders, _last_line(str(error)))
+
+
+def _sentences(node: str, ref: Any | None) -> tuple[str, ...]:  # noqa: ANN401 - Ray's reference type has no name
+    with contextlib.suppress(RayError):
+        if ref is not None:
+            return ray.get(ref, timeout=0)  # type: ignore[no-any-return]  # what `KeeperActor.end` returns
+    # Its guard is told by the pipe.
+    return (f"{node}: cannot be asked what was put back; its guard process does that by itself",)
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "no reason given"

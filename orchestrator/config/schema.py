@@ -1,0 +1,251 @@
+"""cluster.yaml as frozen models, and the checks between keys that one field alone cannot make.
+
+Covers which keys exist, their bounds and defaults, loading and writing back. Does not cover reading the text
+(`yaml_source`, `overrides`), wording the refusals (`validation`) nor the sums (`core.budget`). The reason for
+each number is in the commented cluster.yaml at the root.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from orchestrator.config.duration import VALID_DURATION, parse_duration
+from workers.settings import ThermalSettings
+
+#: A year of seconds would be a typing error for any pause or timeout; a day is the longest that helps.
+_DAY_S = 86_400
+
+#: What `yaml_source.MAX_VALUES` has room for when every key is written out, as `dump_config` does.
+MAX_NODES = 1000
+
+_HOST = r"(?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\])"
+
+Share: TypeAlias = Annotated[float, Field(gt=0, le=1)]
+Seconds: TypeAlias = Annotated[float, Field(gt=0, le=_DAY_S)]
+Gib: TypeAlias = Annotated[float, Field(gt=0, le=4096)]
+#: Edge of a square matrix; beyond 2^20 a single fp16 matrix is 2 TiB.
+Size: TypeAlias = Annotated[int, Field(ge=1, le=1_048_576)]
+Dtype: TypeAlias = Literal["fp32", "tf32", "fp16", "bf16"]
+ComputeShareMode: TypeAlias = Literal["duty", "mps", "none"]
+#: Ends up in Ray labels (which must end in a letter or digit), file names and shell words.
+NodeName: TypeAlias = Annotated[
+    str,
+    Field(
+        pattern=r"^[a-z0-9](?:[a-z0-9_.-]{0,61}[a-z0-9])?$",
+        description="1 to 63 of a-z, 0-9, - _ . that begin and end with a letter or digit",
+    ),
+]
+
+
+def _address(text: str) -> str:
+    if text != "auto" and not 1 <= int(text.rpartition(":")[2]) <= 65_535:
+        raise ValueError(f"{text} has a port that does not exist; valid: a port from 1 to 65535")
+    return text
+
+
+def _printable(text: str) -> str:
+    """Refuse what could steer the terminal that a run tells its folder to: C1 codes and bidi marks too."""
+    if not text.isprintable():
+        raise ValueError("has a character that cannot be printed; valid: a folder, made if it is not there")
+    return text
+
+
+def _duration(value: Any) -> Any:  # noqa: ANN401  # before validation it may be anything
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError(f"this is not a duration; valid: {VALID_DURATION}")  # noqa: TRY004  # pydantic's protocol
+    parse_duration(value)
+    return value
+
+
+def _or_off(value: Any) -> Any:  # noqa: ANN401  # before validation it may be anything
+    """Read `off` as nothing; YAML 1.1 has made a false of it already, unless it stands in quotes."""
+    return None if value is False or value == "off" else value
+
+
+#: `None` is off.
+Celsius: TypeAlias = Annotated[
+    Annotated[float, Field(gt=-50, lt=150)] | None,
+    BeforeValidator(_or_off),
+    Field(description="degrees Celsius, or off"),
+]
+
+
+class _Section(BaseModel):
+    """What all sections share: nothing is converted, nothing unknown is let through, nothing changes later."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ClusterConfig(_Section):
+    """Where the Ray cluster is and how its members know each other."""
+
+    address: Annotated[
+        str,
+        Field(pattern=rf"^(?:auto|{_HOST}:[0-9]{{1,5}})$", description="auto, or HOST:PORT"),
+        AfterValidator(_address),
+    ] = "auto"
+    head: NodeName | None = None
+    """The node that runs the Ray head; `None` means the first of `nodes`."""
+    port: Annotated[int, Field(ge=1, le=65_535)] = 6379
+    auth: Literal["token", "none"] = "token"
+
+
+class NodeConfig(_Section):
+    """One PC: its card and how many workers share it."""
+
+    gpu: Annotated[
+        str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 _.()+-]{0,63}$", description="the name of a card, such as rtx-3090")
+    ]
+    gpus: Annotated[int, Field(ge=0, le=64)] = 1
+    workers: Annotated[int, Field(ge=1, le=1024)]
+    cpus_per_worker: Annotated[int, Field(ge=1, le=1024)] = 1
+    gpu_share: Share = 1.0
+    vram_per_worker_gib: Gib
+    memory_fraction: Share = 0.9
+    size: Size | None = None
+    dtype: Dtype | None = None
+    """`None` means the workload's."""
+    vram_gib: Gib | None = None
+    """Overrides what the card's profile says; on a node without cards, what its workers share."""
+    host: Annotated[str, Field(pattern=rf"^{_HOST}$", description="an IP address or a host name")] | None = None
+    """How other PCs reach this one; `None` leaves the choice to Ray."""
+    power_limit_w: Annotated[float, Field(gt=0, le=10_000)] | None = None
+    """Set for the length of a run by `run --apply-power-limit`, and never without; `None` leaves the card's."""
+
+
+class WorkloadConfig(_Section):
+    """What the workers compute, and the size and batch they start from."""
+
+    name: Annotated[
+        str,
+        Field(
+            pattern=r"^(?:matmul|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*)$",
+            max_length=255,
+            description="matmul, or your own as package.module:Class",
+        ),
+    ] = "matmul"
+    dtype: Dtype = "fp16"
+    size: Size | None = None
+    """`None` means each node's own."""
+    batch: Annotated[int, Field(ge=1, le=1_048_576)] = 128
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
+
+
+class MemoryConfig(_Section):
+    """Progressive allocation, and how workers back off when memory runs out. Defaults are the guides'."""
+
+    policy: Literal["adaptive", "classic"] = "adaptive"
+    failures_per_minute: Annotated[int, Field(ge=1, le=1_000)] = 6
+    leave_free_mib: Annotated[float, Field(ge=0, le=1_048_576)] = 128.0
+    remember: bool = True
+    first_fraction: Share = 0.20
+    retry_reduction: Annotated[float, Field(gt=0, lt=1)] = 0.10
+    floor_mib: Annotated[float, Field(gt=0, le=1_048_576)] = 100.0
+    size_decay: Annotated[float, Field(gt=0, lt=1)] = 0.7
+    size_floor: Size = 256
+    batch_step: Annotated[int, Field(ge=0, le=1_048_576)] = 16
+    batch_floor: Annotated[int, Field(ge=1, le=1_048_576)] = 32
+    emergency_size: Size = 128
+    cleanup_every: Annotated[int, Field(ge=0, le=1_000_000)] = 15
+
+
+class ThermalConfig(_Section):
+    """From which temperatures on workers slow down and pause; the numbers are the guides'."""
+
+    warm_c: Celsius = 70.0
+    hot_c: Celsius = 78.0
+    critical_c: Celsius = 83.0
+    resume_c: Celsius = 75.0
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ThermalConfig:
+        """Refuse thresholds that contradict each other."""
+        self.settings()
+        return self
+
+    def settings(self) -> ThermalSettings:
+        """Return what a worker's governor is told.
+
+        Raises:
+            ValueError: The thresholds are not in ascending order.
+        """
+        try:
+            return ThermalSettings(
+                warm_c=self.warm_c, hot_c=self.hot_c, critical_c=self.critical_c, resume_c=self.resume_c
+            )
+        except ValueError as error:
+            raise ValueError(f"{error}; valid: warm_c < hot_c < critical_c and resume_c < critical_c") from None
+
+
+class VerifyConfig(_Section):
+    """How results are checked for corruption."""
+
+    share: Annotated[float, Field(ge=0, le=0.5)] = 0.01
+
+
+class RunConfig(_Section):
+    """How long, how often, and when to give up."""
+
+    duration: Annotated[float | str, BeforeValidator(_duration), Field(description=VALID_DURATION)] = 5.0
+    """As typed: minutes, or text with units. Everything but the user reads `duration_s`."""
+    slice_s: Annotated[float, Field(gt=0, le=60)] = 1.0
+    min_success_rate: Annotated[float, Field(ge=0, le=1)] = 0.95
+    hang_timeout_s: Seconds = 60.0
+    stale_after_s: Seconds = 10.0
+    start_timeout_s: Seconds = 120.0
+    restart_backoff_s: Seconds = 1.0
+    restart_backoff_max_s: Seconds = 60.0
+    max_deaths: Annotated[int, Field(ge=1, le=1_000_000)] = 5
+    death_window_s: Seconds = 300.0
+    max_workload_errors: Annotated[int, Field(ge=1, le=1_000_000)] = 5
+    leak_flag_mib: Annotated[float, Field(gt=0, le=1_048_576)] | None = 256.0
+    leak_limit_mib: Annotated[float, Field(gt=0, le=1_048_576)] | None = 1024.0
+    stop_grace_s: Annotated[float, Field(ge=0, le=_DAY_S)] = 10.0
+    dir: Annotated[
+        str,
+        Field(min_length=1, max_length=1024, description="a folder, made if it is not there"),
+        AfterValidator(_printable),
+    ] = "runs"
+
+    @property
+    def duration_s(self) -> float:
+        """Length of the run in seconds."""
+        return parse_duration(self.duration)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> RunConfig:
+        """Refuse times that contradict each other: the later alarm would never be seen."""
+        for shorter, longer in (
+            ("restart_backoff_s", "restart_backoff_max_s"),
+            ("slice_s", "stale_after_s"),
+            ("stale_after_s", "hang_timeout_s"),
+        ):
+            if getattr(self, shorter) > getattr(self, longer):
+                raise ValueError(
+                    f"{shorter} {getattr(self, shorter):g} is longer than {longer} {getattr(self, longer):g}; "
+                    f"valid: {shorter} at most {longer}"
+                )
+        return self
+
+
+class Config(_Section):
+    """All of cluster.yaml. Frozen; a changed copy is a new configuration and validated again."""
+
+    cluster: ClusterConfig = ClusterConfig()
+    nodes: Annotated[
+        dict[NodeName, NodeConfig],
+        Field(min_length=1, max_length=MAX_NODES, description=f"at least one node under its name, at most {MAX_NODES}"),
+    ]
+    workload: WorkloadConfig = WorkloadConfig()
+    memory: MemoryConfig = MemoryConfig()
+    compute_share_mode: ComputeShareMode = "duty"
+    thermal: ThermalConfig = ThermalConfig()
+    verify: VerifyConfig = VerifyConfig()
+    run: RunConfig = RunConfig()
+
+    @property
+    def head_node(self) -> str:
+        """Name of the node that runs the Ray head."""
+        return self.cluster.head or next(iter(self.nodes))

@@ -1,0 +1,53 @@
+"""When it is the card that is sick, not its workers: all of them keep dying on it. Pure.
+
+A worker that dies again and again is given up by itself (`lifecycle.py`). If every worker of a card does, the card, its
+driver, its power or its cable is the likelier cause, and one message says more than seven.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from orchestrator.core.slot import Phase, Rules, Slot
+
+#: Deaths within the window that make a worker count as one that keeps dying. Two may be a coincidence of all workers
+#: being killed at once and once more; the slot's own limit is higher.
+_DEATHS = 3
+
+#: With one worker on a card nobody can tell the one from the other.
+_LEAST_WORKERS = 2
+
+
+def condemned(cards: Mapping[str, Sequence[Slot]], now_s: float, rules: Rules) -> dict[str, str]:
+    """Return the cards to give up, each with the reason.
+
+    Args:
+        cards: Name of each card, as a person would call it -> the slots on it.
+        now_s: Monotonic seconds.
+        rules: Of this run.
+    """
+    return {
+        card: _reason(card, slots, rules)
+        for card, slots in cards.items()
+        if len(slots) >= _LEAST_WORKERS
+        and any(slot.phase is not Phase.QUARANTINED for slot in slots)
+        and all(_is_down(slot, now_s, rules) for slot in slots)
+    }
+
+
+def _reason(card: str, slots: Sequence[Slot], rules: Rules) -> str:
+    last = max(slots, key=lambda slot: slot.deaths_at_s[-1:] or (0.0,))
+    text = (
+        f"{card}: all {len(slots)} workers keep dying, at least {_DEATHS} times each in {rules.death_window_s:.0f} s; "
+        f"the last: {last.reason}"
+    )
+    on_card = any(slot.device is not None and slot.device.kind != "cpu" for slot in slots)
+    return f"{text}; look for Xid errors in dmesg, and at power and cables" if on_card else text
+
+
+def _is_down(slot: Slot, now_s: float, rules: Rules) -> bool:
+    if slot.phase is Phase.QUARANTINED:
+        return True
+    working = slot.phase is Phase.PAUSING or (slot.phase is Phase.WORKING and not slot.proven)
+    deaths = [at for at in slot.deaths_at_s if at > now_s - rules.death_window_s]
+    return working and len(deaths) >= _DEATHS

@@ -1,0 +1,152 @@
+"""What the supervisor asks of a cluster, in the project's words. Knows no Ray; `cluster.ray_fleet` speaks it.
+
+Covers the messages and the protocol. Does not decide anything about slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from workers.messages import Directive, Report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFact:
+    """One live node as the cluster shows it."""
+
+    name: str | None
+    """Its label `node`, or `None` if it was started without one."""
+    node_id: str
+    address: str
+    cpus: float
+    gpus: float
+    """As declared with `ray start --num-gpus`, which nobody checks."""
+    shows_card: bool = True
+    """Whether Ray itself found a card there."""
+    answers: bool = True
+    """Whether it can be reached by our own clock, which is faster than Ray's."""
+    refuses: bool = False
+    """Whether it said so itself that nothing of Ray runs there any more: not silence, which may have other reasons."""
+
+
+class SliceFailure(StrEnum):
+    """Why a slice gave no report."""
+
+    #: The process died with the slice, or its node did; the actor comes back if it can.
+    DIED = "died"
+    #: The actor cannot be reached right now; the slice may have run.
+    UNAVAILABLE = "unavailable"
+    #: The slice never left: the actor's process is not there, or not there yet.
+    UNSENT = "unsent"
+    #: The actor cannot even be made: its code is missing on the node, or of another version.
+    UNBUILDABLE = "unbuildable"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceOutcome:
+    """What became of one submitted slice: a report, or a failure and its text."""
+
+    slot: str
+    incarnation: int
+    sequence: int
+    report: Report | None = None
+    failure: SliceFailure | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Where a slot's actor is placed and what it reserves there. Admission only: nothing here limits use."""
+
+    slot: str
+    node: str
+    num_cpus: float
+    num_gpus: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeathCause:
+    """What the cluster wrote down about the end of a process."""
+
+    host_memory: bool
+    """It was killed because its machine was running out of RAM."""
+    text: str
+    """In the cluster's words."""
+
+
+class NodePower(Protocol):
+    """The switch of every node, where the nodes are ours."""
+
+    def end(self, name: str) -> None:
+        """End a node as a power cut would."""
+        ...
+
+    def start_again(self, name: str) -> None:
+        """Begin to start a node that was ended; it joins by and by."""
+        ...
+
+
+class Fleet(Protocol):
+    """The actors of a run, and the nodes they live on."""
+
+    def nodes(self) -> tuple[NodeFact, ...]:
+        """The live nodes."""
+        ...
+
+    def address(self) -> str:
+        """`host:port` of the cluster's head."""
+        ...
+
+    def count_cards(self, node: str) -> int:
+        """Ask the driver of a node's PC how many cards it has. Starts a process there; takes a second or two.
+
+        Raises:
+            PreflightError: No process came up there.
+        """
+        ...
+
+    def place(self, seat: Seat) -> None:
+        """Create the slot's actor; it starts when its node can take it."""
+        ...
+
+    def submit(self, directive: Directive) -> None:
+        """Queue a slice behind those the slot's actor has."""
+        ...
+
+    def wait(self, timeout_s: float) -> tuple[SliceOutcome, ...]:
+        """Wait for the first slice that ends, then take along all that have."""
+        ...
+
+    def forget(self, slot: str) -> None:
+        """Give up the slot's slices under way: of them, only a report that comes all the same is told."""
+        ...
+
+    def restart(self, slot: str) -> None:
+        """End the slot's process; the cluster starts a fresh one for the same actor."""
+        ...
+
+    def abandon(self, slot: str) -> None:
+        """End the slot's actor for good."""
+        ...
+
+    def why_ended(self, slot: str) -> DeathCause | None:
+        """Tell why the slot's last process ended; `None` while the cluster does not know it, or never tells."""
+        ...
+
+    def end_node(self, node: str) -> None:
+        """End a node's raylet with everything on it, as a power cut would.
+
+        Raises:
+            UsageError: This cluster's nodes are not ours to end.
+        """
+        ...
+
+    def start_node(self, node: str) -> None:
+        """Begin to start a node that `end_node` ended; it joins by and by.
+
+        Raises:
+            UsageError: This cluster's nodes are not ours to start.
+        """
+        ...

@@ -1,0 +1,80 @@
+"""From what the cluster shows to what it means for the nodes of a run: who joined, who left, who cannot be used. Pure.
+
+A node is known by its label, and by its node id for as long as that lives: a raylet that was started again is the same
+node with another id. Decides nothing about a slot (`lifecycle.py`) and asks nobody (`supervisor.py` does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from orchestrator.config.schema import Config
+from orchestrator.core.fleet import NodeFact
+from orchestrator.core.placement import Missing, refusals
+from orchestrator.core.slot import NodeJoined, NodeLeft, NodeRefused
+
+NodeEvent: TypeAlias = NodeJoined | NodeLeft | NodeRefused
+
+_SILENT = "its node does not answer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeBook:
+    """What is known of the nodes of a run."""
+
+    present: Mapping[str, str] = field(default_factory=dict)
+    """Nodes in use -> their node ids."""
+    seen: frozenset[str] = frozenset()
+    """Nodes that were ever in use."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Nodes that are there and cannot be used -> why."""
+
+
+def looked(
+    book: NodeBook, config: Config, facts: Sequence[NodeFact]
+) -> tuple[NodeBook, tuple[tuple[str, NodeEvent], ...]]:
+    """Compare the live nodes with what is known; return the new book, and what happened to which node.
+
+    A node that does not answer counts as gone, whatever Ray says of it: Ray is slower to find out.
+    """
+    answering = [fact for fact in facts if fact.answers and fact.name in config.nodes]
+    refused: dict[str, str] = {}
+    for refusal in refusals(config, answering):
+        if refusal.missing is not Missing.NODE:
+            said = refused.get(refusal.node)
+            refused[refusal.node] = refusal.text if said is None else f"{said}; {refusal.text}"
+    ids = {fact.node_id for fact in answering}
+    events: list[tuple[str, NodeEvent]] = []
+    present = dict(book.present)
+    for name, node_id in book.present.items():
+        if node_id not in ids:
+            del present[name]
+            silent = any(fact.node_id == node_id for fact in facts)
+            events.append((name, NodeLeft(reason=_SILENT) if silent else NodeLeft()))
+    for fact in answering:
+        joined = fact.name
+        if joined is not None and joined not in present and joined not in refused:
+            present[joined] = fact.node_id
+            events.append((joined, NodeJoined()))
+    events.extend(
+        (name, NodeRefused(reason=text))
+        for name, text in refused.items()
+        if name not in present and book.refused.get(name) != text
+    )
+    gone = book.refused.keys() - refused.keys() - present.keys()
+    events.extend((name, NodeRefused(reason=NodeLeft().reason)) for name in config.nodes if name in gone)
+    unused = {name: text for name, text in refused.items() if name not in present}
+    return NodeBook(present=present, seen=book.seen | present.keys(), refused=unused), tuple(events)
+
+
+def notices(book: NodeBook, config: Config) -> list[str]:
+    """Return a line for each node that is missing: what a person may want to do something about."""
+    return [_notice(book, name) for name in config.nodes if name not in book.present]
+
+
+def _notice(book: NodeBook, name: str) -> str:
+    if name in book.refused:
+        return f"{name} cannot be used: {book.refused[name]}"
+    return f"{name} has left" if name in book.seen else f"{name} has not joined"

@@ -1,0 +1,1 @@
+"""What each worker of a shared card may hold now."""

@@ -1,0 +1,101 @@
+"""The exact commands that make a PC a node of the cluster: what `up` prints and what errors tell to type.
+
+Covers the words alone. Does not run them. Every value that ends up in a command is quoted for the shell.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import TYPE_CHECKING
+
+from orchestrator.core.budget import node_budget
+
+if TYPE_CHECKING:
+    from orchestrator.config.schema import Config
+
+#: Marks the processes of a node, so that `stop --node` finds those, and only those, that these commands started.
+NODE_MARK = "ORCHESTRATOR_NODE"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCommand:
+    """How one PC joins: its environment, its `ray start`, and what comes before."""
+
+    environment: dict[str, str]
+    argv: tuple[str, ...]
+    is_head: bool
+    token_steps: tuple[str, ...]
+
+    @property
+    def line(self) -> str:
+        """The command as typed in a shell."""
+        setting = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.environment.items())
+        return f"{setting} {shlex.join(self.argv)}"
+
+    def script(self, node: str) -> str:
+        """All that is to be typed on the PC, commented; itself a valid shell script."""
+        where = "the head" if self.is_head else "joins the head"
+        steps = [f"# on {node} ({where}), inside the project's environment (. .venv/bin/activate)", *self.token_steps]
+        return "\n".join([*steps, self.line])
+
+
+def node_command(config: Config, node: str, head_address: str) -> NodeCommand:
+    """Return how `node` becomes part of the cluster.
+
+    Args:
+        config: Names the nodes, their CPUs and GPUs, and the port.
+        node: A key under `nodes:`.
+        head_address: `host:port` by which other PCs reach the head.
+    """
+    budget = node_budget(node, config.nodes[node], config)
+    is_head = node == config.head_node
+    host = head_address.rsplit(":", 1)[0]
+    place = ("--head", f"--port={config.cluster.port}") if is_head else (f"--address={head_address}",)
+    argv = (
+        "ray",
+        "start",
+        *place,
+        f"--labels=node={node}",
+        f"--num-cpus={budget.cpus_total}",
+        f"--num-gpus={budget.gpus}",
+        *_own_address(config.nodes[node].host),
+        "--disable-usage-stats",
+    )
+    token = config.cluster.auth == "token"
+    environment = {NODE_MARK: node, "RAY_AUTH_MODE": "token" if token else "disabled"}
+    return NodeCommand(
+        environment=environment,
+        argv=argv,
+        is_head=is_head,
+        token_steps=_token_steps(is_head=is_head, host=host) if token else (),
+    )
+
+
+def _own_address(host: str | None) -> tuple[str, ...]:
+    """With several networks on a PC, Ray must be told by which the others reach it; it takes no names."""
+    try:
+        return (f"--node-ip-address={ip_address(host or '')}",)
+    except ValueError:
+        return ()
+
+
+def _token_steps(*, is_head: bool, host: str) -> tuple[str, ...]:
+    """Return how the token is made, once on the head, and copied to every other PC; it is never printed."""
+    if is_head:
+        return (
+            "# once: a secret that every PC of the cluster must have",
+            (
+                "test -s ~/.ray/auth_token || (umask 077; ray get-auth-token --generate > /dev/null); "
+                "chmod 600 ~/.ray/auth_token"
+            ),
+        )
+    source = shlex.quote(f"{host}:.ray/auth_token")
+    return (
+        "# once: fetch the head's secret (or copy ~/.ray/auth_token from it in any other way)",
+        (
+            f"mkdir -p ~/.ray && {{ test -s ~/.ray/auth_token || (umask 077; scp -- {source} ~/.ray/auth_token); }} "
+            "&& chmod 600 ~/.ray/auth_token"
+        ),
+    )

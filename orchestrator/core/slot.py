@@ -1,0 +1,242 @@
+"""The words of a slot's life: its state, what can happen to it, and what can be asked of the supervisor.
+
+Frozen values without behaviour. What follows from what is in `lifecycle.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+from orchestrator.core.fleet import DeathCause, SliceFailure
+from orchestrator.core.leak_detector import NO_WATCH, LeakWatch
+from workers.messages import DeviceInfo, Report, ResumeState, WorkerState
+from workers.settings import Scalar
+
+
+class Phase(StrEnum):
+    """What a slot waits for."""
+
+    ABSENT = "absent"
+    WORKING = "working"
+    PAUSING = "pausing"
+    QUARANTINED = "quarantined"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """The numbers of `run:` in cluster.yaml that concern a slot."""
+
+    slice_s: float
+    hang_timeout_s: float
+    stale_after_s: float
+    start_timeout_s: float
+    restart_backoff_s: float
+    restart_backoff_max_s: float
+    max_deaths: int
+    death_window_s: float
+    max_workload_errors: int
+    leak_flag_bytes: int | None = None
+    """Growth of a worker's memory that is worth saying; `None` never says it."""
+    leak_limit_bytes: int | None = None
+    """Growth after which its process is replaced; `None` never does."""
+    seed: int = 0
+    """Of the jitter in restart pauses."""
+    has_counted: bool = False
+    """Whether an earlier head has worked on this run: what cannot work here then costs its slot, and not the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """Sums over all incarnations of a slot."""
+
+    steps_ok: int = 0
+    steps_oom: int = 0
+    steps_error: int = 0
+    oom_count: int = 0
+    emergency_count: int = 0
+    verify_checks: int = 0
+    verify_errors: int = 0
+    restarts: int = 0
+    steps_lost_upper_bound: int = 0
+    """At most so many good steps were done in slices that gave no report; they are in no other sum."""
+    work_flop: float = 0.0
+    busy_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flight:
+    """A slice under way."""
+
+    sequence: int
+    duration_s: float
+    submitted_at_s: float
+    step_limit: int
+    """It cannot have done more good steps than this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """Everything known about a slot."""
+
+    slot: str
+    phase: Phase = Phase.ABSENT
+    state: WorkerState = WorkerState.STARTING
+    reason: str = "waiting for its node"
+    incarnation: int = 0
+    next_sequence: int = 0
+    in_flight: tuple[Flight, ...] = ()
+    placed: bool = False
+    draining: bool = False
+    proven: bool = False
+    """Whether the present incarnation has reported."""
+    ending: bool = False
+    """The process before it was told to end, and may not have ended yet: it may take the first slice down with it."""
+    wake_at_s: float | None = None
+    working_since_s: float | None = None
+    """When the present incarnation was first asked to work."""
+    heard_at_s: float | None = None
+    silent_since_s: float | None = None
+    """When a process that cannot be reached was first asked to work, until one reports or dies."""
+    deaths_at_s: tuple[float, ...] = ()
+    """Those of the last `death_window_s`, and all since the last report: a slot that never answers is given up."""
+    errors_in_a_row: int = 0
+    leak: LeakWatch = NO_WATCH
+    leak_told: bool = False
+    """Whether the growth of the present process has been told."""
+    resume: ResumeState | None = None
+    report: Report | None = None
+    """The last one accepted."""
+    device: DeviceInfo | None = None
+    """The last that any report told of: one of a broken process tells of none."""
+    counters: Counters = Counters()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeJoined:
+    """The slot's node is there and can take it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLeft:
+    """The slot's node is gone."""
+
+    reason: str = "its node has left the cluster"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRefused:
+    """The slot's node is there and cannot take it: fewer CPUs than planned, or two nodes of one name."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardCondemned:
+    """Every worker of the slot's card keeps dying: the card is given up, not one worker after the other."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceReported:
+    """A slice ended with a report."""
+
+    report: Report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceFailed:
+    """A slice ended without one."""
+
+    incarnation: int
+    sequence: int
+    failure: SliceFailure
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeathExplained:
+    """The cluster has found out why the slot's last process ended."""
+
+    cause: DeathCause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drain:
+    """The run is ending: finish what runs, begin nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Close:
+    """The run has ended: what is still under way is lost."""
+
+
+Event: TypeAlias = (
+    NodeJoined
+    | NodeLeft
+    | NodeRefused
+    | CardCondemned
+    | SliceReported
+    | SliceFailed
+    | DeathExplained
+    | Tick
+    | Drain
+    | Close
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Create the slot's actor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """Send a directive."""
+
+    incarnation: int
+    sequence: int
+    duration_s: float
+    step_limit: int
+    resume: ResumeState | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forget:
+    """Give up every slice under way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """End the process; the cluster starts another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abandon:
+    """End the actor for good."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndRun:
+    """The run cannot go on: what was asked for can never work."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Something for the event log."""
+
+    name: str
+    fields: tuple[tuple[str, Scalar], ...] = ()
+
+
+Command: TypeAlias = Place | Submit | Forget | Restart | Abandon | EndRun | Note

@@ -1,0 +1,80 @@
+"""The books of a slot: what was sent, what came back, what was lost. Pure.
+
+A slice is named by (slot, incarnation, sequence) and is in exactly one of three states: under way, counted, or lost.
+Every step that a report tells of is counted once. A lost slice counts for nothing, and adds the most good steps it may
+have done, its `step_limit`, to `steps_lost_upper_bound`: the worker ends a slice there, so the bound is one. Decides
+nothing about the slot (`lifecycle.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from orchestrator.core.slot import Counters, Flight, Slot
+from workers.messages import Report
+
+#: A slice may do this many times the steps that the last report makes likely: enough to notice that steps got faster,
+#: and small enough for a bound on what was lost that says something.
+_HEADROOM = 2.0
+
+#: A slice too short to be measured makes any number likely.
+_MOST_LIKELY = 2.0**57
+
+#: And this many more, so that a slot that has done next to nothing yet is not slowed down by it.
+_LEAST_LIMIT = 4
+
+
+def step_limit(slot: Slot, duration_s: float) -> int:
+    """Return the most good steps that the next slice of this length may do.
+
+    A slice of no duration ends with its first good step.
+    """
+    if duration_s <= 0:
+        return 1
+    report = slot.report
+    if report is None or report.wall_s <= 0:
+        return _LEAST_LIMIT
+    likely = duration_s * report.steps_ok / report.wall_s
+    return _LEAST_LIMIT + math.ceil(min(_HEADROOM * likely, _MOST_LIKELY))
+
+
+def steps_at_risk(slot: Slot) -> int:
+    """Return the most good steps that are done already, perhaps, and that no report has told of."""
+    return sum(flight.step_limit for flight in slot.in_flight)
+
+
+def flight_of(slot: Slot, incarnation: int, sequence: int) -> Flight | None:
+    """Return the slice under way with this name, or `None`: never sent, counted already, or given up."""
+    if incarnation != slot.incarnation:
+        return None
+    return next((flight for flight in slot.in_flight if flight.sequence == sequence), None)
+
+
+def without(slot: Slot, flight: Flight) -> Slot:
+    """Close a slice that was counted."""
+    return replace(slot, in_flight=tuple(other for other in slot.in_flight if other is not flight))
+
+
+def all_lost(slot: Slot) -> Slot:
+    """Give up every slice under way."""
+    if not slot.in_flight:
+        return slot
+    counters = replace(slot.counters, steps_lost_upper_bound=slot.counters.steps_lost_upper_bound + steps_at_risk(slot))
+    return replace(slot, in_flight=(), counters=counters)
+
+
+def counted(counters: Counters, report: Report) -> Counters:
+    """Add a report to the sums."""
+    return replace(
+        counters,
+        steps_ok=counters.steps_ok + report.steps_ok,
+        steps_oom=counters.steps_oom + report.steps_oom,
+        steps_error=counters.steps_error + report.steps_error,
+        oom_count=counters.oom_count + report.oom_count,
+        emergency_count=counters.emergency_count + report.emergency_count,
+        verify_checks=counters.verify_checks + report.verify_checks,
+        verify_errors=counters.verify_errors + report.verify_errors,
+        work_flop=counters.work_flop + report.work_flop,
+        busy_s=counters.busy_s + report.busy_s,
+    )

@@ -1,0 +1,59 @@
+"""The fake sensors of a rehearsal: each node's workers read a card of a script instead of the driver's.
+
+Does not read sensors (the workers do, through the real nvidia-ml-py) and does not know what is in a script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from orchestrator.core.placement import SlotPlan
+from orchestrator.errors import UsageError
+from workers.nvml.fake.library import FakeSensorsError
+from workers.nvml.fake.prepare import prepare
+from workers.nvml.fake.script import read_script
+
+
+def check(script: Path, *, is_rehearsal: bool) -> None:
+    """Refuse a script before anything is started for it.
+
+    Raises:
+        UsageError: It cannot be used, or real cards would be taken for cool ones.
+    """
+    if not is_rehearsal:
+        raise UsageError("--fake-sensors only makes sense with --rehearse: real cards have sensors of their own")
+    try:
+        cards = read_script(script).cards
+    except FakeSensorsError as error:
+        raise UsageError(str(error)) from error
+    if not cards:
+        raise UsageError(f"{script} describes no cards; each node's workers read one")
+
+
+def with_sensors(plans: Sequence[SlotPlan], script: Path, folder: Path, elapsed_s: float) -> tuple[SlotPlan, ...]:
+    """Return the slots with workers that read the script; the first node its first card, and so on.
+
+    Args:
+        plans: Every slot.
+        script: What a person wrote.
+        folder: Where the library for it is built.
+        elapsed_s: How long the run has gone on already, if it was resumed.
+
+    Raises:
+        UsageError: It cannot be built.
+    """
+    try:
+        cards = len(read_script(script).cards)
+        folder.mkdir(exist_ok=True)
+        fake = prepare(script, folder, elapsed_s=elapsed_s)
+    except FakeSensorsError as error:
+        raise UsageError(str(error)) from error
+    except OSError as error:
+        raise UsageError(f"the fake sensors cannot be made ready in {folder}: {error.strerror}") from error
+    nodes = list(dict.fromkeys(plan.spec.node for plan in plans))
+    return tuple(
+        replace(plan, spec=replace(plan.spec, fake_sensors=fake, fake_card=nodes.index(plan.spec.node) % cards))
+        for plan in plans
+    )

@@ -1,0 +1,106 @@
+"""The shell around the store of learned limits: sends along what earlier runs have learned, keeps what this one does.
+
+The worker decides what fits its card and what is worth remembering (`workers/learned_limits/limits.py`); this only
+carries. A store that cannot be read or written costs a run nothing but a sentence.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from orchestrator.core.placement import SlotPlan
+from orchestrator.watch.events import EventLog
+from workers.learned_limits.limits import choose
+from workers.learned_limits.store import LimitStore
+from workers.messages import Report
+from workers.settings import StoredLimit, WorkerSpec
+
+#: How often at most the store is written while a run goes on: a head that is killed loses no more.
+_SAVE_EVERY_S = 60.0
+
+#: So many candidates, the newest, travel to a worker with each directive.
+_SENT_MOST = 64
+
+
+class Lessons:
+    """What one run learns."""
+
+    def __init__(self, store: LimitStore | None, events: EventLog) -> None:
+        """Prepare; nothing is read yet.
+
+        Args:
+            store: `None` neither reads nor keeps anything.
+            events: Told when the store cannot be read or written.
+        """
+        self._store = store
+        self._events = events
+        self._latest: dict[str, StoredLimit] = {}
+        self._earlier: tuple[StoredLimit, ...] = ()
+        self._saved_at_s = time.monotonic()
+
+    def sent_along(self, plans: Sequence[SlotPlan]) -> tuple[SlotPlan, ...]:
+        """Return the slots with workers that know what earlier runs have learned of their workload."""
+        store = self._store
+        if store is None:
+            return tuple(plans)
+        now_unix_s = time.time()
+        names = {plan.spec.workload.name for plan in plans}
+        known = {name: store.candidates(name, None, now_unix_s)[:_SENT_MOST] for name in names}
+        self._tell(store)
+        self._earlier = tuple(limit for limits in known.values() for limit in limits)
+        return tuple(replace(plan, spec=replace(plan.spec, learned=known[plan.spec.workload.name])) for plan in plans)
+
+    def best_tflops(self, spec: WorkerSpec, report: Report) -> float | None:
+        """Return the most that a worker in these circumstances has sustained in earlier runs, if that is known."""
+        if report.learned is None:
+            return None
+        under = terms(spec)
+        limit = choose((limit for limit in self._earlier if limit.best_under == under), report.learned.key)
+        return None if limit is None else limit.best_tflops
+
+    def take(self, spec: WorkerSpec, report: Report, best_tflops: float | None = None) -> None:
+        """Take in what a worker has learned; written now and then.
+
+        Args:
+            spec: Of the worker.
+            report: Its last.
+            best_tflops: Most that it has sustained so far, in earlier runs or in this one.
+        """
+        if report.learned is not None:
+            self._latest[report.slot] = replace(report.learned, best_tflops=best_tflops, best_under=terms(spec))
+        if time.monotonic() - self._saved_at_s >= _SAVE_EVERY_S:
+            self.save()
+
+    def save(self) -> None:
+        """Keep what the run has learned so far. Of workers in the same circumstances the most careful one counts."""
+        self._saved_at_s = time.monotonic()
+        if self._store is None or not self._latest:
+            return
+        # The last one remembered stays.
+        self._store.remember(*_with_the_best(sorted(self._latest.values(), key=lambda limit: -limit.learned.size)))
+        if self._store.problem is None:
+            self._latest.clear()  # else the next time may do better
+        self._tell(self._store)
+
+    def _tell(self, store: LimitStore) -> None:
+        if store.problem is not None:
+            self._events.write("limits_unavailable", reason=store.problem)
+
+
+def terms(spec: WorkerSpec) -> str:
+    """Return how much of its card a worker may have, in words that are equal where that is."""
+    duty = "all of the time" if spec.duty is None else f"{spec.duty:.0%} of the time"
+    share = "" if spec.thread_share is None else f", {spec.thread_share:.0%} of the processors"
+    return f"{duty}{share}, one of {round(spec.card_budget_bytes / spec.budget_bytes)}"
+
+
+def _with_the_best(limits: Sequence[StoredLimit]) -> list[StoredLimit]:
+    """Return the limits, each with the best that any worker in its circumstances has done."""
+
+    def best(limit: StoredLimit) -> float | None:
+        same = [other for other in limits if other.key.serves(limit.key) and other.best_under == limit.best_under]
+        return max((other.best_tflops for other in same if other.best_tflops is not None), default=None)
+
+    return [replace(limit, best_tflops=best(limit)) for limit in limits]

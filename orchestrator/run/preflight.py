@@ -1,0 +1,64 @@
+"""Compares the cluster with the plan before the first actor, and says what to type where they differ.
+
+Ray would leave actors that fit nowhere pending, silently and for ever. Decides nothing about what is missing
+(`placement.py`) and starts nothing.
+"""
+
+from __future__ import annotations
+
+import time
+
+from orchestrator.config.schema import Config
+from orchestrator.core.fleet import Fleet
+from orchestrator.core.node_commands import node_command
+from orchestrator.core.placement import Missing, Refusal, refusals, unnamed
+from orchestrator.errors import NoClusterError, PreflightError
+
+#: How long a fleet may take to show its nodes after connecting, before a missing one is called missing.
+_SETTLE_S = 1.0
+
+
+def check(config: Config, fleet: Fleet, *, wait_for_nodes: bool) -> None:
+    """Compare the cluster with the plan before the first actor.
+
+    Raises:
+        PreflightError: Something is missing, and the user did not say that he will wait for it.
+    """
+    deadline = time.monotonic() + _SETTLE_S
+    found = refusals(config, fleet.nodes())
+    while found and time.monotonic() < deadline:
+        time.sleep(0.1)  # a node that joined a moment ago may not be shown yet
+        found = refusals(config, fleet.nodes())
+    if not found:
+        return
+    absent = {refusal.node for refusal in found if refusal.missing is Missing.NODE}
+    if wait_for_nodes and absent == {refusal.node for refusal in found}:
+        return
+    problems = [_cure(config, refusal, fleet.address()) for refusal in found]
+    nameless = unnamed(fleet.nodes())
+    if absent and nameless:
+        problems.append(
+            f"the node at {', '.join(nameless)} has no label; a node started without --labels=node=NAME is not used"
+        )
+    if absent:
+        problems.append("or start on what is there and let the others join later: add --wait-for-nodes")
+    raise PreflightError(problems)
+
+
+def _cure(config: Config, refusal: Refusal, head_address: str) -> str:
+    command = node_command(config, refusal.node, head_address).line
+    return f"{refusal.text}; on {refusal.node}, type: {command}  (`orchestrator up {refusal.node}` prints every step)"
+
+
+def without_cluster(config: Config, error: NoClusterError) -> NoClusterError:
+    """Return the error with what to type: how to start a cluster, and how to go on without one."""
+    head = config.head_node
+    command = node_command(config, head, f"localhost:{config.cluster.port}").line
+    return NoClusterError(
+        f"{error}\n"
+        f"  start one:       on {head}, type: {command}\n"
+        f"                   (`python -m orchestrator up NODE` prints every step for each PC)\n"
+        f"  or go on without one:\n"
+        f"    --rehearse     every node of the configuration as a small copy on this machine\n"
+        f"    --local        this machine alone, with what it really has"
+    )

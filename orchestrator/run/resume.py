@@ -1,0 +1,82 @@
+"""Going on with a run whose head is gone: from what its store knows to a stage and a past.
+
+The work of slices that were under way when the head went is lost, and counted as lost: their processes went with it.
+Does not read the store (`watch/archive.py`) and starts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from orchestrator.config.load import config_from_text
+from orchestrator.config.schema import Config
+from orchestrator.core.placement import Ground
+from orchestrator.core.slot import Counters, Slot
+from orchestrator.errors import UsageError
+from orchestrator.run import environment
+from orchestrator.run.environment import Stage
+from orchestrator.run.run_info import Past
+from orchestrator.watch.archive import StoredRun
+from orchestrator.watch.records import SlotRecord
+
+
+def stage_of(stored: StoredRun) -> Stage:
+    """Return the stage on which the run goes on: its own configuration, on the same ground.
+
+    Raises:
+        UsageError: There is nothing to go on with: it is under way, or over.
+        ConfigError: This version does not accept the run's configuration.
+        ArchiveError: The store does not say how the run was made.
+    """
+    facts = stored.facts
+    if stored.outcome == "running":
+        raise UsageError(f"run {facts.run_id} is under way (process {facts.head_pid} on {facts.host})")
+    if not stored.is_resumable:
+        raise UsageError(
+            f"run {facts.run_id} has worked all of its {facts.duration_s:.0f} s (outcome: {stored.outcome}); "
+            f"look at it: python -m orchestrator report {facts.run_id}"
+        )
+    return environment.again(facts.mode, _config(stored), Ground(device=facts.device, one_machine=facts.one_machine))
+
+
+def past_of(stored: StoredRun) -> Past:
+    """Return what the run has behind it.
+
+    A quarantined slot gets another chance: asking to go on is asking for it.
+    """
+    return Past(
+        elapsed_s=stored.elapsed_s,
+        incomplete=stored.incomplete,
+        slots={record.slot: _slot(record) for record in stored.slots},
+    )
+
+
+def _config(stored: StoredRun) -> Config:
+    return config_from_text(stored.facts.config_yaml, f"the configuration of run {stored.facts.run_id}")
+
+
+def _slot(record: SlotRecord) -> Slot:
+    counters = _counters(record.counters)
+    return Slot(
+        slot=record.slot,
+        # The processes of before are gone, and a report of theirs must not be taken for one of these.
+        incarnation=record.incarnation + 1,
+        next_sequence=record.next_sequence,
+        resume=record.resume,
+        counters=replace(counters, steps_lost_upper_bound=counters.steps_lost_upper_bound + record.steps_at_risk),
+    )
+
+
+def _counters(stored: Mapping[str, int | float]) -> Counters:
+    # A counter that another version did not know begins at 0; one that is no number, too.
+    new = Counters()
+    values: dict[str, Any] = {}
+    for item in fields(Counters):
+        value = stored.get(item.name)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 2**63:
+            continue
+        if type(value) is int or type(getattr(new, item.name)) is float:
+            values[item.name] = value
+    return Counters(**values)

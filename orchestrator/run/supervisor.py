@@ -1,0 +1,377 @@
+"""The shell around the lifecycle: owns the clock, polls the fleet, feeds events, performs commands, tells watchers.
+
+A turn takes in what has happened, writes it down, and only then sends anything out: a head that is killed has never
+sent a slice that its store does not know of. Decides nothing about a slot (`lifecycle.py`), nothing about nodes
+(`membership.py`) and nothing about where slots go (`placement.py`). The one decision that is its own is when a run
+begins to count and when it ends. One thread, no callbacks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from orchestrator.config.schema import Config
+from orchestrator.core import circuit_breaker, lifecycle, membership
+from orchestrator.core import slot as slots
+from orchestrator.core.fleet import Fleet, NodeFact, SliceFailure, SliceOutcome
+from orchestrator.core.membership import NodeBook
+from orchestrator.core.memory_broker.broker import Lender
+from orchestrator.core.placement import SlotPlan
+from orchestrator.core.slot import Phase, Slot
+from orchestrator.errors import PreflightError
+from orchestrator.run.fault_injection import Havoc
+from orchestrator.run.learned_limits import Lessons
+from orchestrator.run.run_info import RunInfo, rules_of
+from orchestrator.run.snapshot import Meter, record, row
+from orchestrator.watch.model import Snapshot
+from orchestrator.watch.sinks import Outlets
+from workers.messages import Directive, Strike
+
+#: How long one wait for a report may last: the patience of Ctrl-C and of every timer.
+_POLL_S = 0.1
+_NODES_EVERY_S = 1.0
+_SNAPSHOT_EVERY_S = 0.25
+
+#: A node whose worker reported so lately is there. Short enough for a lost node to be seen within 10 s.
+_HEARD_WITHIN_S = 3.0
+
+#: A look at the clock that comes so late means that this process was suspended; for so long afterwards no timer counts.
+_SUSPENDED_S = 3.0
+_CATCH_UP_S = 2.0
+
+#: Ray's memory monitor and its process table know within a second; a new process reports after two or more.
+_EXPLAIN_WITHIN_S = 3.0
+
+
+class Supervisor:
+    """Runs one run from the first actor to the last report."""
+
+    def __init__(
+        self,
+        *,
+        info: RunInfo,
+        config: Config,
+        plans: Sequence[SlotPlan],
+        fleet: Fleet,
+        outlets: Outlets,
+        interrupted: Callable[[], bool],
+        lessons: Lessons,
+        havoc: Havoc | None = None,
+    ) -> None:
+        """Prepare; nothing is placed before `run`.
+
+        Args:
+            info: Identity, planned length, and what is behind it.
+            config: Of this run, scaled if it was.
+            plans: Every slot.
+            fleet: Connected.
+            outlets: Told of every event, every snapshot, and every slot that changed before anything is sent because
+                of it.
+            interrupted: Asked at every turn whether the user wants to stop.
+            lessons: Takes in what workers learn.
+            havoc: Injects faults, if the user asked for them.
+        """
+        self._info = info
+        self._config = config
+        self._plans = {plan.seat.slot: plan for plan in plans}
+        self._fleet = fleet
+        self._outlets = outlets
+        self._interrupted = interrupted
+        self._lessons = lessons
+        self._havoc = havoc
+        self._rules = rules_of(config, info.past)
+        self._slots = {name: info.past.slots.get(name, Slot(slot=name)) for name in self._plans}
+        self._meters = {name: Meter() for name in self._plans}
+        self._nodes = NodeBook()
+        self._lender = Lender(self._plans)
+        self._outbox: list[tuple[str, slots.Command]] = []
+        self._changed: set[str] = set(self._plans)
+        self._unexplained: dict[str, float] = {}
+        """Slots whose process has ended, nobody knows why -> until when to ask."""
+        self._began_s = self._looked_at_s = time.monotonic()
+        self._ticks_from_s = self._began_s
+        self._first_proven_s: float | None = None
+        self._counting_since_s: float | None = None
+        self._ends_at_s: float | None = None
+        self._nodes_at_s = self._snapshot_at_s = float("-inf")
+
+    def run(self) -> Snapshot:
+        """Run to the planned end, or until interrupted, and return the last picture.
+
+        Raises:
+            PreflightError: A worker found that the plan can never work on its machine.
+        """
+        try:
+            while not self._over():
+                self._turn()
+            self._drain()
+        except BaseException:
+            self._close()  # what is under way is lost, and the books must say so
+            self._send_out()
+            raise
+        snapshot = self.snapshot()
+        self._send_out()
+        self._outlets.close(snapshot)
+        return snapshot
+
+    def snapshot(self) -> Snapshot:
+        """The run as it is now."""
+        now_s = time.monotonic()
+        counting_since_s = self._counting_since_s if self._counting_since_s is not None else now_s
+        elapsed_s = self._info.past.elapsed_s + now_s - counting_since_s
+        return Snapshot(
+            run_id=self._info.run_id,
+            started_at=self._info.started_at_unix_s,
+            now_unix_s=time.time(),
+            elapsed_s=min(elapsed_s, self._info.duration_s),
+            duration_s=self._info.duration_s,
+            nodes_planned=tuple(self._config.nodes),
+            nodes_seen=tuple(name for name in self._config.nodes if name in self._nodes.present),
+            rows=tuple(row(plan, self._slots[name], self._meters[name], now_s) for name, plan in self._plans.items()),
+            notices=(*membership.notices(self._nodes, self._config), *self._outlets.problems),
+            restart_count=sum(slot.counters.restarts for slot in self._slots.values()),
+            steps_lost_upper_bound=sum(slot.counters.steps_lost_upper_bound for slot in self._slots.values()),
+        )
+
+    def _over(self) -> bool:
+        if self._interrupted():
+            return True
+        if all(slot.phase is Phase.QUARANTINED for slot in self._slots.values()):
+            return True
+        return self._ends_at_s is not None and time.monotonic() >= self._ends_at_s
+
+    def _turn(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._nodes_at_s >= _NODES_EVERY_S:
+            self._nodes_at_s = now_s
+            self._watch_nodes(self._fleet.nodes())
+            self._ask_why(now_s)
+        for outcome in self._fleet.wait(_POLL_S):
+            self._take(outcome)
+        self._tick()
+        self._spare_sick_cards(now_s)
+        self._begin_counting()
+        if self._havoc is not None:
+            self._havoc.shake_nodes(self._fleet, now_s)
+        self._send_out()
+        if not self._slots_busy():
+            time.sleep(_POLL_S)  # nothing is under way, so the next wait would come back at once
+        self._show()
+
+    def _tick(self) -> None:
+        """Let every slot's timers see the clock, unless this process has just stood still.
+
+        Then it was not the workers that were late, and what they reported meanwhile must come in first. The same look
+        at the clock judges the gap and the timers: a stop between two looks would be charged to the workers.
+        """
+        now_s = time.monotonic()
+        if now_s - self._looked_at_s > _SUSPENDED_S:
+            self._ticks_from_s = now_s + _CATCH_UP_S
+        self._looked_at_s = now_s
+        if now_s >= self._ticks_from_s:
+            for name in self._slots:
+                self._feed(name, slots.Tick(), now_s)
+
+    def _send_out(self) -> None:
+        """Write down what has changed, then perform what follows from it."""
+        if self._changed:
+            now_s = time.monotonic()
+            self._outlets.store.slots(
+                record(plan, self._slots[name], self._meters[name], now_s)
+                for name, plan in self._plans.items()
+                if name in self._changed
+            )
+            self._changed.clear()
+        for name, lease_bytes in self._lender.look(self._slots, time.monotonic()).items():
+            self._outlets.events.write("leased", slot=name, lease_bytes=lease_bytes)
+        self._outlets.store.commit()
+        outbox, self._outbox = self._outbox, []
+        for name, command in outbox:
+            self._perform(name, command)
+
+    def _slots_busy(self) -> bool:
+        return any(slot.in_flight for slot in self._slots.values())
+
+    def _show(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._snapshot_at_s < _SNAPSHOT_EVERY_S:
+            return
+        self._snapshot_at_s = now_s
+        self._outlets.show(self.snapshot())
+
+    def _begin_counting(self) -> None:
+        """The planned time begins when every worker whose node is there has answered, or has had its chance."""
+        if self._ends_at_s is not None:
+            return
+        now_s = time.monotonic()
+        here = [slot for slot in self._slots.values() if slot.phase is not Phase.ABSENT]
+        answered = [slot for slot in here if slot.proven or slot.phase is Phase.QUARANTINED]
+        if not answered:
+            return
+        self._first_proven_s = self._first_proven_s if self._first_proven_s is not None else now_s
+        if len(answered) == len(here) or now_s - self._first_proven_s > self._rules.start_timeout_s:
+            self._counting_since_s = now_s
+            remaining_s = self._info.remaining_s
+            self._ends_at_s = now_s + remaining_s
+            if self._havoc is not None:
+                self._havoc.begin(now_s, self._ends_at_s)
+            self._outlets.events.write("counting", duration_s=remaining_s, startup_s=now_s - self._began_s)
+
+    def _watch_nodes(self, facts: Sequence[NodeFact]) -> None:
+        # Workers outlive their raylet for some seconds, so a report overrules silence and not a refusal.
+        seen = [
+            replace(fact, answers=fact.answers or (not fact.refuses and self._is_heard(fact.name))) for fact in facts
+        ]
+        self._nodes, happened = membership.looked(self._nodes, self._config, seen)
+        for node, event in happened:
+            match event:
+                case slots.NodeJoined():
+                    self._outlets.events.write("node_joined", node=node, node_id=self._nodes.present[node])
+                case slots.NodeLeft(reason=reason):
+                    self._outlets.events.write("node_left", node=node, reason=reason)
+                case slots.NodeRefused(reason=reason):
+                    self._outlets.events.write("node_refused", node=node, reason=reason)
+            for name in self._on_node(node):
+                self._feed(name, event)
+
+    def _ask_why(self, now_s: float) -> None:
+        """Ask why processes have ended; the cluster finds out a little later than we do."""
+        for name, until_s in list(self._unexplained.items()):
+            cause = self._fleet.why_ended(name)
+            if cause is not None:
+                self._outlets.events.write("death_explained", slot=name, text=cause.text)
+                self._feed(name, slots.DeathExplained(cause=cause))
+            if cause is not None or now_s > until_s:
+                del self._unexplained[name]
+
+    def _is_heard(self, node: str | None) -> bool:
+        """Whether a worker on the node has just reported: then it is there, whatever keeps us from knocking."""
+        since_s = time.monotonic() - _HEARD_WITHIN_S
+        heard = [self._slots[name].heard_at_s for name in self._on_node(node)] if node is not None else []
+        return any(at_s is not None and at_s > since_s for at_s in heard)
+
+    def _on_node(self, node: str) -> list[str]:
+        return [name for name, plan in self._plans.items() if plan.spec.node == node]
+
+    def _spare_sick_cards(self, now_s: float) -> None:
+        """Give up a card on which every worker keeps dying, with one message."""
+        if not self._changed:
+            return
+        cards: defaultdict[str, list[Slot]] = defaultdict(list)
+        for name, plan in self._plans.items():
+            cards[_card(plan, self._slots[name])].append(self._slots[name])
+        for card, reason in circuit_breaker.condemned(cards, now_s, self._rules).items():
+            self._outlets.events.write("card_quarantined", card=card, reason=reason)
+            for slot in cards[card]:
+                self._feed(slot.slot, slots.CardCondemned(reason=reason))
+
+    def _take(self, outcome: SliceOutcome) -> None:
+        if outcome.report is None:
+            failure = outcome.failure
+            assert failure is not None, "an outcome has a report or a failure"  # noqa: S101 - internal invariant
+            if failure is not SliceFailure.UNSENT:
+                self._outlets.events.write(
+                    "slice_failed",
+                    slot=outcome.slot,
+                    failure=failure.value,
+                    text=outcome.text,
+                    sequence=outcome.sequence,
+                )
+            event = slots.SliceFailed(
+                incarnation=outcome.incarnation, sequence=outcome.sequence, failure=failure, text=outcome.text
+            )
+            self._feed(outcome.slot, event)
+            return
+        report = outcome.report
+        for happened in report.events:
+            self._outlets.events.write(
+                happened.name, slot=report.slot, worker_at_unix_s=happened.at_unix_s, **dict(happened.detail)
+            )
+        if report.error is not None:
+            self._outlets.events.write("workload_error", slot=report.slot, traceback=report.error)
+        self._feed(outcome.slot, slots.SliceReported(report=report))
+        if self._slots[outcome.slot].report is report:
+            meter = self._meters[outcome.slot]
+            meter.add(report)
+            spec = self._plans[outcome.slot].spec
+            meter.remember(self._lessons.best_tflops(spec, report))
+            self._lessons.take(spec, report, meter.best_tflops)
+
+    def _feed(self, name: str, event: slots.Event, now_s: float | None = None) -> None:
+        before, now_s = self._slots[name], time.monotonic() if now_s is None else now_s
+        after, commands = lifecycle.advance(before, event, now_s, self._rules, self._ends_at_s)
+        if after is before and not commands:
+            return
+        if self._havoc is not None:
+            self._havoc.watch(before, after, now_s)
+        if after.counters.restarts > before.counters.restarts:
+            self._unexplained[name] = now_s + _EXPLAIN_WITHIN_S
+        self._slots[name] = after
+        self._changed.add(name)
+        for command in commands:
+            match command:
+                case slots.Note():
+                    self._outlets.events.write(command.name, slot=name, **dict(command.fields))
+                case slots.EndRun(reason=reason):
+                    raise PreflightError([reason])
+                case _:
+                    self._outbox.append((name, command))
+
+    def _perform(self, name: str, command: slots.Command) -> None:
+        match command:
+            case slots.Place():
+                self._fleet.place(self._plans[name].seat)
+            case slots.Submit():
+                self._fleet.submit(
+                    Directive(
+                        spec=self._plans[name].spec,
+                        incarnation=command.incarnation,
+                        sequence=command.sequence,
+                        duration_s=command.duration_s,
+                        resume=command.resume,
+                        step_limit=command.step_limit,
+                        strike=self._strike(name, command),
+                        lease_bytes=self._lender.grant(self._slots[name], command.sequence),
+                    )
+                )
+            case slots.Forget():
+                self._fleet.forget(name)
+            case slots.Restart():
+                self._fleet.restart(name)
+            case slots.Abandon():
+                self._fleet.abandon(name)
+
+    def _strike(self, name: str, submit: slots.Submit) -> Strike | None:
+        return None if self._havoc is None else self._havoc.strike(self._slots[name], submit, time.monotonic())
+
+    def _drain(self) -> None:
+        """Let what runs end, begin nothing, and do not wait for ever."""
+        for name in self._slots:
+            self._feed(name, slots.Drain())
+        self._send_out()
+        # One slice may just have begun, with another behind it.
+        deadline_s = time.monotonic() + 2 * self._rules.slice_s + self._config.run.stop_grace_s
+        while self._slots_busy() and time.monotonic() < deadline_s:
+            for outcome in self._fleet.wait(_POLL_S):
+                self._take(outcome)
+            self._send_out()
+            self._show()
+        self._close()
+
+    def _close(self) -> None:
+        self._lessons.save()
+        for name in self._slots:
+            self._feed(name, slots.Close())
+        if self._havoc is not None:
+            self._havoc.close(time.monotonic())
+
+
+def _card(plan: SlotPlan, slot: Slot) -> str:
+    """Return the slot's card as a person would call it, as far as it is known; on a node without cards, the node."""
+    device = slot.device
+    if device is None or device.uuid is None:
+        return f"{plan.spec.node}'s {plan.gpu or 'card'}"
+    return f"{plan.spec.node}'s {device.name} ({device.uuid})"

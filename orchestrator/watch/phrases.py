@@ -1,0 +1,111 @@
+"""Sums of a run in words, shared by the table and the plain lines.
+
+Pure. Does not cover the table's cells, nor outcome and exit code: those are the head's to say.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from orchestrator.config.duration import format_duration
+from orchestrator.watch.cells import Glyphs, decimals_for, number, share_pct, whole
+from orchestrator.watch.model import Row, Snapshot, natural_order, success_rate
+from workers.messages import WorkerState
+
+
+def counted(count: int, noun: str, nouns: str | None = None) -> str:
+    """Return "1 restart", "2 restarts"; `nouns` where an s does not make the plural."""
+    return f"{whole(count)} {noun if count == 1 else nouns or noun + 's'}"
+
+
+def tflops_words(tflops: float | None, glyphs: Glyphs) -> str:
+    """Return a throughput with its unit."""
+    return f"{number(tflops, decimals_for((tflops,))) or glyphs.missing} TFLOP/s"
+
+
+def more_rows(counts: Mapping[WorkerState, int], glyphs: Glyphs) -> str:
+    """Return the line that stands for the rows there is no room for."""
+    total = f"{glyphs.ellipsis} and {sum(counts.values())} more"
+    if len(counts) == 1:
+        return f"{total} {next(iter(counts))}"
+    return f"{total}: {', '.join(f'{count} {state}' for state, count in counts.items())}"
+
+
+def fault_lines(faults: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return what became of injected faults, a line for each kind: "21 kill: 17 recovered after 5.9 s (median)"."""
+    fates: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    took_s: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    for fault in faults:
+        kind, fate = str(fault.get("kind")), str(fault.get("fate", "unknown")).replace("_", " ")
+        count, recovered_s = fault.get("count", 1), fault.get("recovered_s")
+        fates[kind][fate] += count if isinstance(count, int) else 1
+        if isinstance(recovered_s, int | float):
+            took_s[kind, fate].append(recovered_s)
+    return tuple(
+        f"{counts.total()} {kind}: "
+        + ", ".join(f"{number} {fate}{_median_words(took_s[kind, fate])}" for fate, number in counts.most_common())
+        for kind, counts in sorted(fates.items())
+    )
+
+
+def _median_words(took_s: Sequence[float]) -> str:
+    return f" after {median(took_s):.1f} s (median)" if took_s else ""
+
+
+def totals(snapshot: Snapshot) -> tuple[str, ...]:
+    """Return what happened over the run, a phrase for each kind."""
+    restarts = counted(snapshot.restart_count, "restart")
+    if snapshot.steps_lost_upper_bound:
+        restarts += f" (at most {counted(snapshot.steps_lost_upper_bound, 'step')} lost)"
+    said = [
+        _steps_words(snapshot.success_rate, snapshot.steps_ok + snapshot.steps_oom + snapshot.steps_error),
+        f"{whole(snapshot.oom_count)} OOM",
+        counted(snapshot.emergency_count, "emergency", "emergencies"),
+        restarts,
+    ]
+    if snapshot.verify_checks or snapshot.verify_errors:
+        said.append(f"{counted(snapshot.verify_checks, 'check')}, {whole(snapshot.verify_errors)} wrong")
+    return tuple(said)
+
+
+def closing_lines(snapshot: Snapshot, glyphs: Glyphs) -> tuple[str, ...]:
+    """Return the end of a run in a line per node and one for all."""
+    nodes: dict[str, list[Row]] = {}
+    for row in snapshot.rows:
+        nodes.setdefault(row.node, []).append(row)
+    names = {node: glyphs.shorten(glyphs.clean(node), 24) for node in sorted(nodes, key=natural_order)}
+    longest = max([len("total"), *map(len, names.values())])
+    whole_run = [
+        f"{'total':<{longest}}",
+        counted(len(snapshot.rows), "worker"),
+        tflops_words(snapshot.tflops_total, glyphs),
+        *totals(snapshot),
+        f"ran {glyphs.clean(format_duration(snapshot.elapsed_s))}",
+    ]
+    lines = [_node_line(f"{name:<{longest}}", nodes[node], glyphs) for node, name in names.items()]
+    return (*lines, "  ".join(whole_run))
+
+
+def _node_line(name: str, rows: Sequence[Row], glyphs: Glyphs) -> str:
+    known = [row.tflops for row in rows if row.tflops is not None]
+    steps_ok = sum(row.steps_ok for row in rows)
+    steps_oom = sum(row.steps_oom for row in rows)
+    steps_error = sum(row.steps_error for row in rows)
+    rate = success_rate(steps_ok=steps_ok, steps_oom=steps_oom, steps_error=steps_error)
+    said = (
+        name,
+        counted(len(rows), "worker"),
+        tflops_words(sum(known) if known else None, glyphs),
+        _steps_words(rate, steps_ok + steps_oom + steps_error),
+        f"{whole(sum(row.oom_count for row in rows))} OOM",
+        counted(sum(row.restarts for row in rows), "restart"),
+    )
+    return "  ".join(said)
+
+
+def _steps_words(rate: float | None, steps: int) -> str:
+    good = share_pct(rate)
+    return "no steps yet" if good is None else f"{good} % of {counted(steps, 'step')} good"

@@ -1,0 +1,1 @@
+"""One worker: runs slices of steps, survives out-of-memory, reports."""

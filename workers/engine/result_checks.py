@@ -1,0 +1,94 @@
+"""Checks of a worker's results now and then, and what they found: the shell around `verification`.
+
+Calls the workload's own check when one is due, and survives it. Does not know how a result is checked, and does not
+judge a worker by more than one finding: a wrong result is never forgotten while the process lives.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Final
+
+from workers import oom
+from workers.devices.base import Device
+from workers.engine.slice_stats import Tally
+from workers.errors import PoisonedError
+from workers.policy.base import StepOk
+from workers.settings import FailureKind
+from workers.verification.check import Check
+from workers.verification.schedule import CheckSchedule
+from workers.workloads.base import Workload
+
+#: So many checks in a row may find no memory; then there is none for them.
+_PATIENCE: Final = 5
+
+
+class Proof:
+    """The checks of one worker process."""
+
+    def __init__(self, share: float, where: str) -> None:
+        """Check nothing yet.
+
+        Args:
+            share: Of the time that checks may take, 0 for none.
+            where: Slot and card, for whoever has to find a sick one.
+        """
+        self._schedule = CheckSchedule(share)
+        self._where = where
+        self._reason: str | None = None
+        self._broken = False
+        self._failures = 0
+
+    @property
+    def reason(self) -> str | None:
+        """What was found wrong last, in words; `None` if nothing ever was."""
+        return self._reason
+
+    def after_step(self, device: Device, workload: Workload, step: StepOk, tally: Tally) -> float:
+        """Check the result of a step if that is due; return the seconds for which the check kept the device busy.
+
+        Out of memory within a check is no out-of-memory of the worker: then there was no check.
+
+        Raises:
+            PoisonedError: The device failed.
+        """
+        number = self._schedule.after_step(step.size, step.batch, step.seconds)
+        if number is None or self._broken:
+            return 0.0
+        failure: oom.Failure | None = None
+        check: Check | None = None
+        began_s = time.perf_counter()
+        try:
+            check, seconds = device.timed(lambda: workload.check(number))
+        except Exception as error:  # noqa: BLE001 - classified below, outside the handler
+            failure = oom.classify(error)
+        if failure is not None:
+            self._survive(failure, device, tally)
+            seconds = time.perf_counter() - began_s  # giving memory back is a part of what it cost
+        else:
+            self._failures = 0
+        self._schedule.after_check(seconds)
+        if check is not None:
+            tally.verify_checks += 1
+            if not check.ok:
+                self._note(check, tally)
+        return seconds
+
+    def _survive(self, failure: oom.Failure, device: Device, tally: Tally) -> None:
+        if failure.kind is FailureKind.POISONED:
+            raise PoisonedError(failure.text)
+        if not self._failures:
+            tally.event("check_failed", kind=failure.kind.value, text=failure.text)
+        self._failures += 1
+        device.release()
+        # A check that cannot run is a bug of the workload, or never gets its memory: results go unchecked from here on.
+        self._broken = failure.kind is FailureKind.OTHER or self._failures >= _PATIENCE
+        if self._broken:
+            tally.event("checks_ended", text=failure.text)
+
+    def _note(self, check: Check, tally: Tally) -> None:
+        tally.verify_errors += 1
+        self._reason = f"wrong result on {self._where}: {check.detail}"
+        worst = check.worst if math.isfinite(check.worst) else None
+        tally.event("corrupt", kind=check.kind, where=self._where, detail=check.detail, worst=worst)

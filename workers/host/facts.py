@@ -1,0 +1,117 @@
+"""What one machine says of itself: values that cross processes and become JSON.
+
+Covers the words. Does not ask anybody (`workers.host.machine` does) and does not judge (the head's doctor does).
+Imports neither torch, Ray nor NVML.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A process that holds memory of a card."""
+
+    pid: int
+    name: str | None
+    """`None`: it is in another container, or gone."""
+    used_bytes: int | None
+    """Not told under WSL2 and WDDM."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardFacts:
+    """One card, as its driver tells it."""
+
+    index: int
+    """In the order of the PCI bus."""
+    name: str
+    uuid: str
+    total_bytes: int
+    used_bytes: int | None = None
+    """By anybody, the driver's own reserve included."""
+    compute_capability: tuple[int, int] | None = None
+    cores: int | None = None
+    """FP32 units, of all multiprocessors together."""
+    max_sm_clock_mhz: int | None = None
+    max_memory_clock_mhz: int | None = None
+    bus_width_bits: int | None = None
+    power_limit_w: float | None = None
+    """As delivered."""
+    persistence: bool | None = None
+    """Whether the driver keeps the card awake while nobody uses it."""
+    display: bool | None = None
+    """Whether a screen is driven by it."""
+    visible: bool = True
+    """Whether CUDA_VISIBLE_DEVICES lets programs see it."""
+    holders: tuple[Holder, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchFacts:
+    """The torch of this Python, asked in a process of its own."""
+
+    version: str | None = None
+    """`None`: it cannot be imported, see `error`."""
+    cuda: str | None = None
+    """The CUDA it was built for, such as 12.8; `None` for a build that knows no cards."""
+    architectures: tuple[str, ...] = ()
+    """What it has kernels for, such as sm_86."""
+    available: bool = False
+    """Whether it can use a card here."""
+    error: str | None = None
+    """Why it cannot be imported, or what it says about the driver."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFacts:
+    """One machine. `None`: nobody tells."""
+
+    hostname: str
+    system: str
+    """`linux`, `darwin`, `win32`."""
+    kernel: str
+    is_wsl: bool
+    python: str
+    ray: str | None
+    project: str | None
+    """Version of this project."""
+    cores_logical: int
+    cores_physical: int | None = None
+    ram_total_bytes: int
+    ram_available_bytes: int
+    shm_total_bytes: int | None = None
+    """Of /dev/shm, in which Ray keeps its objects."""
+    driver: str | None = None
+    driver_cuda: tuple[int, int] | None = None
+    """The newest CUDA that the driver can run."""
+    nvml_error: str | None = None
+    """Why NVML does not answer; `None` if it does."""
+    card_errors: tuple[str, ...] = ()
+    """A sentence for each card that NVML counts and that does not answer."""
+    cards: tuple[CardFacts, ...] = ()
+    pci_cards: int | None = None
+    """NVIDIA cards on the PCI bus, driver or none."""
+    has_nouveau: bool = False
+    """Whether the kernel's own driver for NVIDIA cards is loaded, which cannot compute."""
+    torch: TorchFacts = field(default_factory=TorchFacts)
+    environment: tuple[tuple[str, str], ...] = ()
+    """The variables that matter here, and no others; never a token."""
+    cpu_governors: tuple[str, ...] = ()
+    """How the kernel chooses the clocks of the cores; each once."""
+    cpu_scaling_driver: str | None = None
+    """What carries that out, such as intel_pstate, which also chooses within a governor."""
+    mps_folder: str | None = None
+    """Where programs look for the control daemon of NVIDIA's Multi-Process Service."""
+    mps_daemon: bool = False
+    """Whether one runs."""
+
+    def setting(self, name: str) -> str | None:
+        """Return the value of an environment variable, if it is one that matters and is set."""
+        return dict(self.environment).get(name)
+
+    @property
+    def visible_cards(self) -> tuple[CardFacts, ...]:
+        """The cards that programs may use."""
+        return tuple(card for card in self.cards if card.visible)

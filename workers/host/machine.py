@@ -1,0 +1,163 @@
+"""Looks at this machine once and says what it found: `MachineFacts`.
+
+Covers the processor, memory, the platform, the driver and its cards, torch, and the environment. Does not judge what it
+finds and changes nothing. torch is asked in a process of its own: it may be broken, and this process need not carry it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+from workers.host.facts import MachineFacts, TorchFacts
+from workers.host.gpu_facts import look_at_cards
+
+#: What is looked up in the environment. Nothing secret: all of it may be printed.
+SETTINGS = (
+    "CUDA_DEVICE_ORDER",
+    "CUDA_LAUNCH_BLOCKING",
+    "CUDA_VISIBLE_DEVICES",
+    "NVIDIA_TF32_OVERRIDE",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_CUDA_MEMCHECK",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "TORCH_USE_CUDA_DSA",
+)
+
+#: A cold disk needs a while for torch; one that takes longer hangs.
+_TORCH_TIMEOUT_S = 120.0
+
+_ASK_TORCH = """
+import json, warnings
+said = []
+warnings.showwarning = lambda message, *_, **__: said.append(str(message))
+import torch
+available = torch.cuda.is_available()
+print(json.dumps({
+    "version": torch.__version__, "cuda": torch.version.cuda, "available": available,
+    "architectures": torch.cuda.get_arch_list(),
+    "error": next((text for text in said if "CUDA" in text), None),
+}))
+"""
+
+_NVIDIA = "0x10de"
+#: PCI classes of what may compute: display controllers, with and without a screen.
+_DISPLAY_CLASSES = ("0x0300", "0x0302")
+
+
+def look_around() -> MachineFacts:
+    """Look at this machine; takes some seconds, most of them for torch."""
+    is_wsl = "microsoft" in platform.release().lower()
+    memory = psutil.virtual_memory()
+    driver = look_at_cards()
+    return MachineFacts(
+        hostname=socket.gethostname(),
+        system=sys.platform,
+        kernel=platform.release(),
+        is_wsl=is_wsl,
+        python=platform.python_version(),
+        ray=_version("ray"),
+        project=_version("oom-orchestrator"),
+        cores_logical=os.cpu_count() or 1,
+        cores_physical=psutil.cpu_count(logical=False),
+        ram_total_bytes=memory.total,
+        ram_available_bytes=memory.available,
+        shm_total_bytes=_shared_memory_bytes(),
+        driver=driver.version,
+        driver_cuda=driver.cuda,
+        nvml_error=driver.error,
+        card_errors=driver.card_errors,
+        cards=driver.cards,
+        pci_cards=None if is_wsl else _pci_cards(),
+        has_nouveau=Path("/sys/module/nouveau").exists(),
+        torch=ask_torch(),
+        environment=tuple((name, os.environ[name]) for name in SETTINGS if name in os.environ),
+        cpu_governors=_cpu_governors(),
+        cpu_scaling_driver=_read(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_driver")) or None,
+        mps_folder=os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"),  # noqa: S108 - NVIDIA's own default
+        mps_daemon=_has_mps_daemon(),
+    )
+
+
+def ask_torch() -> TorchFacts:
+    """Ask the torch of this Python what it was built for and whether it sees a card."""
+    try:
+        done = subprocess.run(  # noqa: S603 - this Python, and our own words
+            [sys.executable, "-P", "-c", _ASK_TORCH],
+            capture_output=True,
+            text=True,
+            timeout=_TORCH_TIMEOUT_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        return TorchFacts(error=f"import torch took longer than {_TORCH_TIMEOUT_S:.0f} s")
+    except OSError as error:
+        return TorchFacts(error=str(error))
+    try:
+        said = json.loads(done.stdout.splitlines()[-1])
+        return TorchFacts(**{**said, "architectures": tuple(said["architectures"])})
+    except (ValueError, IndexError, TypeError, KeyError):
+        last = [line for line in done.stderr.splitlines() if line.strip()][-1:]
+        return TorchFacts(error=last[0].strip()[:300] if last else f"it ended with status {done.returncode}")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def free_bytes(path: str) -> int | None:
+    """Return what is free on the disk that holds `path`, or would hold it; `None` if it does not tell."""
+    folder = Path(path).absolute()
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
+
+
+def _shared_memory_bytes() -> int | None:
+    try:
+        return shutil.disk_usage("/dev/shm").total  # noqa: S108 - looked at, not written to
+    except OSError:
+        return None
+
+
+def _pci_cards() -> int | None:
+    root = Path("/sys/bus/pci/devices")
+    if not root.is_dir():
+        return None
+    return sum(
+        _read(device / "vendor") == _NVIDIA and _read(device / "class").startswith(_DISPLAY_CLASSES)
+        for device in root.iterdir()
+    )
+
+
+def _cpu_governors() -> tuple[str, ...]:
+    found = {_read(path) for path in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cpufreq/scaling_governor")}
+    return tuple(sorted(found - {""}))
+
+
+def _has_mps_daemon() -> bool:
+    return any((process.info["name"] or "").startswith("nvidia-cuda-mps") for process in psutil.process_iter(["name"]))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""

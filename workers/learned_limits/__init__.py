@@ -1,0 +1,1 @@
+"""Where earlier runs ended up, and which of it fits a worker."""

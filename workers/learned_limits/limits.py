@@ -1,0 +1,200 @@
+"""What was learned of a workload on a card, which worker may start from it, and what tells workloads apart.
+
+Covers the values, their plain form and their matching. Does not cover keeping them (`store.py`), nor what a
+policy makes of one: it starts there and checks it as it goes. Loads no torch: the head carries these values, and picks
+nothing itself, because only the worker knows its card.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import pkgutil
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final, TypeAlias, TypeVar
+
+from workers.settings import Learned, LimitKey, StoredLimit
+
+_PRODUCT: Final = "oom-orchestrator"
+_BUILT_IN: Final = "matmul"
+_BUILT_IN_MODULE: Final = "workers.workloads.matmul"
+_BUILT_IN_CLASS: Final = f"{_BUILT_IN_MODULE}:Matmul"
+
+#: Between a workload's name and what tells its versions apart; no name holds one.
+_MARK: Final = "@"
+
+#: Enough hexadecimal digits that no two versions of a file share them by chance.
+_HASH_DIGITS: Final = 12
+
+#: Characters of a name; the longest workload's has 255, and what tells its versions apart comes on top.
+TEXT_MOST: Final = 500
+
+_WHOLE_MOST: Final = 2**63 - 1
+
+Scalar: TypeAlias = str | int | float | bool | None
+
+T = TypeVar("T")
+
+
+def to_plain(limit: StoredLimit) -> dict[str, Scalar]:
+    """Return a limit as one flat object, for any store."""
+    return {
+        **asdict(limit.key),
+        **asdict(limit.learned),
+        "peak_bytes": limit.peak_bytes,
+        "learned_at_unix_s": limit.learned_at_unix_s,
+        "best_tflops": limit.best_tflops,
+        "best_under": limit.best_under,
+    }
+
+
+def from_plain(plain: Mapping[str, object]) -> StoredLimit:
+    """Return the limit that `to_plain` made an object of; keys that this version does not know are ignored.
+
+    Raises:
+        ValueError: Something is missing, or no value that a limit can have.
+    """
+    key = LimitKey(
+        card=_text(plain, "card"),
+        total_bytes=_known(_whole, plain, "total_bytes"),
+        driver=_known(_text, plain, "driver"),
+        torch=_text(plain, "torch"),
+        dtype=_text(plain, "dtype"),
+        workload=_text(plain, "workload"),
+        cap_bytes=_whole(plain, "cap_bytes"),
+    )
+    learned = Learned(
+        size=_whole(plain, "size"),
+        fixed_bytes=_known(_number, plain, "fixed_bytes"),
+        unit_bytes=_known(_number, plain, "unit_bytes"),
+    )
+    return StoredLimit(
+        key=key,
+        learned=learned,
+        peak_bytes=_known(_whole, plain, "peak_bytes"),
+        learned_at_unix_s=_number(plain, "learned_at_unix_s"),
+        best_tflops=_known(_number, plain, "best_tflops"),
+        best_under=_known(_text, plain, "best_under"),
+    )
+
+
+def choose(candidates: Iterable[StoredLimit], key: LimitKey) -> StoredLimit | None:
+    """Return the limit learned at the cap nearest to that of `key`; of two as near the smaller cap, then the newer."""
+
+    def distance(limit: StoredLimit) -> tuple[int, int, float]:
+        cap_bytes = limit.key.cap_bytes
+        return abs(cap_bytes - key.cap_bytes), cap_bytes, -limit.learned_at_unix_s
+
+    return min((limit for limit in candidates if limit.key.serves(key)), key=distance, default=None)
+
+
+def is_about(limit: StoredLimit, *, card: str | None = None, workload: str | None = None) -> bool:
+    """Whether a limit's card and workload contain these texts, in upper or lower case; `None` asks for nothing."""
+    return (card is None or card.casefold() in limit.key.card.casefold()) and (
+        workload is None or workload.casefold() in limit.key.workload.casefold()
+    )
+
+
+def workload_fingerprint(workload: str | Callable[..., object], **settings: Scalar) -> str:
+    """Return what tells this workload, as it is now, from others and from other versions of itself.
+
+    Its name, then the product's version for `matmul`, or a hash of the source file of the user's module where that
+    can be read: `mine.steps:Mlp@3f9a0c51d2e8`. What it imports from elsewhere is not looked at. Loads nothing.
+
+    Args:
+        workload: `matmul`, or `package.module:Class` where the class is defined in that very module; or the class or
+            function itself.
+        settings: What else decides how many bytes a step of some size takes, such as `batch=128`.
+    """
+    name = workload if isinstance(workload, str) else _name_of(workload)
+    if name in {_BUILT_IN, _BUILT_IN_CLASS}:
+        parts = [_BUILT_IN, _product_version()]
+    else:
+        parts = [name, _source_hash(name.partition(":")[0])]
+    words = [f"{key}={_word(value)}" for key, value in sorted(settings.items())]
+    return " ".join([_MARK.join(part for part in parts if part is not None), *words])
+
+
+def workload_name(fingerprint: str) -> str:
+    """Return the name that a fingerprint begins with."""
+    return fingerprint.partition(" ")[0].partition(_MARK)[0]
+
+
+def _name_of(workload: Callable[..., object]) -> str:
+    named = workload if hasattr(workload, "__qualname__") else type(workload)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def _word(value: Scalar) -> str:
+    """Return a setting as a word; 2 and 2.0 are one."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def _product_version() -> str | None:
+    try:
+        return version(_PRODUCT)
+    except PackageNotFoundError:  # run from a folder that was never installed
+        return _source_hash(_BUILT_IN_MODULE)
+
+
+def _source_hash(module: str) -> str | None:
+    try:
+        path = _source_of(module)
+        return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:_HASH_DIGITS]
+    except (OSError, ImportError, ValueError, AttributeError):  # the last three: what finders of others may raise
+        return None
+
+
+def _source_of(module: str) -> Path | None:
+    """Return the file of a module, loaded or not. Not by `find_spec` of the whole name, which loads its packages."""
+    if module in sys.modules:
+        file = getattr(sys.modules[module], "__file__", None)
+        return Path(file) if isinstance(file, str) else None
+    top, *others = module.split(".")
+    spec = importlib.util.find_spec(top)
+    for part in others:
+        folders = None if spec is None else spec.submodule_search_locations
+        spec = None if folders is None else _spec_in(list(folders), part)
+    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin is not None else None
+
+
+def _spec_in(folders: list[str], name: str) -> ModuleSpec | None:
+    """Return what Python would find under a name in the folders of a package; several of them may make up one."""
+    finders = [finder for finder in map(pkgutil.get_importer, folders) if finder is not None]
+    specs = [spec for spec in (finder.find_spec(name) for finder in finders) if spec is not None]
+    for spec in specs:
+        if spec.loader is not None:
+            return spec
+    together = ModuleSpec(name, None, is_package=True)
+    together.submodule_search_locations = [part for spec in specs for part in spec.submodule_search_locations or ()]
+    return together
+
+
+def _known(read: Callable[[Mapping[str, object], str], T], plain: Mapping[str, object], name: str) -> T | None:
+    return None if plain.get(name) is None else read(plain, name)
+
+
+def _text(plain: Mapping[str, object], name: str) -> str:
+    value = plain.get(name)
+    if not isinstance(value, str) or not 0 < len(value) <= TEXT_MOST:
+        raise ValueError(f"{name} is no text of 1 to {TEXT_MOST} characters")
+    return value
+
+
+def _whole(plain: Mapping[str, object], name: str) -> int:
+    value = plain.get(name)
+    if type(value) is not int or not 0 < value <= _WHOLE_MOST:
+        raise ValueError(f"{name} is no whole number above 0")
+    return value
+
+
+def _number(plain: Mapping[str, object], name: str) -> float:
+    value = plain.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _WHOLE_MOST:
+        raise ValueError(f"{name} is no number from 0 up")
+    return float(value)

@@ -1,0 +1,1 @@
+"""What is set on a node for a run, and put back afterwards."""

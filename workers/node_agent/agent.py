@@ -1,0 +1,282 @@
+"""The guard of one node: does what a run needs done to it, and undoes all of it when whoever started it is gone.
+
+    python -m workers.node_agent.agent         input: one line of orders, later `end`; output: the outcome, then the end
+    python -m workers.node_agent.agent --undo  put back what runs that were killed have left on this machine, and say so
+
+Leaves the process that starts it at once, because Ray ends the children of a worker with the worker; the pipe is what
+still ties it to that. Closing the pipe, `end`, SIGTERM, SIGHUP and SIGINT all mean: undo, in reverse order, and exit.
+If it is killed outright, the next guard on the machine undoes what it has left, by the file that was written before
+anything was changed. Knows neither torch nor Ray, and decides nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import select
+import signal
+import sys
+import time
+from dataclasses import replace
+from typing import Final
+
+import pynvml
+
+from workers.node_agent import journal, mps, power_limits
+from workers.node_agent.journal import Kept
+from workers.node_agent.power_limits import PowerLimitError
+from workers.node_agent.protocol import KeepOrders, KeepOutcome
+from workers.nvml import queries
+from workers.nvml.fake.library import load
+
+_ENDINGS: Final = frozenset({signal.SIGTERM, signal.SIGHUP, signal.SIGINT})
+#: Another guard is done in less, even if MPS has to be forced.
+_LOCK_S: Final = 45.0
+#: So long a guard that is in the way may take to begin to end: that of a run that is over, or of this one.
+_OTHER_S: Final = 5.0
+_LOOK_EVERY_S: Final = 0.1
+
+
+class Keeper:
+    """What one guard has done, and how it undoes it."""
+
+    def __init__(self, orders: KeepOrders) -> None:
+        self._orders = orders
+        self._kept = journal.mine(orders.node, None if orders.fake is None else orders.fake.script_path)
+
+    def do(self) -> KeepOutcome:
+        """Do what the orders say, and what an earlier guard could not undo. NVML has to be open.
+
+        Never raises for what a machine has or lacks. A power limit that one card refuses is set on none.
+        """
+        until_s = time.monotonic() + _OTHER_S
+        try:
+            while True:
+                with journal.one_at_a_time(_LOCK_S):
+                    other = self._in_the_way()
+                    if other is None or time.monotonic() > until_s:
+                        return self._do(undo_leftovers(self._kept.nvml), other)
+                time.sleep(_LOOK_EVERY_S)  # of this run, and about to end: its actor was started again
+        except OSError as error:
+            why = f"{self._orders.node}: nothing is changed that could not be written down: {error}"
+            power = why if self._orders.power_limit_w is not None else None
+            return KeepOutcome(mps_problem=why if self._orders.mps else None, power_problem=power)
+
+    def undo(self) -> tuple[str, ...]:
+        """Undo everything, last things first; return what was put back, and what could not be."""
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # better undone at the same time as somebody else than not at all
+                stack.enter_context(journal.one_at_a_time(_LOCK_S))
+            return _undo(self._kept)
+
+    def _in_the_way(self) -> Kept | None:
+        """Return the record of a living guard that keeps what this one is to change."""
+        guarded = [other for other in journal.others(self._kept.nvml) if other.is_guarded]
+        if self._orders.power_limit_w is not None:
+            uuids = {card.uuid for card in self._identities()}
+            found = next((other for other in guarded if uuids & {change.uuid for change in other.power}), None)
+            if found is not None:
+                return found
+        folder = self._daemon().folder if self._orders.mps else None
+        return next((other for other in guarded if other.daemon is not None and other.daemon.folder == folder), None)
+
+    def _do(self, notes: tuple[str, ...], other: Kept | None) -> KeepOutcome:
+        orders = self._orders
+        if orders.power_limit_w is not None:
+            try:
+                notes = (*notes, *self._set_power(orders.power_limit_w, other))
+            except PowerLimitError as error:
+                return KeepOutcome(power_problem=str(error), notes=(*notes, *_undo(self._kept)))
+        if not orders.mps:
+            return KeepOutcome(notes=notes)
+        found = self._obstacle()
+        if found is not None:
+            return KeepOutcome(mps_problem=found, notes=notes)
+        pipes = mps.running()
+        if pipes is not None:
+            return KeepOutcome(
+                pipe_directory=pipes,
+                notes=(*notes, f"{orders.node}: the MPS daemon in {pipes} is used, and left running"),
+            )
+        try:
+            daemon = self._start_daemon()
+        except mps.MpsError as error:
+            return KeepOutcome(mps_problem=str(error), notes=notes)
+        return KeepOutcome(
+            pipe_directory=daemon.pipe_directory,
+            notes=(*notes, f"{orders.node}: an MPS daemon runs for this run, process {daemon.pid}"),
+        )
+
+    def _set_power(self, limit_w: float, other: Kept | None) -> list[str]:
+        node = self._orders.node
+        changes = power_limits.plan_changes(node, self._cards(), limit_w)
+        if other is not None and other.power:
+            raise PowerLimitError(
+                f"{node}: another run has set a power limit on its cards (the guard is process {other.pid}); try again "
+                f"when that run has ended"
+            )
+        if not changes:
+            return [f"{node}: power limit {limit_w:g} W, as it was"]
+        self._write(replace(self._kept, power=changes))
+        return [power_limits.apply(node, change) for change in changes]
+
+    def _daemon(self) -> mps.Daemon:
+        return mps.new_daemon(re.sub(r"[^A-Za-z0-9]", "-", f"{self._orders.node[:16]}-{self._orders.run_id[-8:]}"))
+
+    def _start_daemon(self) -> mps.Daemon:
+        daemon = self._daemon()
+        self._write(replace(self._kept, daemon=daemon))
+        try:
+            daemon = mps.start(daemon)
+        except mps.MpsError:
+            self._write(replace(self._kept, daemon=None))
+            raise
+        self._write(replace(self._kept, daemon=daemon))
+        return daemon
+
+    def _write(self, record: Kept) -> None:
+        journal.write(record)
+        self._kept = record
+
+    def _obstacle(self) -> str | None:
+        cards = self._identities()
+        modes = {card.index: _compute_mode(card.uuid) for card in cards}
+        return mps.obstacle(system=sys.platform, kernel=platform.release(), cards=cards, compute_modes=modes)
+
+    def _identities(self) -> list[queries.CardIdentity]:
+        chosen = self._cards()
+        return [card for card in queries.cards() if str(card.index) in chosen or card.uuid in chosen]
+
+    def _cards(self) -> list[str]:
+        if self._orders.cards:
+            return list(self._orders.cards)
+        visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+        return (visible or [str(index) for index in range(self._orders.card_count)])[: self._orders.card_count]
+
+
+def undo_leftovers(nvml: str | None = None) -> tuple[str, ...]:
+    """Undo what guards that were killed have left on this machine; return what was done. NVML has to be open.
+
+    Args:
+        nvml: Script of the fake NVML that is loaded; `None` is the driver's.
+    """
+    return tuple(
+        f"left by a run that was killed: {sentence}"
+        for other in journal.others(nvml)
+        if not other.is_guarded
+        for sentence in _undo(other)
+    )
+
+
+def _undo(record: Kept) -> tuple[str, ...]:
+    """Undo a record, last things first, and forget it unless something is still to be put back."""
+    told: list[str] = []
+    pending: list[power_limits.PowerChange] = []
+    if record.daemon is not None:
+        mps.end(record.daemon)
+        told.append(f"{record.node}: the MPS daemon of the run has ended")
+    for change in reversed(record.power):
+        try:
+            sentence = power_limits.restore(record.node, change)
+            told += [] if sentence is None else [sentence]
+        except PowerLimitError as error:
+            told.append(str(error))
+            pending.append(change)
+    try:
+        if pending:
+            journal.write(replace(record, daemon=None, power=tuple(reversed(pending))))
+        else:
+            journal.remove(record)
+    except OSError as error:
+        told.append(f"{record.node}: {error}")
+    return tuple(told)
+
+
+def _compute_mode(uuid: str | None) -> int | None:
+    try:
+        return None if uuid is None else int(pynvml.nvmlDeviceGetComputeMode(queries.handle_of(uuid)))
+    except pynvml.NVMLError:
+        return None
+
+
+def _leave_parents() -> None:
+    """Become a process of nobody, in a session of its own; the pipes stay."""
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    os.chdir("/")
+
+
+def _tell(line: str) -> None:
+    """Say something to whoever started this process, who may be gone."""
+    with contextlib.suppress(OSError):
+        os.write(1, f"{line}\n".encode())
+
+
+def _read_line() -> str:
+    """Read one line of standard input and nothing behind it, so that `select` sees whether there is more."""
+    line = bytearray()
+    while (byte := os.read(0, 1)) not in {b"", b"\n"}:
+        line += byte
+    return line.decode()
+
+
+def _bell() -> int:
+    """Turn the signals that mean the end into bytes in a pipe, so that nothing is interrupted; return its other end.
+
+    What is started here later has them as usual: a handler does not outlive exec(2).
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in _ENDINGS:
+        signal.signal(number, lambda _number, _frame: None)
+    return reader
+
+
+def undo_by_hand() -> str:
+    """Undo what guards that were killed have left on this machine; return what was done, in lines.
+
+    Raises:
+        OSError: Somebody else is at it, or its records cannot be reached.
+    """
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return f"the driver of this machine does not answer: {error}"
+    with journal.one_at_a_time(_LOCK_S):
+        return "\n".join(undo_leftovers()) or "nothing is left of runs that were killed"
+
+
+def main() -> None:
+    """Be the guard of a node, from its orders to its end."""
+    if sys.argv[1:] == ["--undo"]:
+        _tell(undo_by_hand())
+        return
+    _leave_parents()
+    bell = _bell()
+    orders = KeepOrders.from_json(_read_line())
+    if orders.fake is not None:
+        load(orders.fake)
+    try:
+        pynvml.nvmlInit()  # stays open until the end
+    except pynvml.NVMLError as error:
+        why = f"{orders.node}: its driver does not answer: {error}"
+        power = why if orders.power_limit_w is not None else None
+        _tell(KeepOutcome(mps_problem=why if orders.mps else None, power_problem=power).to_json())
+        return
+    keeper = Keeper(orders)
+    try:
+        _tell(keeper.do().to_json())
+        select.select([0, bell], [], [])
+    finally:
+        _tell(json.dumps(keeper.undo()))
+
+
+if __name__ == "__main__":
+    main()

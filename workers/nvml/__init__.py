@@ -1,0 +1,1 @@
+"""Questions to NVML, and a fake NVML that answers by a script."""

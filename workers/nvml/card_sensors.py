@@ -1,0 +1,273 @@
+"""The sensors of one card, read through an NVML that stays open.
+
+Every question may fail, and then its value is `None`; what the card or its driver does not support is not asked again.
+A card that is lost is told as such and looked for again. Does not keep time (`sampler` does), does not judge, and never
+sets anything. Starts no thread.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pynvml
+
+from workers.nvml.queries import PROCESS_LISTS, handle_of, own_bytes
+from workers.readings import SensorReading
+
+#: How often what hardly changes is asked: limits, link, errors of the memory.
+RARELY_S: Final = 30.0
+#: How often NVML is opened again after it failed, or after the card was lost.
+REOPEN_S: Final = 5.0
+
+_GONE: Final = frozenset({pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED})
+_NEVER: Final = frozenset({pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND})
+
+#: Xid errors that an application brings about, as NVIDIA's k8s-device-plugin has them: they say nothing of the card.
+_APPLICATION_XIDS: Final = frozenset({13, 31, 43, 45, 68, 109})
+_MOST_EVENTS: Final = 16
+
+#: Members of NVML's union of values, by nvmlValueType_t.
+_VALUE_MEMBERS: Final = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+
+_POWER: Final = pynvml.NVML_FI_DEV_POWER_INSTANT
+_MEMORY_TEMPERATURE: Final = pynvml.NVML_FI_DEV_MEMORY_TEMP
+_SLOWDOWN_TLIMIT: Final = pynvml.NVML_FI_DEV_TEMPERATURE_SLOWDOWN_TLIMIT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Slow:
+    """What hardly changes."""
+
+    power_limit_w: float | None
+    sm_clock_max_mhz: int | None
+    pcie_generation: int | None
+    pcie_lanes: int | None
+    ecc_errors: int | None
+    remapped_rows: int | None
+    slowdown_c: float | None
+    slowdown_tlimit_c: float
+
+
+class CardSensors:
+    """One card, looked at as often as `read` is called."""
+
+    def __init__(self, card: str) -> None:
+        """Touch nothing yet.
+
+        Args:
+            card: A UUID, or an index in the order of the PCI bus.
+        """
+        self._card = card
+        self._is_open = False
+        self._handle: Any = None
+        self._events: Any = None
+        self._never: set[tuple[object, ...]] = set()
+        self._slow: tuple[float, _Slow] | None = None
+        self._closed_until_s: float | None = None
+        self._lost = False
+        self._xid: int | None = None
+
+    def read(self, now_s: float) -> SensorReading:
+        """Look once; never raises for anything that NVML says.
+
+        Args:
+            now_s: By any clock that does not go back; decides what is due to be asked again.
+        """
+        if self._closed_until_s is not None and now_s < self._closed_until_s:
+            return SensorReading(lost=self._lost)
+        try:
+            if self._handle is None:
+                self._open()
+            reading = self._look(now_s)
+        except pynvml.NVMLError as error:  # no single question failed: nothing can be asked
+            self.close()
+            self._closed_until_s = now_s + REOPEN_S
+            self._lost = self._lost or error.value in _GONE
+            return SensorReading(lost=self._lost)
+        self._closed_until_s = None
+        self._lost = False
+        return reading
+
+    def close(self) -> None:
+        """Close NVML, if it is open. A later `read` opens it again."""
+        with suppress(pynvml.NVMLError):
+            if self._events is not None:
+                pynvml.nvmlEventSetFree(self._events)
+        with suppress(pynvml.NVMLError):
+            if self._is_open:
+                pynvml.nvmlShutdown()
+        self._is_open = False
+        self._handle = self._events = self._slow = None
+
+    def _open(self) -> None:
+        """Open NVML and find the card.
+
+        Raises:
+            pynvml.NVMLError: There is no library, no driver, no such card, or it is lost.
+        """
+        pynvml.nvmlInit()
+        self._is_open = True
+        self._handle = handle_of(self._card)
+        with suppress(pynvml.NVMLError):  # WSL2 and Windows have no events
+            events = pynvml.nvmlEventSetCreate()
+            try:
+                pynvml.nvmlDeviceRegisterEvents(self._handle, pynvml.nvmlEventTypeXidCriticalError, events)
+            except pynvml.NVMLError:
+                pynvml.nvmlEventSetFree(events)
+            else:
+                self._events = events
+
+    def _look(self, now_s: float) -> SensorReading:
+        """Ask everything that is due.
+
+        Raises:
+            pynvml.NVMLError: The card is lost.
+        """
+        if self._slow is None or now_s - self._slow[0] >= RARELY_S:
+            self._slow = (now_s, self._look_slowly())
+        slow = self._slow[1]
+        temperature_c = self._first(
+            ("nvmlDeviceGetTemperatureV", pynvml.NVML_TEMPERATURE_GPU),
+            ("nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU),
+        )
+        fields = self._fields(_POWER, _MEMORY_TEMPERATURE)
+        # On consumer cards since Ampere this fallback is an average over a second.
+        power_mw = fields[_POWER] if _POWER in fields else self._ask("nvmlDeviceGetPowerUsage")
+        utilisation = self._ask("nvmlDeviceGetUtilizationRates")
+        return SensorReading(
+            temperature_c=_scaled(temperature_c),
+            margin_c=self._margin_c(temperature_c, slow),
+            memory_temperature_c=fields.get(_MEMORY_TEMPERATURE) or None,  # GeForce says 0 for "not told"
+            power_w=_scaled(power_mw, 1e3),
+            power_limit_w=slow.power_limit_w,
+            sm_clock_mhz=self._ask("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_SM),
+            sm_clock_max_mhz=slow.sm_clock_max_mhz,
+            memory_clock_mhz=self._ask("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_MEM),
+            utilisation_pct=None if utilisation is None else float(utilisation.gpu),
+            throttle_bits=self._first(
+                ("nvmlDeviceGetCurrentClocksEventReasons",), ("nvmlDeviceGetCurrentClocksThrottleReasons",)
+            ),
+            fan_pct=_scaled(self._ask("nvmlDeviceGetFanSpeed")),
+            pcie_generation=slow.pcie_generation,
+            pcie_lanes=slow.pcie_lanes,
+            ecc_errors=slow.ecc_errors,
+            remapped_rows=slow.remapped_rows,
+            xid=self._last_xid(),
+            process_used_bytes=self._process_used_bytes(),
+        )
+
+    def _look_slowly(self) -> _Slow:
+        remapped = self._ask("nvmlDeviceGetRemappedRows") if self._remaps_rows() else None
+        slowdown_c = self._ask("nvmlDeviceGetTemperatureThreshold", pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)
+        return _Slow(
+            power_limit_w=_scaled(self._ask("nvmlDeviceGetEnforcedPowerLimit"), 1e3),
+            sm_clock_max_mhz=self._ask("nvmlDeviceGetMaxClockInfo", pynvml.NVML_CLOCK_SM),
+            pcie_generation=self._ask("nvmlDeviceGetCurrPcieLinkGeneration"),
+            pcie_lanes=self._ask("nvmlDeviceGetCurrPcieLinkWidth"),
+            ecc_errors=self._ecc_errors(),
+            remapped_rows=None if remapped is None else int(remapped[1]),  # after uncorrectable errors
+            slowdown_c=slowdown_c,
+            slowdown_tlimit_c=self._fields(_SLOWDOWN_TLIMIT).get(_SLOWDOWN_TLIMIT, 0.0),
+        )
+
+    def _margin_c(self, temperature_c: float | None, slow: _Slow) -> float | None:
+        """Say how much warmer the die may get before the hardware slows down.
+
+        Since Ada, NVML's margin counts to the highest temperature the card is meant to work at, and the slowdown is
+        given as a (negative) margin; the two are on one scale (nvidia-smi(1), "T.Limit"). Older cards give absolute
+        thresholds instead, which NVML's manual declares unreliable from Ada on.
+        """
+        margin_c = self._ask("nvmlDeviceGetMarginTemperature")
+        if margin_c is not None:
+            return float(margin_c - slow.slowdown_tlimit_c)
+        if temperature_c is None or slow.slowdown_c is None:
+            return None
+        return float(slow.slowdown_c - temperature_c)
+
+    def _remaps_rows(self) -> bool:
+        """Say whether the product can replace rows: the query itself does not refuse on a 4090 (gpud, PR 351)."""
+        name = self._ask("nvmlDeviceGetName")
+        return name is not None and not any(family in name.upper() for family in ("GEFORCE", "TITAN"))
+
+    def _ecc_errors(self) -> int | None:
+        mode = self._ask("nvmlDeviceGetEccMode")
+        if mode is None or mode[0] != pynvml.NVML_FEATURE_ENABLED:
+            return None
+        errors: int | None = self._ask(
+            "nvmlDeviceGetTotalEccErrors", pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+        )
+        return errors
+
+    def _process_used_bytes(self) -> int | None:
+        for newer, older in PROCESS_LISTS:
+            used_bytes = own_bytes(self._first((newer,), (older,)))
+            if used_bytes is not None:
+                return used_bytes
+        return None
+
+    def _last_xid(self) -> int | None:
+        """Take what the driver has told since the last look; an Xid of the card is kept until another comes."""
+        for _ in range(_MOST_EVENTS if self._events is not None else 0):
+            try:
+                event = pynvml.nvmlEventSetWait_v2(self._events, 0)
+            except pynvml.NVMLError:  # a timeout: nothing happened
+                break
+            if event.eventData not in _APPLICATION_XIDS:
+                self._xid = int(event.eventData)
+        return self._xid
+
+    def _fields(self, *fields: int) -> dict[int, float]:
+        """Ask for field values in one call; those that are not told are missing."""
+        wanted = tuple(field for field in fields if ("field", field) not in self._never)
+        told = {}
+        for value in (self._ask("nvmlDeviceGetFieldValues", wanted) or ()) if wanted else ():
+            if value.nvmlReturn == pynvml.NVML_SUCCESS:
+                told[int(value.fieldId)] = float(getattr(value.value, _VALUE_MEMBERS[value.valueType]))
+            else:
+                self._note(("field", int(value.fieldId)), value.nvmlReturn)
+        return told
+
+    def _first(self, *questions: tuple[Any, ...]) -> Any:  # noqa: ANN401 - nvidia-ml-py has no types
+        """Ask the newer function, and the older one if there is no answer."""
+        for question in questions:
+            answer = self._ask(*question)
+            if answer is not None:
+                return answer
+        return None
+
+    def _ask(self, function: str, *arguments: object) -> Any:  # noqa: ANN401 - nvidia-ml-py has no types
+        """Ask the card one question; `None` if there is no answer.
+
+        Args:
+            function: By name, because neither every nvidia-ml-py nor every driver has each of them.
+            arguments: What follows the handle.
+
+        Raises:
+            pynvml.NVMLError: The card is lost.
+        """
+        question = (function, *arguments)
+        ask = getattr(pynvml, function, None)
+        if ask is None or question in self._never:
+            return None
+        try:
+            return ask(self._handle, *arguments)
+        except pynvml.NVMLError as error:
+            self._note(question, error.value)
+            return None
+
+    def _note(self, question: tuple[object, ...], code: int) -> None:
+        """Remember that a question is in vain.
+
+        Raises:
+            pynvml.NVMLError: The answer was that the card is lost.
+        """
+        if code in _GONE:
+            raise pynvml.NVMLError(code)
+        if code in _NEVER:
+            self._never.add(question)
+
+
+def _scaled(number: float | None, by: float = 1.0) -> float | None:
+    return None if number is None else number / by

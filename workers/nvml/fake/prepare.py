@@ -1,0 +1,78 @@
+"""Makes fake sensors ready on this machine: reads the script, builds the library, writes down when time began."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pynvml
+
+from workers.nvml.fake.build import build
+from workers.nvml.fake.script import ANSWERS, FakeCard, Script, read_script
+from workers.settings import FakeSensors
+
+#: What does not change between two points: counts, sums of bits, steps of the link.
+_STEPS: Final = frozenset({"throttle", "xids", "pcie_generation", "pcie_lanes", "ecc_errors", "remapped_rows"})
+#: NVML's "not available", in a list of processes.
+_NO_BYTES: Final = 2**64 - 1
+
+
+def prepare(script_path: Path, folder: Path, *, elapsed_s: float = 0.0) -> FakeSensors:
+    """Make the fake sensors of a script ready; what comes back is for `library.load`, in any process of this machine.
+
+    Args:
+        script_path: What a person wrote.
+        folder: Where the library and the prepared script go; may be one that was used before.
+        elapsed_s: How long ago the curves began.
+
+    Raises:
+        FakeSensorsError: The script is refused, or the library cannot be built (`NoCompilerError`).
+    """
+    script = read_script(script_path)
+    library = build(folder)
+    prepared = folder.absolute() / f"{script_path.stem}.sensors"
+    fresh = prepared.with_suffix(".fresh")
+    fresh.write_text("".join(f"{line}\n" for line in _lines(script, time.monotonic() - elapsed_s)), encoding="ascii")
+    fresh.replace(prepared)
+    return FakeSensors(library_path=str(library), script_path=str(prepared))
+
+
+def _lines(script: Script, start_s: float) -> Iterator[str]:
+    """Write a script as the library reads it; the form is that of `read_line` in script.h.
+
+    The start is by CLOCK_MONOTONIC, which all processes of a machine share and nobody sets.
+    """
+    yield f"start_s {start_s!r}"
+    if script.driver is not None:
+        yield f"driver {script.driver}"
+    if script.cuda_driver is not None:
+        major, minor = map(int, script.cuda_driver.split("."))
+        yield f"cuda_driver {1000 * major + 10 * minor}"
+    for function in script.missing_functions:
+        yield f"missing {function}"
+    for card in script.cards:
+        yield f"card {card.uuid} {card.name}"
+        yield from _card_lines(card)
+
+
+def _card_lines(card: FakeCard) -> Iterator[str]:
+    if card.repeat_s is not None:
+        yield f"repeat_s {card.repeat_s!r}"
+    if card.lost_after_calls is not None:
+        yield f"lost {card.lost_after_calls} {-1.0 if card.lost_for_s is None else card.lost_for_s!r}"
+    for key, error in card.fails.items():
+        yield f"error {key} {getattr(pynvml, f'NVML_ERROR_{error.upper()}')}"
+    if card.processes is not None:
+        yield "processes"
+        for process in card.processes:
+            used_bytes = _NO_BYTES if process.used_bytes is None else process.used_bytes
+            yield f"process {process.pid or 0} {used_bytes} {int(process.under_mps)}"
+    for key in ANSWERS:
+        value = getattr(card, key)
+        if key == "processes" or value is None:
+            continue
+        points = value if isinstance(value, tuple) else ((0.0, float(value)),)
+        kind = "steps" if key in _STEPS else "lines"
+        yield f"curve {key} {kind} " + " ".join(f"{at_s!r} {number!r}" for at_s, number in points)

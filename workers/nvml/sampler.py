@@ -1,0 +1,161 @@
+"""Reads the sensors of what this process computes on: at most once a second, with the last minute of throttling.
+
+One sampler per process. What keeps count (`ThrottleWindow`, the pace) has no clock of its own and starts no thread:
+whoever works asks in passing whether a sample is due. Does not judge what it reads (`policy.thermal` does).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Final, Protocol
+
+import psutil
+
+from workers.nvml.card_sensors import CardSensors
+from workers.nvml.queries import visible_card
+from workers.readings import THROTTLE_ALARMS, SensorReading
+
+SAMPLE_EVERY_S: Final = 1.0
+THROTTLE_WINDOW_S: Final = 60.0
+
+#: Where Linux tells the temperature of a processor: driver, label of the package's sensor (None: any of them).
+_PACKAGE_SENSORS: Final = (
+    ("coretemp", "Package id"),
+    ("k10temp", "Tdie"),
+    ("k10temp", "Tctl"),
+    ("zenpower", "Tdie"),
+    ("cpu_thermal", None),
+)
+
+
+class Sensors(Protocol):
+    """Something that can be looked at."""
+
+    def read(self, now_s: float) -> SensorReading:
+        """Look once; without `throttle_pct`."""
+
+    def close(self) -> None:
+        """Let go of what is held for looking."""
+
+
+class Temperature(Protocol):
+    """What psutil tells of one sensor."""
+
+    @property
+    def label(self) -> str: ...  # noqa: D102 - psutil's names
+    @property
+    def current(self) -> float: ...  # noqa: D102
+    @property
+    def critical(self) -> float | None: ...  # noqa: D102
+
+
+class ThrottleWindow:
+    """The samples of the last minute, as far as throttling goes."""
+
+    def __init__(self) -> None:
+        """Begin with an empty minute."""
+        self._samples: deque[tuple[float, bool]] = deque()
+
+    def add(self, now_s: float, bits: int | None) -> float | None:
+        """Take in a sample; return the share of alarms in percent, or `None` if no sample of the minute told.
+
+        Args:
+            now_s: By any clock that does not go back.
+            bits: Sum of `Throttle` bits, `None` if they were not told.
+        """
+        if bits is not None:
+            self._samples.append((now_s, bool(bits & THROTTLE_ALARMS)))
+        while self._samples and now_s - self._samples[0][0] >= THROTTLE_WINDOW_S:
+            self._samples.popleft()
+        if not self._samples:
+            return None
+        return 100.0 * sum(alarm for _, alarm in self._samples) / len(self._samples)
+
+
+class Sampler:
+    """Paces the looks at some sensors."""
+
+    def __init__(self, sensors: Sensors, *, every_s: float = SAMPLE_EVERY_S) -> None:
+        """Touch nothing yet.
+
+        Args:
+            sensors: What is read; closed with this.
+            every_s: Least time between two samples.
+        """
+        self._sensors = sensors
+        self._every_s = every_s
+        self._last_s: float | None = None
+        self._window = ThrottleWindow()
+
+    def sample_if_due(self, now_s: float) -> SensorReading | None:
+        """Read the sensors, unless that was done a moment ago.
+
+        Args:
+            now_s: By any clock that does not go back.
+
+        Returns:
+            A reading, or `None` if none is due.
+        """
+        if self._last_s is not None and now_s - self._last_s < self._every_s:
+            return None
+        self._last_s = now_s
+        reading = self._sensors.read(now_s)
+        throttle_pct = self._window.add(now_s, reading.throttle_bits)
+        return reading if reading.lost else replace(reading, throttle_pct=throttle_pct)
+
+    def close(self) -> None:
+        """Let go of NVML."""
+        self._sensors.close()
+
+
+class ProcessorSensors:
+    """A computer without a card: the temperature of its processor, where the system tells."""
+
+    def read(self, now_s: float) -> SensorReading:  # noqa: ARG002 - nothing here is asked more rarely
+        """Look once."""
+        # Only Linux and FreeBSD have it in psutil.
+        ask = getattr(psutil, "sensors_temperatures", None)
+        try:
+            chips = {} if ask is None else ask()
+        except OSError:
+            chips = {}
+        return package_reading(chips)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def package_reading(chips: Mapping[str, Sequence[Temperature]]) -> SensorReading:
+    """Choose the hottest processor package from all that a computer's sensors tell.
+
+    Args:
+        chips: What `psutil.sensors_temperatures` returns: sensors by the driver that reads them.
+    """
+    for driver, label in _PACKAGE_SENSORS:
+        sensors = [sensor for sensor in chips.get(driver, ()) if label is None or sensor.label.startswith(label)]
+        if sensors:
+            hottest = max(sensors, key=lambda sensor: sensor.current)
+            margin_c = hottest.critical - hottest.current if hottest.critical else None
+            return SensorReading(temperature_c=hottest.current, margin_c=margin_c, of_processor=True)
+    return SensorReading(of_processor=True)
+
+
+def open_sampler(kind: str, card: str | None = None) -> Sampler:
+    """Return the sampler of a device.
+
+    Args:
+        kind: "cuda" or "cpu", as in `DeviceInfo.kind`.
+        card: UUID, or index in the order of the PCI bus; by default the first that this process sees.
+
+    Raises:
+        ValueError: There is no such kind.
+    """
+    match kind:
+        case "cuda":
+            return Sampler(CardSensors(card or visible_card()))
+        case "cpu":
+            return Sampler(ProcessorSensors())
+        case _:
+            raise ValueError(f"no sensors are known for devices of kind {kind!r}; valid: cuda, cpu")

@@ -1,0 +1,229 @@
+"""How much memory a step of some size takes, learned from the peaks of steps that ended well.
+
+A line in x = size^power (power 2 for the n of an n x n product, 1 for a batch), drawn through two places: where the
+worker is now, smoothed, and the farthest place it has been. Beside it, what the last few sizes really took
+(`peak_samples.py`). The margin of the line is what steps were found to take beyond it, so it widens when a prediction fails
+and narrows as predictions hold; that of a remembered size is its own wobble. Does not know how much memory there is,
+nor what to do about it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from workers.policy.adaptive.peak_samples import Place, largest_fitting, place_at, placed, without
+from workers.settings import Learned
+
+#: Share of the way that one peak moves the smoothed place.
+_FOLLOW: Final = 0.1
+
+#: Share of the way that one deviation moves the mean deviation.
+_SPREAD_FOLLOW: Final = 0.03
+
+#: Mean deviations that the margin covers. A step that wobbles evenly by +-w deviates by w/2 on average, so 2 would
+#: just cover it; a failure costs ten times what the rest of the margin does.
+_COVERS: Final = 2.5
+
+#: What is assumed of a workload that was never measured, and the least that is ever believed.
+_FIRST_SPREAD: Final = 0.007
+_LEAST_SPREAD: Final = 0.0004
+
+#: A surprise beyond the margin is remembered whole and fades, to the e-th part in this time; one as large as no
+#: workspace is (a step that really changed) fades by a factor a step, because the line has followed it by then.
+_FADE_S: Final = 1500.0
+_JUMP: Final = 0.08
+_JUMP_FADES: Final = 0.97
+
+#: After a failure the margin is this much of what it was; never more than this in all.
+_SURPRISED: Final = 1.3
+_LARGEST_SURPRISE: Final = 0.5
+
+#: Two sizes this close are one place.
+_SAME_PLACE: Final = 0.1
+
+#: A remembered size that takes so much more or less than it did: the workload has changed, and the others have too.
+_CHANGED: Final = 0.03
+_CHANGED_WOBBLES: Final = 5.0
+
+#: The least of a step's memory that is believed to grow with its size, so that a flat line never promises the sky.
+_LEAST_GROWING_SHARE: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Bytes of a step as a function of x = size^power."""
+
+    here_x: float
+    here_bytes: float
+    """Where the worker was last, smoothed over the steps there."""
+    far_x: float
+    far_bytes: float
+    """The measured place with the largest distance from `here`; the same place while there is only one."""
+    unit_bytes: float
+    """Growth per unit of x."""
+    spread: float = _FIRST_SPREAD
+    """Mean deviation of a peak from the line, as a share."""
+    surprise: float = 0.0
+    """A deviation beyond the margin, fading."""
+    wobble: float = _FIRST_SPREAD
+    """Mean deviation of a peak from what the same size took before, as a share."""
+    places: tuple[Place, ...] = ()
+    """Sizes that are remembered, the last one first."""
+    at_s: float = 0.0
+    """When the last peak was measured."""
+
+    @property
+    def has_slope(self) -> bool:
+        """Whether the line goes through two places that are far enough apart."""
+        return _ratio(self.far_x, self.here_x) > 1.0 + _SAME_PLACE
+
+    @property
+    def margin(self) -> float:
+        """Share by which a step may take more than the line says."""
+        return max(_COVERS * self.spread, self.surprise)
+
+    @property
+    def here_need_bytes(self) -> float:
+        """What a step takes at the place where it was last, wobble included: no surprise is to be feared there."""
+        return self.here_bytes * (1.0 + _COVERS * self.spread)
+
+    @property
+    def fixed_bytes(self) -> float:
+        """What a step of size 0 would take; never negative."""
+        return max(0.0, self.here_bytes - self.unit_bytes * self.here_x)
+
+    def bytes_at(self, x: float) -> float:
+        """Return the predicted peak, without the margin."""
+        return max(0.0, self.here_bytes + self.unit_bytes * (x - self.here_x))
+
+    def largest_x(self, limit_bytes: float) -> float:
+        """Return the x whose predicted peak, margin included, is `limit_bytes`; negative when nothing fits.
+
+        A line drawn through small steps may be too flat, because what an optimiser takes hides what they take. But what
+        is k times as large takes at most k times as much, so nothing is promised beyond that.
+        """
+        on_the_line = self.hoped_x(limit_bytes)
+        most_x, most_bytes = self._largest
+        if on_the_line <= most_x:
+            return on_the_line
+        return min(on_the_line, max(most_x, most_x / max(1.0, most_bytes) * limit_bytes / (1.0 + self.margin)))
+
+    def known_x(self, limit_bytes: float, above_x: float) -> float:
+        """Return the largest x that is remembered and fits into `limit_bytes`, wobble included; `above_x` at least."""
+        return largest_fitting(self.places, limit_bytes, _COVERS * self.wobble, above_x)
+
+    def expected_bytes(self, x: float) -> float:
+        """Return what a step of x took when it was tried, else what the line says."""
+        place = place_at(self.places, x)
+        return self.bytes_at(x) if place is None else place.bytes
+
+    def forgotten(self, x: float, *, all_places: bool) -> Footprint:
+        """Return the line with nothing remembered of x, or of any size: it did not fit where it should have."""
+        return replace(self, places=() if all_places else without(self.places, x))
+
+    def hoped_x(self, limit_bytes: float) -> float:
+        """Return the x at which the line reaches `limit_bytes`, margin included, however far away that is."""
+        return self.here_x + (limit_bytes / (1.0 + self.margin) - self.here_bytes) / self.unit_bytes
+
+    def is_beyond(self, x: float) -> bool:
+        """Whether nothing as large was ever measured."""
+        return x > (1.0 + _SAME_PLACE) * self._largest[0]
+
+    def is_below(self, x: float) -> bool:
+        """Whether nothing as small was ever measured."""
+        return x < (1.0 - _SAME_PLACE) * min(self.here_x, self.far_x)
+
+    @property
+    def _largest(self) -> tuple[float, float]:
+        """The larger of the two places."""
+        return (self.here_x, self.here_bytes) if self.here_x >= self.far_x else (self.far_x, self.far_bytes)
+
+    def surprised(self, x: float, limit_bytes: float) -> Footprint:
+        """Return the line after a step of `x` did not fit into `limit_bytes`, although this line said it would."""
+        beyond = limit_bytes / max(1.0, self.bytes_at(x)) - 1.0
+        return replace(self, surprise=min(_LARGEST_SURPRISE, max(self.margin, beyond) * _SURPRISED + _LEAST_SPREAD))
+
+
+def first_footprint(x: float, peak_bytes: float, at_s: float = 0.0) -> Footprint:
+    """Draw the line through one peak and the origin: it overestimates all that is larger, whatever is fixed."""
+    peak_bytes = max(1.0, peak_bytes)
+    return Footprint(
+        here_x=x,
+        here_bytes=peak_bytes,
+        far_x=x,
+        far_bytes=peak_bytes,
+        unit_bytes=peak_bytes / x,
+        places=(Place(x=x, bytes=peak_bytes),),
+        at_s=at_s,
+    )
+
+
+def footprint_of(learned: Learned, power: float) -> Footprint | None:
+    """Return the line that was remembered; `None` if no peak was ever measured."""
+    if learned.fixed_bytes is None or learned.unit_bytes is None:
+        return None
+    x = float(max(1, learned.size)) ** power
+    here = max(1.0, learned.fixed_bytes + learned.unit_bytes * x)
+    unit_bytes = max(learned.unit_bytes, _LEAST_GROWING_SHARE * here / x)
+    far_x = x / 16
+    far = max(1.0, here - unit_bytes * (x - far_x))
+    known = (Place(x=x, bytes=here),)
+    return Footprint(here_x=x, here_bytes=here, far_x=far_x, far_bytes=far, unit_bytes=unit_bytes, places=known)
+
+
+def measured(line: Footprint | None, x: float, peak_bytes: float, at_s: float) -> Footprint:
+    """Return the line after a step of `x` that took `peak_bytes` and ended at `at_s`."""
+    if line is None:
+        return first_footprint(x, peak_bytes, at_s)
+    peak_bytes = max(1.0, peak_bytes)
+    deviation = peak_bytes / max(1.0, line.bytes_at(x)) - 1.0
+    known = place_at(line.places, x)
+    again = 0.0 if known is None else abs(peak_bytes / max(1.0, known.bytes + line.unit_bytes * (x - known.x)) - 1.0)
+    changed = again > max(_CHANGED, _CHANGED_WOBBLES * line.wobble)
+    # While the slope is not known, only the very same size is the same place.
+    stayed = x == line.here_x or (line.has_slope and abs(x - line.here_x) <= _SAME_PLACE * line.here_x)
+    here_x, here_bytes = x, peak_bytes
+    if stayed and not changed:
+        # Smoothed along the line, so that a place slightly larger is not taken for a larger need.
+        along = line.here_bytes + line.unit_bytes * (x - line.here_x)
+        follow = _FOLLOW if known is None else max(_FOLLOW, 1.0 / (known.steps + 1))
+        here_bytes = max(1.0, along + follow * (peak_bytes - along))
+    far_x, far_bytes = line.far_x, line.far_bytes
+    if not stayed and _ratio(line.here_x, x) > _ratio(far_x, x):
+        far_x, far_bytes = line.here_x, line.here_bytes
+    elif stayed and far_x == line.here_x:
+        far_x, far_bytes = here_x, here_bytes
+    unit_bytes = line.unit_bytes
+    if _ratio(far_x, here_x) > 1.0 + _SAME_PLACE:
+        unit_bytes = (here_bytes - far_bytes) / (here_x - far_x)
+    most_x, most_bytes = (here_x, here_bytes) if here_x >= far_x else (far_x, far_bytes)
+    unit_bytes = min(max(unit_bytes, _LEAST_GROWING_SHARE * most_bytes / most_x), here_bytes / here_x)
+    spread, wobble = line.spread, line.wobble
+    left = max(0.0, 1.0 - (at_s - line.at_s) / _FADE_S)
+    surprise = line.surprise * (left if line.surprise < _JUMP else _JUMP_FADES)
+    predicted = stayed or (line.has_slope and not line.is_beyond(x))  # what is larger than all before is only bounded
+    if predicted:
+        spread = max(_LEAST_SPREAD, spread + _SPREAD_FOLLOW * (min(abs(deviation), 4 * spread) - spread))
+        if deviation > line.margin:
+            surprise = min(_LARGEST_SURPRISE, deviation)
+    if known is not None and not changed:
+        wobble = max(_LEAST_SPREAD, wobble + _SPREAD_FOLLOW * (again - wobble))
+    forgets = changed or (known is None and predicted and deviation > _JUMP)
+    return Footprint(
+        here_x=here_x,
+        here_bytes=here_bytes,
+        far_x=far_x,
+        far_bytes=far_bytes,
+        unit_bytes=unit_bytes,
+        spread=spread,
+        surprise=surprise,
+        wobble=wobble,
+        places=placed(() if forgets else line.places, None if changed else known, x, peak_bytes, unit_bytes),
+        at_s=at_s,
+    )
+
+
+def _ratio(one: float, other: float) -> float:
+    """Return how far two places are apart, as larger over smaller."""
+    return one / other if one > other else other / one

@@ -1,0 +1,186 @@
+"""The default policy: the largest step that fits, before anything fails.
+
+Makes a policy of the sizer: a ladder turns its one number into size and batch, or into the bytes that a workload
+which fills its claim should hold. What it is asked for (`workload.size`, `workload.batch`) is the most it ever runs;
+below that it takes what fits, gives way when memory is taken, and grows back. Starts where an earlier run under the
+same circumstances had learned, else where progressive allocation ended. Decides nothing by itself but when to give
+memory back: whenever a step shrinks, or the device would not get what the worker gave up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final, assert_never
+
+from workers.policy.adaptive import sizer
+from workers.policy.adaptive.bounds import Bounds
+from workers.policy.adaptive.footprint import Footprint
+from workers.policy.adaptive.ladder import ladder_of
+from workers.policy.adaptive.sizer import Asked, Failed, Sizer, Succeeded
+from workers.policy.base import Decision, Emergency, Event, Growth, Pressure, Release, Run, StepOk, StepOom
+from workers.settings import Learned, MemorySettings, Scalar, WorkloadSpec
+from workers.units import MIB
+
+#: A workload that fills its claim grows only by so much: it writes all of its memory anew.
+_WORTH_REFILLING: Final = 0.01
+
+#: How far what was obtained in one block may be from what a step then takes, on average.
+_PROVEN_SPREAD: Final = 0.002
+
+#: A step that shrinks by less leaves the device nothing worth having.
+_WORTH_RELEASING: Final = 0.03
+
+
+_MOST_BYTES: Final = 1 << 63
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveState:
+    """What the adaptive policy remembers."""
+
+    sizer: Sizer
+    units: int
+    """Of the last step asked for; 0 before the first and after an emergency."""
+    calibrated: bool = True
+    """Whether a step has shown what a workload that fills its claim takes beside it."""
+
+
+class AdaptivePolicy:
+    """The largest step that fits.
+
+    Raises:
+        ValueError: Settings that leave no step at all.
+    """
+
+    name: Final = "adaptive"
+
+    def __init__(self, memory: MemorySettings, workload: WorkloadSpec, growth: Growth) -> None:
+        self._ladder = ladder_of(memory, workload, growth)
+        self._growth = growth
+        units = self._ladder.units
+        self._bounds = Bounds(
+            largest=units[-1],
+            smallest=units[0],
+            rungs=units,
+            first=self._ladder.first,
+            worth_growing=_WORTH_REFILLING if growth.fills_claim else 0.0,
+            failures_per_minute=memory.failures_per_minute,
+        )
+
+    @property
+    def floor(self) -> Run:
+        """The lowest rung; this one failing is an emergency."""
+        return self._ladder.run(self._bounds.smallest)
+
+    def initial(self, claim_bytes: int, learned: Learned | None) -> AdaptiveState:
+        """Return the state of a worker that starts at what was learned, or at its claim, or small."""
+        if not self._growth.fills_claim or claim_bytes < self._bounds.smallest:
+            return AdaptiveState(sizer=sizer.cold(self._bounds, learned), units=0)
+        # The climb of progressive allocation was a calibration: a byte held takes a byte, and that many were there.
+        start = Learned(size=claim_bytes) if learned is None else learned
+        sized = replace(sizer.cold(self._bounds, start), line=_filled(start.size, start.size))
+        return AdaptiveState(sizer=sized, units=0, calibrated=False)
+
+    def decide(self, state: AdaptiveState, event: Event) -> tuple[AdaptiveState, Decision]:
+        """Return the state after `event` and what to do next."""
+        bounds = self._bounds
+        match event:
+            case Pressure():
+                return self._next(replace(state, units=0), event.at_s, event.room_bytes)
+            case StepOk():
+                ended = Succeeded(event.at_s, state.units, event.peak_bytes)
+                sized = sizer.succeeded(state.sizer, bounds, ended)
+                if not state.calibrated:
+                    sized = replace(sized, line=_filled(ended.size, event.peak_bytes))
+                return self._next(AdaptiveState(sizer=sized, units=state.units), event.at_s, event.room_bytes)
+            case StepOom():
+                sized = sizer.failed(state.sizer, bounds, Failed(event.at_s, state.units))
+                return self._next(replace(state, sizer=sized, units=0), event.at_s, event.room_bytes)
+            case _:
+                assert_never(event)
+
+    def learned(self, state: AdaptiveState) -> Learned | None:
+        """Return the last good rung and the footprint."""
+        return sizer.learned_of(state.sizer)
+
+    def dump(self, state: AdaptiveState) -> dict[str, Scalar]:
+        """Return what a fresh process in the same slot needs; times mean nothing there, so none are kept."""
+        size, line = state.sizer.bracket.good, state.sizer.line
+        return {
+            "policy": self.name,
+            "units": None if size is None else size,
+            "fixed_bytes": None if line is None else line.fixed_bytes,
+            "unit_bytes": None if line is None else line.unit_bytes,
+        }
+
+    def load(self, data: Mapping[str, Scalar]) -> AdaptiveState:
+        """Return the state that `dump` wrote.
+
+        Raises:
+            ValueError: `data` was written by another policy, or is damaged.
+        """
+        if data.get("policy") != self.name:
+            raise ValueError(f"this state was written by policy {data.get('policy')!r}, not by {self.name!r}")
+        if found := data.keys() ^ {"policy", "units", "fixed_bytes", "unit_bytes"}:
+            raise ValueError(f"the state of policy {self.name!r} has missing or unknown keys: {sorted(found)}")
+        units = data["units"]
+        if units is None:
+            return AdaptiveState(sizer=sizer.cold(self._bounds), units=0)
+        if isinstance(units, bool) or not isinstance(units, int) or units < 1:
+            raise ValueError(f"units must be a whole number above 0, not {units!r}")
+        learned = Learned(size=units, fixed_bytes=_bytes(data, "fixed_bytes"), unit_bytes=_bytes(data, "unit_bytes"))
+        return AdaptiveState(sizer=sizer.cold(self._bounds, learned), units=0)
+
+    def _needed_bytes(self, run: Run) -> int | None:
+        return self._growth.needed_bytes(run.size, run.batch) if run.hold_bytes is None else run.hold_bytes
+
+    def _within(self, room_bytes: int) -> int | None:
+        if self._growth.fills_claim:
+            return self._bounds.down(room_bytes) if room_bytes >= self._bounds.smallest else None
+        return self._ladder.within(room_bytes, self._growth.needed_bytes)
+
+    def _too_little(self, room_bytes: int) -> str:
+        needed_bytes = self._needed_bytes(self.floor) or 0
+        return (
+            f"the smallest step (size {self.floor.size} batch {self.floor.batch}) needs {needed_bytes / MIB:.1f} MiB, "
+            f"{room_bytes / MIB:.1f} MiB are there"
+        )
+
+    def _next(self, state: AdaptiveState, at_s: float, room_bytes: int | None) -> tuple[AdaptiveState, Decision]:
+        sized, units = sizer.asked(state.sizer, self._bounds, Asked(at_s, room_bytes))
+        if units is None:
+            return replace(state, sizer=sized, units=0), Emergency(reason=sized.reason)
+        run = self._ladder.run(units)
+        needed_bytes = self._needed_bytes(run)
+        if room_bytes is not None and needed_bytes is not None and needed_bytes > room_bytes:
+            # The workload itself says so; the sizer would have to learn it by failing.
+            within = self._within(room_bytes)
+            if within is None:
+                return replace(state, sizer=sized, units=0), Emergency(reason=self._too_little(room_bytes))
+            units, run = within, self._ladder.run(within)
+        if run.hold_bytes is None and units < state.units * (1.0 - _WORTH_RELEASING):
+            return replace(state, sizer=sized, units=0), Release()
+        return replace(state, sizer=sized, units=units), run
+
+
+def _filled(hold_bytes: int, peak_bytes: int) -> Footprint:
+    """Return the footprint of a workload that fills its claim: each byte of that, and what it takes beside."""
+    far_bytes = min(hold_bytes, peak_bytes) // 2
+    return Footprint(
+        here_x=hold_bytes,
+        here_bytes=peak_bytes,
+        far_x=hold_bytes - far_bytes,
+        far_bytes=peak_bytes - far_bytes,
+        unit_bytes=1.0,
+        spread=_PROVEN_SPREAD,
+    )
+
+
+def _bytes(data: Mapping[str, Scalar], key: str) -> float | None:
+    value = data[key]
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < _MOST_BYTES:
+        raise ValueError(f"{key} must be a number of bytes, not {value!r}")
+    return float(value)

@@ -1,0 +1,1 @@
+"""The thermal governor: temperature in, duty out."""

@@ -1,0 +1,214 @@
+"""The thermal governor: readings of a card's sensors in, the share of time in which a worker may use it out.
+
+Covers the bands of temperature with their hysteresis, the pause at the critical one, and the words for the health
+table. The law that holds a temperature is in `duty`, alarms are in `alarms`. Does not read sensors,
+sleep, or set anything on the card: NVML's setters need root, a duty needs nobody. Knows nothing of the other workers
+on its card; each runs its own governor on the same temperature. Nothing is kept across processes: the first reading
+tells enough, and a critical one pauses at once.
+
+Bands, by the guides' numbers::
+
+    NORMAL    < 70 C    all of the time
+    WARM      70 to 78  what is, holds; a reduced duty grows back
+    HOT       78 to 83  the duty settles where the temperature stays below 83, at 81.5 as a rule
+    CRITICAL  >= 83     paused until below 75
+
+A complaint of the hardware (`THROTTLE_ALARMS`) counts as HOT at least, and takes duty as long as it stands.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Final, TypeAlias, assert_never
+
+from workers.policy.thermal import alarms as alarm_rules
+from workers.policy.thermal import duty as duty_law
+from workers.policy.thermal.alarms import AlarmState, BandwidthMeasured, ThermalAlarm
+from workers.policy.thermal.duty import DutyBounds, DutyState
+from workers.readings import SensorReading
+from workers.settings import _COLDEST_C, _HOTTEST_C, ThermalSettings
+
+#: A sensor that goes silent is believed for so long: a missed reading ends no pause.
+_SILENCE_S: Final = 10.0
+#: Width of the hot band if `critical_c` is off: the guides'.
+_HOT_BAND_C: Final = 5.0
+
+
+class ThermalBand(StrEnum):
+    """How warm a card is, in the guides' words."""
+
+    NORMAL = "NORMAL"
+    WARM = "WARM"
+    HOT = "HOT"
+    CRITICAL = "CRITICAL"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SensorsRead:
+    """The sensors of the card were read."""
+
+    at_s: float
+    """Monotonic seconds."""
+    reading: SensorReading
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThermalDecision:
+    """How much a worker may use its card until the next reading."""
+
+    band: ThermalBand | None
+    """`None`: nobody knows the temperature, or the governor is off."""
+    duty: float
+    """Share of wall time in which the worker may keep the device busy, of what it may otherwise; 0 is a pause."""
+    reason: str
+    """In words, for the health table."""
+    alarms: tuple[ThermalAlarm, ...] = ()
+    """Those that were raised or cleared by this event."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether no step may run."""
+        return self.duty <= 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThermalState:
+    """What the governor remembers."""
+
+    band: ThermalBand | None = None
+    """By temperature alone."""
+    duty: DutyState = field(default_factory=DutyState)
+    alarms: AlarmState = field(default_factory=AlarmState)
+    temperature_c: float | None = None
+    """The last one told, for as long as it is believed."""
+    told_at_s: float | None = None
+    """When that was."""
+    critical_at_s: float = -math.inf
+    """When the temperature was critical last."""
+
+
+ThermalEvent: TypeAlias = SensorsRead | BandwidthMeasured
+
+
+class ThermalGovernor:
+    """Turns what the sensors say into a duty; a pure reducer, like the memory policies."""
+
+    def __init__(self, settings: ThermalSettings) -> None:
+        self._settings = settings
+        self._resume_c = settings.resume_c
+        if settings.critical_c is not None and settings.resume_c is None:
+            self._resume_c = settings.critical_c - settings.hysteresis_c
+        self._bounds = _bounds(settings)
+
+    def initial(self) -> ThermalState:
+        """Return the state before the first reading."""
+        return ThermalState()
+
+    def decide(self, state: ThermalState, event: ThermalEvent) -> tuple[ThermalState, ThermalDecision]:
+        """Return the state after `event` and what to do until the next one; equal arguments give equal results."""
+        if self._settings.off:
+            return state, _OFF
+        match event:
+            case SensorsRead():
+                return self._after_reading(state, event.reading, event.at_s)
+            case BandwidthMeasured():
+                drop = self._settings.alarming_bandwidth_drop
+                known, alarms = alarm_rules.after_bandwidth(state.alarms, event, drop)
+                state = replace(state, alarms=known)
+                return state, self._decision(state, alarms)
+            case _:
+                assert_never(event)
+
+    def _after_reading(
+        self, state: ThermalState, reading: SensorReading, at_s: float
+    ) -> tuple[ThermalState, ThermalDecision]:
+        known, alarms = alarm_rules.after_reading(state.alarms, reading, at_s)
+        temperature_c = _believed(reading.temperature_c)
+        if temperature_c is None and state.told_at_s is not None and at_s - state.told_at_s >= _SILENCE_S:
+            state = ThermalState(duty=self._duty_in_the_dark(state))
+        state = replace(state, alarms=known)
+        if temperature_c is not None:
+            before = state.band
+            state = self._in_band(state, temperature_c, at_s)
+            if state.band is ThermalBand.CRITICAL and before is not ThermalBand.CRITICAL and self._bounds:
+                state = replace(state, duty=duty_law.lowered(state.duty, self._bounds))
+        if self._bounds and (temperature_c is not None or state.temperature_c is None):
+            paused = state.band is ThermalBand.CRITICAL
+            duty = duty_law.after_reading(
+                state.duty, self._bounds, temperature_c, at_s, paused=paused, alarmed=known.complains
+            )
+            state = replace(state, duty=duty)
+        return state, self._decision(state, alarms)
+
+    def _duty_in_the_dark(self, state: ThermalState) -> DutyState:
+        """Return the duty with which to go on when the sensor has gone silent: what was hot may still be."""
+        duty = state.duty
+        if self._bounds is not None and state.band is ThermalBand.CRITICAL:
+            duty = duty_law.restarted(duty, self._bounds)
+        return replace(duty, smooth_c=None)
+
+    def _in_band(self, state: ThermalState, temperature_c: float, at_s: float) -> ThermalState:
+        """Return the state with the band of a new temperature."""
+        settings = self._settings
+        state = replace(state, temperature_c=temperature_c, told_at_s=at_s)
+        if settings.critical_c is not None and temperature_c >= settings.critical_c:
+            return replace(state, band=ThermalBand.CRITICAL, critical_at_s=at_s)
+        if state.band is ThermalBand.CRITICAL and self._resume_c is not None and temperature_c >= self._resume_c:
+            patience_s = settings.longest_pause_s
+            if patience_s is None or at_s - state.critical_at_s < patience_s:
+                return state
+            duty = state.duty if self._bounds is None else duty_law.restarted(state.duty, self._bounds)
+            state = replace(state, duty=duty)
+        if self._at_least(temperature_c, settings.hot_c, stays=state.band is ThermalBand.HOT):
+            return replace(state, band=ThermalBand.HOT)
+        if self._at_least(temperature_c, settings.warm_c, stays=state.band in {ThermalBand.HOT, ThermalBand.WARM}):
+            return replace(state, band=ThermalBand.WARM)
+        return replace(state, band=ThermalBand.NORMAL)
+
+    def _at_least(self, temperature_c: float, threshold_c: float | None, *, stays: bool) -> bool:
+        if threshold_c is None:
+            return False
+        return temperature_c >= threshold_c - (self._settings.hysteresis_c if stays else 0.0)
+
+    def _decision(self, state: ThermalState, alarms: tuple[ThermalAlarm, ...]) -> ThermalDecision:
+        band = state.band
+        duty = 0.0 if band is ThermalBand.CRITICAL else state.duty.duty if self._bounds else 1.0
+        if state.alarms.complains and band is not ThermalBand.CRITICAL:
+            band = ThermalBand.HOT
+        return ThermalDecision(band=band, duty=duty, reason=self._reason(state, duty), alarms=alarms)
+
+    def _reason(self, state: ThermalState, duty: float) -> str:
+        settings = self._settings
+        told = "temperature unknown" if state.temperature_c is None else f"{state.temperature_c:.0f} C"
+        words = told
+        if state.band is ThermalBand.CRITICAL:
+            words = f"paused at {told}, goes on below {self._resume_c:g} C"
+        elif self._bounds and duty <= 1.001 * settings.smallest_duty < 1.0:
+            words = f"{told} at the smallest duty of {duty:.0%}: other work heats the card, or its cooling fails"
+        elif self._bounds and duty < 1.0 and state.temperature_c is not None:
+            words = f"{told}, duty {duty:.0%} to hold {duty_law.aim_c(state.duty, self._bounds):.1f} C"
+        elif duty < 1.0:
+            words = f"{told}, duty {duty:.0%}"
+        return "; ".join((words, *state.alarms.names))
+
+
+_OFF: Final = ThermalDecision(band=None, duty=1.0, reason="thermal limits are off")
+
+
+def _bounds(settings: ThermalSettings) -> DutyBounds | None:
+    if settings.hot_c is None:
+        return None
+    ceiling_c = settings.hot_c + _HOT_BAND_C if settings.critical_c is None else settings.critical_c
+    return DutyBounds(
+        hot_c=settings.hot_c,
+        ceiling_c=ceiling_c,
+        margin_c=settings.margin_c,
+        smallest_duty=settings.smallest_duty,
+    )
+
+
+def _believed(temperature_c: float | None) -> float | None:
+    """Return a temperature that a running card can have; `None` for anything else, NaN included."""
+    return temperature_c if temperature_c is not None and _COLDEST_C < temperature_c < _HOTTEST_C else None

@@ -1,0 +1,98 @@
+"""The adaptive size for anybody's loop: ask for a size, run a step, say how it went.
+
+    sizes = AdaptiveSize(largest=512)
+    while work:
+        size = sizes.next(free_bytes=free_now())   # or next(), without a signal
+        if size is None:                           # nothing fits now: run nothing, ask again a little later
+            time.sleep(1)
+            continue
+        try:
+            step(size)
+        except torch.OutOfMemoryError:
+            size_failed = True
+        …
+        sizes.failed(size)                         # outside the handler, after memory was released
+        sizes.succeeded(size, peak_bytes=torch.cuda.max_memory_allocated())
+
+Owns nothing but a clock and the state of `workers.policy.adaptive.sizer`, which decides. Loads neither torch nor Ray,
+measures no memory and releases none; `workers.resilient` does both around a function.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from workers.policy.adaptive import sizer
+from workers.policy.adaptive.bounds import Bounds
+from workers.policy.adaptive.sizer import Asked, Failed, Succeeded
+from workers.settings import Learned
+
+__all__ = ["AdaptiveSize", "Learned"]
+
+
+class AdaptiveSize:
+    """The largest size that fits, as memory comes and goes. Not for several threads at once."""
+
+    def __init__(
+        self,
+        largest: int,
+        *,
+        smallest: int = 1,
+        quantum: int = 1,
+        power: float = 1.0,
+        failures_per_minute: int = 6,
+        learned: Learned | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start knowing nothing, or what was learned before.
+
+        Args:
+            largest: No size is larger.
+            smallest: No size is smaller; when this fails, `next` returns `None` for a while.
+            quantum: Sizes are multiples of this, but for `smallest` and `largest` themselves.
+            power: Memory grows as size^power: 1 for a batch, 2 for the n of an n x n matrix.
+            failures_per_minute: Never more failures within any 60 s; `next` returns `None` when they are used up.
+            learned: What `learned` returned in an earlier run on the same card with the same workload.
+            clock: Seconds that only go forward.
+
+        Raises:
+            ValueError: No size could satisfy this.
+        """
+        self._bounds = Bounds(
+            largest=largest,
+            smallest=smallest,
+            quantum=quantum,
+            power=power,
+            failures_per_minute=failures_per_minute,
+        )
+        self._state = sizer.cold(self._bounds, learned)
+        self._clock = clock
+
+    def next(self, free_bytes: int | None = None) -> int | None:
+        """Return the size of the next step; `None` when nothing fits now: run nothing, ask again a little later.
+
+        Args:
+            free_bytes: All that one step may use now: what the device has free, plus what this process holds and would
+                use again, within its cap. `None` when nothing was measured since the last call, or there is no signal.
+        """
+        self._state, size = sizer.asked(self._state, self._bounds, Asked(self._clock(), free_bytes))
+        return size
+
+    def succeeded(self, size: int, peak_bytes: int | None = None) -> None:
+        """Say that a step of this size ended well, and the most memory it held, if that was measured."""
+        self._state = sizer.succeeded(self._state, self._bounds, Succeeded(self._clock(), size, peak_bytes))
+
+    def failed(self, size: int) -> None:
+        """Say that a step of this size ran out of memory."""
+        self._state = sizer.failed(self._state, self._bounds, Failed(self._clock(), size))
+
+    @property
+    def learned(self) -> Learned | None:
+        """What is worth remembering for the next run; `None` before a step has ended well."""
+        return sizer.learned_of(self._state)
+
+    @property
+    def reason(self) -> str:
+        """Why `next` returned `None` last, in words; empty while something runs."""
+        return self._state.reason

@@ -1,0 +1,267 @@
+"""What a worker is told once: its specification, and the values that make it up.
+
+Covers frozen dataclasses and their bounds. Does not cover what travels with each slice (`messages`). Imports neither
+torch nor ray. Bytes and seconds throughout; `None` means unknown or off.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, TypeAlias
+
+Scalar: TypeAlias = str | int | float | bool | None
+
+
+#: Two figures of memory are the same up to one part in so many. The measured context of a process, and with it the cap,
+#: differs by some MiB from start to start; the total of a machine's RAM by less, from kernel to kernel.
+_NEAR_PARTS: Final = 100
+
+
+#: Beyond these no sensor of a running card is to be believed.
+_COLDEST_C: Final = -50.0
+
+
+_HOTTEST_C: Final = 150.0
+
+
+class FailureKind(StrEnum):
+    """What an exception means for the worker.
+
+    DEFINITE and PROBABLE are out-of-memory: shrink. POISONED ends the process. OTHER is the workload's bug.
+    """
+
+    DEFINITE = "definite"
+    PROBABLE = "probable"
+    POISONED = "poisoned"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySettings:
+    """Progressive allocation and back-off, in the units of the machine the worker runs on."""
+
+    first_fraction: float
+    """First stage of progressive allocation, as a share of the cap; the next stages add as much."""
+    retry_reduction: float
+    """A failed stage is tried again this share smaller."""
+    floor_bytes: int
+    """Progressive allocation stops shrinking here."""
+    size_decay: float
+    size_floor: int
+    batch_step: int
+    batch_floor: int
+    emergency_size: int
+    cleanup_every: int
+    """Good steps between two clean-ups; 0 never cleans up."""
+    failures_per_minute: int = 6
+    """`adaptive` never lets more steps run out of memory within any 60 s."""
+    leave_free_bytes: int = 0
+    """`adaptive` gives way when less than this stays free on the device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadSpec:
+    """Which workload to run and the size and batch it starts from."""
+
+    name: str
+    """`matmul`, or `package.module:Class` for the user's own."""
+    dtype: str
+    size: int
+    batch: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFaults:
+    """Faults that single steps of every worker meet, by chance or by count. They are survived within the slice.
+
+    By count in the style of spark-rapids' `injectRetryOOM`: the first `oom_skip` steps of a process pass, the
+    `oom_num` that follow fail.
+    """
+
+    seed: int
+    oom_rate: float = 0.0
+    """Share of steps that run out of memory, 0..1."""
+    oom_num: int = 0
+    oom_skip: int = 0
+    oom_kind: FailureKind = FailureKind.DEFINITE
+    """DEFINITE or PROBABLE."""
+    raise_rate: float = 0.0
+    """Share of steps in which the workload raises, 0..1."""
+    flip_rate: float = 0.0
+    """Share of checks before which a bit of the result is flipped, 0..1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThermalSettings:
+    """The thresholds of a governor. All three of `warm_c`, `hot_c` and `critical_c` off: the governor does nothing.
+
+    Raises:
+        ValueError: A value that is no number or out of its bounds, or thresholds that are not in ascending order.
+    """
+
+    warm_c: float | None = 70.0
+    """From here the card is WARM; a word only. The guides boost below. `None`: off."""
+    hot_c: float | None = 78.0
+    """From here the duty is reduced (guides). `None`: it never is."""
+    critical_c: float | None = 83.0
+    """From here everything pauses ("never exceed 83 C sustained" in the guides). `None`: nothing ever pauses."""
+    resume_c: float | None = 75.0
+    """Below this a pause ends (guides). `None`: `hysteresis_c` below `critical_c`."""
+    hysteresis_c: float = 2.0
+    """A band is left downwards only this far below the threshold that led into it."""
+    margin_c: float = 1.5
+    """The duty settles this far below `critical_c`, so that a reading in whole degrees does not reach it by chance."""
+    smallest_duty: float = 0.05
+    """A hot card is never used less than this share of the time, unless it is paused."""
+    longest_pause_s: float | None = 120.0
+    """A pause also ends, at the smallest duty, once the card has been below `critical_c` for so long without reaching
+    `resume_c`: others keep it warm, and waiting would be for ever. `None`: wait for ever."""
+    alarming_bandwidth_drop: float = 0.10
+    """Memory that moves this share less than it did raises an alarm; healthy memory stays within a few percent."""
+
+    def __post_init__(self) -> None:
+        for name in ("warm_c", "hot_c", "critical_c", "resume_c"):
+            value = getattr(self, name)
+            if value is not None and not _COLDEST_C < value < _HOTTEST_C:
+                raise ValueError(f"{name} must be between {_COLDEST_C:g} and {_HOTTEST_C:g} C or off, not {value}")
+        named = {"warm_c": self.warm_c, "hot_c": self.hot_c, "critical_c": self.critical_c}
+        known = [(name, value) for name, value in named.items() if value is not None]
+        for (lower, low_c), (upper, high_c) in itertools.pairwise(known):
+            if low_c >= high_c:
+                raise ValueError(f"{lower} must be below {upper}, not {low_c:g} and {high_c:g} C")
+        if self.critical_c is not None and self.resume_c is not None and self.resume_c >= self.critical_c:
+            raise ValueError(f"resume_c must be below critical_c, not {self.resume_c:g} and {self.critical_c:g} C")
+        for name, least, most in (
+            ("hysteresis_c", 0.0, 20.0),
+            ("margin_c", 0.0, 20.0),
+            ("smallest_duty", 0.001, 1.0),
+            ("longest_pause_s", 0.0, math.inf),
+            ("alarming_bandwidth_drop", 0.001, 0.999),
+        ):
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise ValueError(f"{name} must be from {least:g} to {most:g}, not {value}")
+
+    @property
+    def off(self) -> bool:
+        """Whether nothing is asked of the governor, not even alarms."""
+        return self.warm_c is None and self.hot_c is None and self.critical_c is None
+
+
+#: Nothing is asked of the governor.
+THERMAL_OFF: Final = ThermalSettings(warm_c=None, hot_c=None, critical_c=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeSensors:
+    """A fake NVML made ready on this machine; may cross processes."""
+
+    library_path: str
+    script_path: str
+    """What `prepare` wrote for the library, not what the person wrote."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """What is worth remembering of a workload on a card: where to start, and how its memory grows."""
+
+    size: int
+    """The largest size that ended well lately."""
+    fixed_bytes: float | None = None
+    """A step takes `fixed_bytes + unit_bytes x size^power`; `None` if no peak was ever measured."""
+    unit_bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitKey:
+    """The circumstances under which a limit was learned; under any others it means nothing."""
+
+    card: str
+    """Its name, as the driver tells it; on a CPU whatever the device calls itself."""
+    total_bytes: int | None
+    """Tells variants of a card apart that share a name; `None` if the device does not say."""
+    driver: str | None
+    """`None` on a CPU."""
+    torch: str
+    dtype: str
+    """The type really used, which is not always the one asked for."""
+    workload: str
+    """As `workload_fingerprint` returns it."""
+    cap_bytes: int
+
+    def serves(self, wanted: LimitKey) -> bool:
+        """Whether what was learned under this key holds under `wanted`: all is equal, and the bytes are near.
+
+        So a size is never offered for a cap that is smaller, by more than 1 %, than the one it was learned at.
+        """
+        mine = (self.card, self.driver, self.torch, self.dtype, self.workload)
+        theirs = (wanted.card, wanted.driver, wanted.torch, wanted.dtype, wanted.workload)
+        return (
+            mine == theirs and _near(self.total_bytes, wanted.total_bytes) and _near(self.cap_bytes, wanted.cap_bytes)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredLimit:
+    """What was learned, where, and when."""
+
+    key: LimitKey
+    learned: Learned
+    peak_bytes: int | None
+    """Most that a step of `learned.size` took; `None` if no peak was measured."""
+    learned_at_unix_s: float
+    best_tflops: float | None = None
+    """Most that such a worker has sustained; `None` if nobody counted."""
+    best_under: str | None = None
+    """How much of the card it had then: its duty, and who shared the card. Under other terms its best says nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """All that a worker of one slot must know; the same for every directive of a run."""
+
+    slot: str
+    node: str
+    device: str
+    """`cuda` or `cpu`."""
+    budget_bytes: int
+    """Bytes the whole process may hold on the device, context included."""
+    card_budget_bytes: int
+    """Sum of the budgets of all workers that share this worker's card."""
+    memory_fraction: float
+    """Share of what the card really has that `card_budget_bytes` may reach."""
+    workers_on_host: int
+    """Worker processes on this machine, for dividing its cores."""
+    duty: float | None
+    """Share of wall time the device is kept busy; `None` does not limit it."""
+    thread_share: float | None = None
+    """Share of the card's multiprocessors this worker may use under NVIDIA MPS; `None` does not limit it."""
+    policy: str
+    memory: MemorySettings
+    workload: WorkloadSpec
+    step_faults: StepFaults | None = None
+    """Of `run --chaos`; `None` injects nothing."""
+    learned: tuple[StoredLimit, ...] = ()
+    """What earlier runs have learned of the workload, on this card or another; the worker picks its own."""
+    thermal: ThermalSettings = THERMAL_OFF
+    """From which temperatures on it slows down and pauses; with all of them off it does not."""
+    check_share: float = 0.0
+    """Share of its time that checks of its results may take; 0 checks nothing."""
+    fake_sensors: FakeSensors | None = None
+    """Instead of the driver's; `None` asks the driver."""
+    fake_card: int = 0
+    """Of the fake sensors: which card it reads."""
+    mps_pipe_directory: str | None = None
+    """Where the worker finds the MPS daemon of its node; `None` where it works without."""
+    mps_memory_limit_bytes: int | None = None
+    """What MPS lets the worker allocate on its card, CUDA's own allocations counted in; `None` does not limit it."""
+
+
+def _near(learned_bytes: int | None, wanted_bytes: int | None) -> bool:
+    if learned_bytes is None or wanted_bytes is None:
+        return learned_bytes is wanted_bytes
+    return abs(learned_bytes - wanted_bytes) * _NEAR_PARTS <= learned_bytes
