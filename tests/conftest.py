@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, settings
 
 from workers.learned_limits.store import STATE_DIR_VARIABLE
 
+pytest_plugins = ["tests.in_child"]
+
 settings.register_profile(
     "shared-machine",
     deadline=None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 
-class MisfitError(Exception):
+class IncompatibleError(Exception):
     """The directive can never work on this machine: wrong card, unknown workload, a cap too small.
 
     `sentence` tells the user what does not fit and what would; it is the whole message. Survives pickling.
@@ -22,7 +22,7 @@ class MisfitError(Exception):
         self.sentence = sentence
 
 
-class PoisonedError(Exception):
+class ContextCorruptedError(Exception):
     """The device no longer answers this process; a fresh process may well succeed.
 
     `sentence` says what the device did; it is the whole message. Survives pickling.

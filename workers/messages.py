@@ -64,13 +64,13 @@ class Verdict(StrEnum):
 
     OK = "ok"
     #: The device context is beyond repair; the head must end this process and let a fresh one resume.
-    POISONED = "poisoned"
+    CONTEXT_CORRUPTED = "poisoned"
     #: The directive cannot work on this machine however often it is tried (wrong card, unknown workload).
-    MISFIT = "misfit"
+    INCOMPATIBLE = "incompatible"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Strike:
+class ProcessFault:
     """One injected fault that ends a process or makes it hang; carried by the directive of the slice it strikes in."""
 
     kind: FaultKind
@@ -96,7 +96,7 @@ class Directive:
     step_limit: int | None = None
     """The slice ends early after this many good steps, so that a slice that gives no report cannot have done more;
     `None` sets no limit."""
-    strike: Strike | None = None
+    process_fault: ProcessFault | None = None
     """Of `run --chaos`; `None` for a slice that is left alone."""
     lease_bytes: int | None = None
     """What the worker may hold now, its cap apart, so that those who share a card do not all grow into the same bytes;

@@ -31,7 +31,7 @@ _TEXT_LIMIT_CHARS: Final = 300
 _CHAIN_LIMIT: Final = 64
 
 _GRAVITY: Final[Mapping[FailureKind, int]] = MappingProxyType(
-    {FailureKind.POISONED: 3, FailureKind.DEFINITE: 2, FailureKind.PROBABLE: 1, FailureKind.OTHER: 0}
+    {FailureKind.CONTEXT_CORRUPTED: 3, FailureKind.DEFINITE: 2, FailureKind.PROBABLE: 1, FailureKind.OTHER: 0}
 )
 
 #: `cudaErrorMemoryAllocation`. Codes and the texts below are those of CUDA 13.0 (driver_types.h, cudaGetErrorString);
@@ -43,7 +43,7 @@ _CUDA_OUT_OF_MEMORY: Final = 2
 #: a device, a driver or an MPS server that went away, where a fresh process is the only thing left to try.
 #: Absent on purpose: 219 (a graphics context was wrong) and 720 (a cooperative launch was too large) are refused
 #: calls, not a broken device.
-_POISONED_CODES: Final[Mapping[int, tuple[str, str]]] = MappingProxyType(
+_CORRUPTING_CODES: Final[Mapping[int, tuple[str, str]]] = MappingProxyType(
     {
         46: ("cudaErrorDevicesUnavailable", "CUDA-capable device(s) is/are busy or unavailable"),
         100: ("cudaErrorNoDevice", "no CUDA-capable device is detected"),
@@ -93,14 +93,14 @@ _POISONED_CODES: Final[Mapping[int, tuple[str, str]]] = MappingProxyType(
 #: Who says it. Some texts above are everyday words ("unknown error"), so they count only after one of these.
 _SPOKEN_BY_THE_RUNTIME: Final = re.compile(
     r"(?:CUDA error|CUDA driver error|HIP error|Triton Error \[(?:CUDA|HIP)\]): (?P<text>"
-    + "|".join(re.escape(text) for _, text in _POISONED_CODES.values())
+    + "|".join(re.escape(text) for _, text in _CORRUPTING_CODES.values())
     + ")"
 )
 
 #: Texts nobody writes by accident; they count wherever they stand in the message of a `RuntimeError`.
 _PHRASES: Final[Mapping[FailureKind, tuple[str, ...]]] = MappingProxyType(
     {
-        FailureKind.POISONED: (
+        FailureKind.CONTEXT_CORRUPTED: (
             "an illegal memory access was encountered",
             "an illegal instruction was encountered",
             "device-side assert triggered",
@@ -239,14 +239,14 @@ def _judge_code(exc: BaseException) -> _Verdict | None:
     code = getattr(exc, "error_code", None)
     if code == _CUDA_OUT_OF_MEMORY:
         return FailureKind.DEFINITE, f"code {code} (cudaErrorMemoryAllocation)"
-    if isinstance(code, int) and code in _POISONED_CODES:
-        return FailureKind.POISONED, f"code {code} ({_POISONED_CODES[code][0]})"
+    if isinstance(code, int) and code in _CORRUPTING_CODES:
+        return FailureKind.CONTEXT_CORRUPTED, f"code {code} ({_CORRUPTING_CODES[code][0]})"
     return None
 
 
 def _judge_text(message: str) -> _Verdict | None:
     if spoken := _SPOKEN_BY_THE_RUNTIME.search(message):
-        return FailureKind.POISONED, f'text "{spoken["text"]}"'
+        return FailureKind.CONTEXT_CORRUPTED, f'text "{spoken["text"]}"'
     for kind, phrases in _PHRASES.items():
         for phrase in phrases:
             if phrase in message:

@@ -30,12 +30,12 @@ _HOTTEST_C: Final = 150.0
 class FailureKind(StrEnum):
     """What an exception means for the worker.
 
-    DEFINITE and PROBABLE are out-of-memory: shrink. POISONED ends the process. OTHER is the workload's bug.
+    DEFINITE and PROBABLE are out-of-memory: shrink. CONTEXT_CORRUPTED ends the process. OTHER is the workload's bug.
     """
 
     DEFINITE = "definite"
     PROBABLE = "probable"
-    POISONED = "poisoned"
+    CONTEXT_CORRUPTED = "poisoned"
     OTHER = "other"
 
 

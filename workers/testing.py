@@ -76,15 +76,15 @@ class OomInjector:
 def injected_error(kind: FailureKind) -> RuntimeError:
     """Make the exception that `workers.oom.classify` takes for `kind`.
 
-    DEFINITE is a `torch.OutOfMemoryError`, as the CUDA allocator raises it; POISONED a `torch.AcceleratorError` with
-    its error code; PROBABLE and OTHER are in the words of cuBLAS and of a wrong shape.
+    DEFINITE is a `torch.OutOfMemoryError`, as the CUDA allocator raises it; CONTEXT_CORRUPTED a
+    `torch.AcceleratorError` with its error code; PROBABLE and OTHER are in the words of cuBLAS and of a wrong shape.
     """
     match kind:
         case FailureKind.DEFINITE:
             return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. (injected)")
         case FailureKind.PROBABLE:
             return RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)` (injected)")
-        case FailureKind.POISONED:
+        case FailureKind.CONTEXT_CORRUPTED:
             error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered (injected)")
             error.error_code = _ILLEGAL_ADDRESS  # type: ignore[attr-defined]  # torch sets it in C++
             return error

@@ -18,9 +18,9 @@ from rich.console import Console
 
 from orchestrator.burn import phases
 from orchestrator.burn.drawing import result_lines
-from orchestrator.burn.gauge import Gauge
 from orchestrator.burn.phases import Phase, Take
 from orchestrator.burn.results import BurnResult, Taken, by_phase, result_dict
+from orchestrator.burn.sampler import Sampler
 from orchestrator.burn.verdict import judge
 from orchestrator.cluster import local_gpus
 from orchestrator.config.duration import format_duration
@@ -28,7 +28,7 @@ from orchestrator.config.gpu_specs import PROFILES, match_profile
 from orchestrator.config.schema import Config
 from orchestrator.errors import ArchiveError, OrchestratorError, one_line
 from orchestrator.run import runner as runs
-from orchestrator.run.environment import Mode, Stage
+from orchestrator.run.environment import Environment, Mode
 from orchestrator.run.signals import Interrupts
 from orchestrator.watch.archive import read_events
 from orchestrator.watch.cells import glyphs_for
@@ -42,8 +42,8 @@ class Wish:
     """What the user asks for."""
 
     config: Config
-    make_stage: Callable[[Config], Stage]
-    """From a configuration to its ground: the cluster, a rehearsal, or this machine."""
+    make_environment: Callable[[Config], Environment]
+    """From a configuration to its target: the cluster, a rehearsal, or this machine."""
     heat_s: float
     phases: Collection[Phase]
     json: bool
@@ -59,7 +59,7 @@ def burn(wish: Wish) -> int:
         OrchestratorError: Nothing could be run. What ends a later run is a failure of its phase.
     """
     started = datetime.now(UTC)
-    mode, types = _surveyed(wish.make_stage(wish.config))
+    mode, types = _surveyed(wish.make_environment(wish.config))
     planned = phases.takes(wish.config, types, wish.heat_s, wish.phases)
     taken: list[Taken] = []
     interrupts = Interrupts()
@@ -82,16 +82,16 @@ def burn(wish: Wish) -> int:
     return result.exit_code
 
 
-def _surveyed(stage: Stage) -> tuple[Mode, dict[str, tuple[str, ...]]]:
-    """Return the ground, and the number types of each node on it."""
-    here = local_gpus.cards() if stage.mode is not Mode.CLUSTER else ()
-    devices = {plan.spec.node: plan.spec.device for plan in stage.plans}
+def _surveyed(environment: Environment) -> tuple[Mode, dict[str, tuple[str, ...]]]:
+    """Return the target, and the number types of each node on it."""
+    here = local_gpus.cards() if environment.mode is not Mode.CLUSTER else ()
+    devices = {plan.spec.node: plan.spec.device for plan in environment.plans}
     types: dict[str, tuple[str, ...]] = {}
-    for name, node in stage.config.nodes.items():
+    for name, node in environment.config.nodes.items():
         profile = match_profile(here[0].name, here[0].total_bytes) if here else PROFILES.get(node.gpu)
         capability = None if profile is None else profile.compute_capability
         types[name] = phases.number_types(devices[name], capability)
-    return stage.mode, types
+    return environment.mode, types
 
 
 def _taken(take: Take, wish: Wish, *, is_first: bool) -> Taken:
@@ -104,32 +104,32 @@ def _taken(take: Take, wish: Wish, *, is_first: bool) -> Taken:
     what = "" if take.dtype is None else f", {take.dtype}"
     if not wish.json:
         _say(f"Phase {take.phase.value} of 3, {take.phase.title}{what}: {format_duration(length_s)}")
-    gauge = Gauge(length_s)
+    sampler = Sampler(length_s)
     options = runs.Options(
         json=wish.json,
         plain=wish.plain,
         wait_for_nodes=False,
         fake_sensors=wish.fake_sensors,
         apply_power_limit=wish.apply_power_limit,
-        judge=gauge,
+        judge=sampler,
     )
     code, error = 1, None
     try:
-        stage = wish.make_stage(take.config)
+        environment = wish.make_environment(take.config)
         # What was scaled is known once it has been told.
-        code = runs.run(stage if is_first else replace(stage, lines=()), options)
+        code = runs.run(environment if is_first else replace(environment, lines=()), options)
     except OrchestratorError as failure:
         if is_first:
             raise
         error = str(failure)
     except KeyboardInterrupt:  # the second Ctrl-C: the run is torn down, and what there is is told all the same
         code = _INTERRUPTED
-    folder = None if gauge.last is None else Path(take.config.run.dir) / gauge.last.run_id
+    folder = None if sampler.last is None else Path(take.config.run.dir) / sampler.last.run_id
     return Taken(
         take=take,
-        workers=tuple(judge(measured) for measured in gauge.measured(*told(folder))),
+        workers=tuple(judge(measured) for measured in sampler.measured(*told(folder))),
         folder=folder,
-        elapsed_s=0.0 if gauge.last is None else gauge.last.elapsed_s,
+        elapsed_s=0.0 if sampler.last is None else sampler.last.elapsed_s,
         interrupted=code == _INTERRUPTED,
         error=error,
     )

@@ -1,7 +1,7 @@
 """The verdict on a worker, a node and a phase: measurements in, findings out.
 
 Covers the guides' success metrics (VRAM > 90 %, below 80 C sustained, zero errors) and what "sustained" and "stable"
-mean here. Does not measure (`gauge.py`), and knows no clock: times are seconds since the work began. Pure.
+mean here. Does not measure (`sampler.py`), and knows no clock: times are seconds since the work began. Pure.
 
 What nobody can tell is not judged, and that is never a pass: a phase whose very purpose could not be judged has no
 verdict.

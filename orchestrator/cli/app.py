@@ -81,7 +81,8 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
 ) -> None:
     """Run the workers and show their health. Ctrl-C ends the run and writes the summary."""
     from orchestrator.core.chaos.plan import parse_chaos  # noqa: PLC0415
-    from orchestrator.run import environment, runner  # noqa: PLC0415 - `--help` and typing errors should not wait
+    from orchestrator.run import environment as environments  # noqa: PLC0415 - `--help` should not wait
+    from orchestrator.run import runner  # noqa: PLC0415
     from orchestrator.watch.archive import read_run  # noqa: PLC0415
     from orchestrator.watch.folders import find_run  # noqa: PLC0415
 
@@ -110,12 +111,12 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
             raise UsageError("--resume goes on with the run's own configuration; start a new run to change anything")
         raise typer.Exit(runner.go_on(read_run(find_run(Path(loaded.run.dir), resume)), options))
     if rehearse:
-        stage = environment.in_rehearsal(loaded, scale)
+        environment = environments.in_rehearsal(loaded, scale)
     elif local:
-        stage = environment.on_this_machine(loaded)
+        environment = environments.on_this_machine(loaded)
     else:
-        stage = environment.on_cluster(loaded)
-    raise typer.Exit(runner.run(stage, options))
+        environment = environments.on_cluster(loaded)
+    raise typer.Exit(runner.run(environment, options))
 
 
 @app.command()
@@ -266,7 +267,7 @@ def burn(  # noqa: PLR0913 - one parameter for each option of the command
 ) -> None:
     """Validate every card in three phases, and say PASS or FAIL: caps and precision, heat, full load."""
     from orchestrator.burn import phases, verb  # noqa: PLC0415
-    from orchestrator.run import environment  # noqa: PLC0415 - `--help` and typing errors should not wait for these
+    from orchestrator.run import environment as environments  # noqa: PLC0415 - `--help` should not wait
 
     if local and rehearse:
         raise UsageError("--local and --rehearse exclude each other")
@@ -275,12 +276,12 @@ def burn(  # noqa: PLR0913 - one parameter for each option of the command
     given = [] if run_dir is None else [f"run.dir={json.dumps(run_dir)}"]
     loaded = load_config(config, [*(overrides or []), *given])
     _let_workers_import_from_here()
-    make_stage = environment.on_this_machine if local else environment.on_cluster
+    make_environment = environments.on_this_machine if local else environments.on_cluster
     if rehearse:
-        make_stage = functools.partial(environment.in_rehearsal, scale=None)
+        make_environment = functools.partial(environments.in_rehearsal, scale=None)
     wish = verb.Wish(
         config=loaded,
-        make_stage=make_stage,
+        make_environment=make_environment,
         heat_s=phases.HEAT_S if duration is None else parse_duration(duration),
         phases={phases.Phase(number) for number in phase or (1, 2, 3)},
         json=json_output,

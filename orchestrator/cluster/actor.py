@@ -49,7 +49,7 @@ class WorkerActor:
         if self._engine is None:
             self._engine = _load_engine(directive.spec)
         report = self._engine.run_slice(directive)
-        self._poisoned = report.verdict is Verdict.POISONED
+        self._poisoned = report.verdict is Verdict.CONTEXT_CORRUPTED
         return report
 
 

@@ -1,4 +1,4 @@
-"""A guard on every node that needs one, for the length of a run: an actor that reserves nothing, around a process.
+"""A agent on every node that needs one, for the length of a run: an actor that reserves nothing, around a process.
 
 The process is detached and tied to the actor by a pipe, so that it undoes everything whatever ends: the run, the head,
 the actor, Ray. Does not know what is done (`workers/node_agent/agent.py` does) nor who needs it
@@ -16,59 +16,59 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from orchestrator.cluster.ray_fleet import NODE_LABEL
-from workers.node_agent.client import Guard, GuardError
-from workers.node_agent.protocol import KeepOrders, KeepOutcome
+from workers.node_agent.client import AgentClient, AgentError
+from workers.node_agent.protocol import AgentOrders, AgentOutcome
 
 #: A process that starts, one before it that ends, a daemon that starts: each has its own, shorter patience.
 _OUTCOME_S = 60.0
 _END_S = 15.0
 _LOOK_EVERY_S = 0.25
 
-#: Told of a node whose guard has ended, and of what that said.
+#: Told of a node whose agent has ended, and of what that said.
 Ended = Callable[[str, tuple[str, ...]], None]
 
 
 class KeeperActor:
-    """Has one guard process as long as it lives itself; Ray starts it again with its node, and it a new guard."""
+    """Has one agent process as long as it lives itself; Ray starts it again with its node, and it a new agent."""
 
-    def __init__(self, orders: KeepOrders) -> None:
-        self._guard: Guard | None = None
+    def __init__(self, orders: AgentOrders) -> None:
+        self._agent: AgentClient | None = None
         try:
-            self._guard = Guard(orders)
-            self._outcome = self._guard.outcome()
-        except (OSError, ValueError, GuardError) as error:
+            self._agent = AgentClient(orders)
+            self._outcome = self._agent.outcome()
+        except (OSError, ValueError, AgentError) as error:
             self._outcome = failed(orders, str(error))
 
-    def outcome(self) -> KeepOutcome:
+    def outcome(self) -> AgentOutcome:
         """Return what was done to the node."""
         return self._outcome
 
     def end(self) -> tuple[str, ...]:
         """Undo it, and return what was put back and what could not be."""
-        return () if self._guard is None else self._guard.end()
+        return () if self._agent is None else self._agent.end()
 
 
-def failed(orders: KeepOrders, why: str) -> KeepOutcome:
+def failed(orders: AgentOrders, why: str) -> AgentOutcome:
     """Return the outcome of orders that nobody carried out."""
     text = f"{orders.node}: {why}"
-    return KeepOutcome(
+    return AgentOutcome(
         mps_problem=text if orders.mps else None, power_problem=None if orders.power_limit_w is None else text
     )
 
 
 @contextlib.contextmanager
-def guarded(
-    orders: Mapping[str, KeepOrders], ended: Ended, interrupted: Callable[[], bool]
-) -> Iterator[dict[str, KeepOutcome]]:
-    """Guard the nodes until the end of the block, and yield what was done to each.
+def with_agents(
+    orders: Mapping[str, AgentOrders], ended: Ended, interrupted: Callable[[], bool]
+) -> Iterator[dict[str, AgentOutcome]]:
+    """AgentClient the nodes until the end of the block, and yield what was done to each.
 
     Args:
         orders: By node; each must be there.
-        ended: Called for each node when its guard has ended, however the block did.
-        interrupted: Whether the user wants to stop; looked at while guards start.
+        ended: Called for each node when its agent has ended, however the block did.
+        interrupted: Whether the user wants to stop; looked at while agents start.
 
     Raises:
-        KeyboardInterrupt: He does, before every guard has answered.
+        KeyboardInterrupt: He does, before every agent has answered.
     """
     keeper_class = ray.remote(KeeperActor)
     actors: dict[str, Any] = {
@@ -100,7 +100,7 @@ def _await(asked: list[Any], interrupted: Callable[[], bool]) -> None:
             raise KeyboardInterrupt
 
 
-def _outcome(orders: KeepOrders, ref: Any) -> KeepOutcome:  # noqa: ANN401 - Ray's reference type has no name
+def _outcome(orders: AgentOrders, ref: Any) -> AgentOutcome:  # noqa: ANN401 - Ray's reference type has no name
     try:
         return ray.get(ref, timeout=0)  # type: ignore[no-any-return]  # what `KeeperActor.outcome` returns
     except GetTimeoutError:
@@ -113,8 +113,8 @@ def _sentences(node: str, ref: Any | None) -> tuple[str, ...]:  # noqa: ANN401 -
     with contextlib.suppress(RayError):
         if ref is not None:
             return ray.get(ref, timeout=0)  # type: ignore[no-any-return]  # what `KeeperActor.end` returns
-    # Its guard is told by the pipe.
-    return (f"{node}: cannot be asked what was put back; its guard process does that by itself",)
+    # Its agent is told by the pipe.
+    return (f"{node}: cannot be asked what was put back; its agent process does that by itself",)
 
 
 def _last_line(text: str) -> str:

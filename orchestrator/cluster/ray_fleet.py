@@ -1,6 +1,7 @@
 """The fleet on Ray: actors, slices in flight, and Ray's errors in the project's words.
 
-Takes a connection for granted (`connect.py`, `local_cluster.py`) and decides nothing: every method does one thing to Ray.
+Takes a connection for granted (`connect.py`, `local_cluster.py`) and decides nothing: every method does one thing to
+Ray.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from orchestrator.cluster import local_gpus
 from orchestrator.cluster.actor import WorkerActor
 from orchestrator.cluster.exit_cause import cause_of_death
 from orchestrator.cluster.liveness import Pulse
-from orchestrator.core.fleet import DeathCause, NodeFact, NodePower, Seat, SliceFailure, SliceOutcome
+from orchestrator.core.fleet import DeathCause, NodeFact, NodePower, Reservation, SliceFailure, SliceOutcome
 from orchestrator.errors import PreflightError, UsageError
 from workers.messages import Directive, Report
 
@@ -70,7 +71,7 @@ class RayFleet:
         self._last_nodes: tuple[NodeFact, ...] = ()
         self._actors: dict[str, Any] = {}
         self._flights: dict[Any, _Flight] = {}
-        self._seats: dict[str, Seat] = {}
+        self._reservations: dict[str, Reservation] = {}
         self._pids: dict[str, int] = {}
         """Process of each slot, as of its last report."""
 
@@ -112,14 +113,14 @@ class RayFleet:
                 [f"{node} started no process in {_PROBE_TIMEOUT_S:.0f} s; see what holds it: ray status"]
             ) from error
 
-    def place(self, seat: Seat) -> None:
+    def place(self, reservation: Reservation) -> None:
         """See `Fleet.place`. Restarts for ever, never repeats a call: counting and patience are the head's."""
-        self._seats[seat.slot] = seat
+        self._reservations[reservation.slot] = reservation
         actor_class = ray.remote(WorkerActor)
-        self._actors[seat.slot] = actor_class.options(
-            num_cpus=seat.num_cpus,
-            num_gpus=seat.num_gpus,
-            label_selector={NODE_LABEL: seat.node},
+        self._actors[reservation.slot] = actor_class.options(
+            num_cpus=reservation.num_cpus,
+            num_gpus=reservation.num_gpus,
+            label_selector={NODE_LABEL: reservation.node},
             max_restarts=-1,
             max_task_retries=0,
         ).remote()
@@ -162,7 +163,7 @@ class RayFleet:
 
     def why_ended(self, slot: str) -> DeathCause | None:
         """See `Fleet.why_ended`."""
-        node = self._seats[slot].node
+        node = self._reservations[slot].node
         address = next((fact.address for fact in self._last_nodes if fact.name == node), None)
         if address is None or slot not in self._pids:
             return None

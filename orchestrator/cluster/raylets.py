@@ -1,7 +1,7 @@
 """The raylets of a rehearsal: started, ended as a power cut would end them, and started again.
 
-Uses Ray's own `Node`, as `ray start` does (see `local_cluster.py` for why). Neither connects to the cluster nor cleans up
-what a raylet leaves behind (`local_cluster.py` does).
+Uses Ray's own `Node`, as `ray start` does (see `local_cluster.py` for why). Neither connects to the cluster nor cleans
+up what a raylet leaves behind (`local_cluster.py` does).
 """
 
 from __future__ import annotations

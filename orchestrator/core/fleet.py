@@ -57,7 +57,7 @@ class SliceOutcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class Reservation:
     """Where a slot's actor is placed and what it reserves there. Admission only: nothing here limits use."""
 
     slot: str
@@ -107,7 +107,7 @@ class Fleet(Protocol):
         """
         ...
 
-    def place(self, seat: Seat) -> None:
+    def place(self, reservation: Reservation) -> None:
         """Create the slot's actor; it starts when its node can take it."""
         ...
 

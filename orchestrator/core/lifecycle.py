@@ -32,7 +32,7 @@ from orchestrator.core.fleet import SliceFailure
 from orchestrator.core.leak_detector import NO_WATCH, watched
 from orchestrator.core.restart_policy import Result
 from orchestrator.core.slot import (
-    CardCondemned,
+    CardQuarantined,
     Close,
     Command,
     DeathExplained,
@@ -106,7 +106,7 @@ def _react(slot: Slot, event: Event, now_s: float, rules: Rules, ends_at_s: floa
             result = _node_left(slot, reason, now_s)
         case NodeRefused(reason=reason):
             result = (replace(slot, reason=reason) if slot.phase is Phase.ABSENT else slot), ()
-        case CardCondemned(reason=reason):
+        case CardQuarantined(reason=reason):
             result = restart_policy.quarantine(slot, reason)
         case SliceReported(report=report):
             result = _reported(slot, report, now_s, rules, ends_at_s)
@@ -174,7 +174,7 @@ def _reported(slot: Slot, report: Report, now_s: float, rules: Rules, ends_at_s:
         errors_in_a_row=slot.errors_in_a_row + 1 if report.error is not None else 0,
         leak=watched(slot.leak, report),
     )
-    if report.verdict is Verdict.MISFIT:
+    if report.verdict is Verdict.INCOMPATIBLE:
         return restart_policy.impossible(
             slot, report.reason, counting=worked_before or rules.has_counted or ends_at_s is not None
         )
@@ -182,7 +182,7 @@ def _reported(slot: Slot, report: Report, now_s: float, rules: Rules, ends_at_s:
         return restart_policy.quarantine(
             slot, f"the workload failed {slot.errors_in_a_row} times in a row: {report.reason}"
         )
-    if report.verdict is Verdict.POISONED:
+    if report.verdict is Verdict.CONTEXT_CORRUPTED:
         no_room = report.device is None and report.oom_count > 0
         settle = restart_policy.no_room if no_room else restart_policy.poisoned
         return settle(slot, report.reason, now_s, rules)

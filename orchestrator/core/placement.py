@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from orchestrator.core.budget import NodeBudget, node_budget
-from orchestrator.core.fleet import NodeFact, Seat
+from orchestrator.core.fleet import NodeFact, Reservation
 from workers.settings import MemorySettings, WorkerSpec, WorkloadSpec
 from workers.units import MIB
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ground:
+class Target:
     """Where the workers of a run stand: what does not follow from the configuration."""
 
     device: str | None = None
@@ -34,7 +34,7 @@ class Ground:
 class SlotPlan:
     """One slot: where its actor sits and what its worker is told."""
 
-    seat: Seat
+    reservation: Reservation
     spec: WorkerSpec
     gpu: str | None
     """The card the configuration promises, until the worker has seen it."""
@@ -58,14 +58,14 @@ class Refusal:
     text: str
 
 
-def plan_slots(config: Config, ground: Ground) -> tuple[SlotPlan, ...]:
+def plan_slots(config: Config, target: Target) -> tuple[SlotPlan, ...]:
     """Return every slot of the configuration, in its order, as `node/0`, `node/1` and so on."""
     budgets = [node_budget(name, node, config) for name, node in config.nodes.items()]
-    sharing = sum(budget.workers for budget in budgets) if ground.one_machine else None
-    shared_bytes = sum(budget.workers * budget.budget_bytes for budget in budgets) if ground.one_machine else None
+    sharing = sum(budget.workers for budget in budgets) if target.one_machine else None
+    shared_bytes = sum(budget.workers * budget.budget_bytes for budget in budgets) if target.one_machine else None
     slots = [(budget, f"{budget.node}/{index}") for budget in budgets for index in range(budget.workers)]
     return tuple(
-        _slot_plan(config, ground, budget, slot, seed, sharing, shared_bytes)
+        _slot_plan(config, target, budget, slot, seed, sharing, shared_bytes)
         # Each worker draws its own numbers, and the same ones in the next run.
         for seed, (budget, slot) in enumerate(slots, start=config.workload.seed)
     )
@@ -73,7 +73,7 @@ def plan_slots(config: Config, ground: Ground) -> tuple[SlotPlan, ...]:
 
 def _slot_plan(
     config: Config,
-    ground: Ground,
+    target: Target,
     budget: NodeBudget,
     slot: str,
     seed: int,
@@ -84,11 +84,11 @@ def _slot_plan(
     spec = WorkerSpec(
         slot=slot,
         node=budget.node,
-        device=ground.device or ("cuda" if budget.gpus else "cpu"),
+        device=target.device or ("cuda" if budget.gpus else "cpu"),
         budget_bytes=budget.budget_bytes,
         card_budget_bytes=shared_bytes or budget.card_budget_bytes,
         # Nodes that share one real card were made to fit it when they were scaled, all of them together.
-        memory_fraction=1.0 if ground.one_machine else node.memory_fraction,
+        memory_fraction=1.0 if target.one_machine else node.memory_fraction,
         workers_on_host=sharing or budget.workers,
         duty=budget.duty,
         thread_share=node.gpu_share if config.compute_share_mode == "mps" else None,
@@ -104,8 +104,10 @@ def _slot_plan(
         thermal=config.thermal.settings(),
         check_share=config.verify.share,
     )
-    seat = Seat(slot=slot, node=budget.node, num_cpus=budget.cpus_per_worker, num_gpus=budget.gpu_fraction)
-    return SlotPlan(seat=seat, spec=spec, gpu=node.gpu)
+    reservation = Reservation(
+        slot=slot, node=budget.node, num_cpus=budget.cpus_per_worker, num_gpus=budget.gpu_fraction
+    )
+    return SlotPlan(reservation=reservation, spec=spec, gpu=node.gpu)
 
 
 def memory_settings(config: Config) -> MemorySettings:

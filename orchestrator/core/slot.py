@@ -134,7 +134,7 @@ class NodeRefused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CardCondemned:
+class CardQuarantined:
     """Every worker of the slot's card keeps dying: the card is given up, not one worker after the other."""
 
     reason: str
@@ -183,7 +183,7 @@ Event: TypeAlias = (
     NodeJoined
     | NodeLeft
     | NodeRefused
-    | CardCondemned
+    | CardQuarantined
     | SliceReported
     | SliceFailed
     | DeathExplained

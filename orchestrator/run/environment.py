@@ -1,7 +1,7 @@
-"""The three grounds a run can stand on: the user's cluster, this machine as it is, or a rehearsal of the cluster here.
+"""The three targets a run can stand on: the user's cluster, this machine as it is, or a rehearsal of the cluster here.
 
-Each turns a configuration into a `Stage`: what will really run, where, and the lines that say so. Does not start
-anything by itself; entering `Stage.fleet` does.
+Each turns a configuration into a `Environment`: what will really run, where, and the lines that say so. Does not start
+anything by itself; entering `Environment.fleet` does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from orchestrator.config.schema import Config
 from orchestrator.config.template import by_formula
 from orchestrator.core.budget import node_budget
 from orchestrator.core.fleet import Fleet
-from orchestrator.core.placement import Ground, SlotPlan, plan_slots
+from orchestrator.core.placement import SlotPlan, Target, plan_slots
 from orchestrator.errors import PreflightError, UsageError
 from workers.units import GIB
 
@@ -47,7 +47,7 @@ _LOCAL_CPU_WORKER_GIB = 1.0
 
 
 class Mode(StrEnum):
-    """Which of the three grounds."""
+    """Which of the three targets."""
 
     CLUSTER = "cluster"
     REHEARSE = "rehearse"
@@ -55,46 +55,46 @@ class Mode(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class Environment:
     """A run made ready."""
 
     mode: Mode
 
     config: Config
     """As it will be used."""
-    ground: Ground
+    target: Target
     fleet: AbstractContextManager[Fleet]
     """Connects, or starts and connects, when entered."""
     lines: tuple[str, ...]
     """What the user should know before it begins."""
-    settle: Callable[[Stage, Fleet], Stage] = lambda stage, _: stage
-    """Called with the connected fleet: what the cluster turns out to be may change the stage."""
+    settle: Callable[[Environment, Fleet], Environment] = lambda environment, _: environment
+    """Called with the connected fleet: what the cluster turns out to be may change the environment."""
 
     @property
     def plans(self) -> tuple[SlotPlan, ...]:
         """Every slot of the run."""
-        return plan_slots(self.config, self.ground)
+        return plan_slots(self.config, self.target)
 
 
-def on_cluster(config: Config) -> Stage:
+def on_cluster(config: Config) -> Environment:
     """Run on the cluster that `cluster.address` names."""
-    return Stage(
+    return Environment(
         mode=Mode.CLUSTER,
         config=config,
-        ground=Ground(),
+        target=Target(),
         fleet=connected(config.cluster.address, config.cluster.auth),
         lines=(),
         settle=_settled,
     )
 
 
-def again(mode: str, config: Config, ground: Ground) -> Stage:
+def again(mode: str, config: Config, target: Target) -> Environment:
     """Return the stage of a run that was on it before: its configuration is scaled and settled already.
 
     Args:
         mode: A value of `Mode`.
         config: As the run used it.
-        ground: As the run found it.
+        target: As the run found it.
 
     Raises:
         UsageError: There is no such mode.
@@ -105,22 +105,22 @@ def again(mode: str, config: Config, ground: Ground) -> Stage:
         fleet = connected(config.cluster.address, config.cluster.auth)
         address = config.cluster.address
         lines = () if address == "auto" else (f"Connecting to {address}, as the run did",)
-        return Stage(mode=Mode.CLUSTER, config=config, ground=ground, fleet=fleet, lines=lines)
+        return Environment(mode=Mode.CLUSTER, config=config, target=target, fleet=fleet, lines=lines)
     raylets = [_raylet(config, name) for name in _head_first(config)]
-    return Stage(mode=Mode(mode), config=config, ground=ground, fleet=rehearsed(raylets), lines=(_STARTING,))
+    return Environment(mode=Mode(mode), config=config, target=target, fleet=rehearsed(raylets), lines=(_STARTING,))
 
 
-def _settled(stage: Stage, fleet: Fleet) -> Stage:
+def _settled(environment: Environment, fleet: Fleet) -> Environment:
     """Make a cluster in which no node has a card a rehearsal on its CPUs; refuse one where some lack theirs.
 
     Raises:
         PreflightError: A node that should have cards has none, while another has some.
     """
-    config = stage.config
+    config = environment.config
     facts = [fact for fact in fleet.nodes() if fact.name in config.nodes and config.nodes[fact.name].gpus > 0]
     bare = [fact for fact in facts if not fact.shows_card and not fleet.count_cards(str(fact.name))]
     if not bare:
-        return stage
+        return environment
     if len(bare) < len(facts):
         raise PreflightError(
             f"{fact.name} was started with --num-gpus={fact.gpus:g}, but its driver shows no card; check nvidia-smi on "
@@ -131,9 +131,9 @@ def _settled(stage: Stage, fleet: Fleet) -> Stage:
     limit_bytes = int(_RAM_SHARE * psutil.virtual_memory().available) if one_machine else None
     scaled = scale_config(config, REHEARSAL_SCALE, limit_bytes)
     return replace(
-        stage,
+        environment,
         config=scaled.config,
-        ground=Ground(device="cpu", one_machine=one_machine),
+        target=Target(device="cpu", one_machine=one_machine),
         lines=_scale_lines(f"No node of this cluster has a card: a rehearsal on their {_BY_KERNEL}", scaled),
     )
 
@@ -145,7 +145,7 @@ def _scale_lines(head: str, scaled: Scaled) -> tuple[str, ...]:
     )
 
 
-def in_rehearsal(config: Config, scale: float | None) -> Stage:
+def in_rehearsal(config: Config, scale: float | None) -> Environment:
     """Run every node of the configuration as a raylet on this machine, on its card if it has one.
 
     Args:
@@ -160,16 +160,16 @@ def in_rehearsal(config: Config, scale: float | None) -> Stage:
         limit_bytes = int(_CARD_SHARE * cards[0].free_bytes)
         where, asked = f"on this machine's {cards[0].name}", 1.0 if scale is None else scale
         config = _with_one_card_a_node(config)
-        ground = Ground(one_machine=True)
+        target = Target(one_machine=True)
     else:
         limit_bytes = int(_RAM_SHARE * psutil.virtual_memory().available)
         where, asked = f"on this machine's {_BY_KERNEL}", REHEARSAL_SCALE if scale is None else scale
-        ground = Ground(device="cpu", one_machine=True)
+        target = Target(device="cpu", one_machine=True)
     scaled = scale_config(config, asked, limit_bytes)
-    return Stage(
+    return Environment(
         mode=Mode.REHEARSE,
         config=scaled.config,
-        ground=ground,
+        target=target,
         fleet=rehearsed([_raylet(scaled.config, name) for name in _head_first(scaled.config)]),
         lines=(*_scale_lines(f"Rehearsal {where}", scaled), _STARTING),
     )
@@ -188,7 +188,7 @@ def _with_one_card_a_node(config: Config) -> Config:
     return Config.model_validate({**config.model_dump(), "nodes": nodes})
 
 
-def on_this_machine(config: Config) -> Stage:
+def on_this_machine(config: Config) -> Environment:
     """Run on what this machine has: its cards, else its CPU. `nodes:` of the configuration is put aside."""
     cards = local_gpus.cards()
     node = _card_node(cards) if cards else _cpu_node()
@@ -197,10 +197,10 @@ def on_this_machine(config: Config) -> Stage:
     local = config_from_data(data, "--local")
     words = f"{len(cards)} x {cards[0].name}" if cards else f"{os.cpu_count()} cores of {_BY_KERNEL}"
     workers, budget_gib = local.nodes["local"].workers, local.nodes["local"].vram_per_worker_gib
-    return Stage(
+    return Environment(
         mode=Mode.LOCAL,
         config=local,
-        ground=Ground(device="cuda" if cards else "cpu", one_machine=not cards),
+        target=Target(device="cuda" if cards else "cpu", one_machine=not cards),
         fleet=rehearsed([_raylet(local, "local")]),
         lines=(f"This machine: {words}; {workers} workers x {budget_gib:.2f} GiB", _STARTING),
     )

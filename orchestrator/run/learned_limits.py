@@ -24,7 +24,7 @@ _SAVE_EVERY_S = 60.0
 _SENT_MOST = 64
 
 
-class Lessons:
+class LearnedLimits:
     """What one run learns."""
 
     def __init__(self, store: LimitStore | None, events: EventLog) -> None:

@@ -1,7 +1,8 @@
 """What nodes have done to them for the length of a run: MPS, power limits; and what follows for their workers.
 
 Covers who is told what, the words for the user, and the ceiling that holds where MPS does not. Does not set or start
-anything itself: the agents of `cluster/node_agents.py` do, each by a process of `workers/node_agent/agent.py` on its node.
+anything itself: the agents of `cluster/node_agents.py` do, each by a process of `workers/node_agent/agent.py` on its
+node.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import TYPE_CHECKING
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.placement import SlotPlan
 from orchestrator.errors import PreflightError, UsageError, one_line
-from orchestrator.run.environment import Mode, Stage
-from workers.node_agent.protocol import KeepOrders, KeepOutcome
+from orchestrator.run.environment import Environment, Mode
+from workers.node_agent.protocol import AgentOrders, AgentOutcome
 from workers.settings import WorkerSpec
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def kept(
-    stage: Stage,
+    environment: Environment,
     fleet: Fleet,
     plans: Sequence[SlotPlan],
     *,
@@ -45,42 +46,42 @@ def kept(
         PreflightError: A power limit cannot be set; then none is.
         KeyboardInterrupt: The user wants to stop before all of it is done.
     """
-    orders = orders_for(stage, plans, run_id=run_id, apply_power_limit=apply_power_limit)
+    orders = orders_for(environment, plans, run_id=run_id, apply_power_limit=apply_power_limit)
     live = {fact.name for fact in fleet.nodes()}
     present = {node: each for node, each in orders.items() if node in live}
-    for line in left_out(stage, orders, present, apply_power_limit=apply_power_limit):
+    for line in left_out(environment, orders, present, apply_power_limit=apply_power_limit):
         tell(line)
     with contextlib.ExitStack() as stack:
-        outcomes: Mapping[str, KeepOutcome] = {}
+        outcomes: Mapping[str, AgentOutcome] = {}
         if present:
-            from orchestrator.cluster.node_agents import guarded  # noqa: PLC0415 - imports ray
+            from orchestrator.cluster.node_agents import with_agents  # noqa: PLC0415 - imports ray
 
             def ended(node: str, sentences: tuple[str, ...]) -> None:
                 _told(tell, sentences)
                 events.write("node_restored", node=node, text="; ".join(sentences))
 
-            outcomes = stack.enter_context(guarded(present, ended, interrupted))
-        _note(stage.config, orders, outcomes, tell, events)
+            outcomes = stack.enter_context(with_agents(present, ended, interrupted))
+        _note(environment.config, orders, outcomes, tell, events)
         problems = [outcome.power_problem for outcome in outcomes.values() if outcome.power_problem is not None]
         if problems:
             raise PreflightError(problems)
         try:
-            yield with_outcomes(stage.config, plans, outcomes)
+            yield with_outcomes(environment.config, plans, outcomes)
         finally:
             if any(outcome.pipe_directory is not None for outcome in outcomes.values()):
                 for plan in plans:
-                    fleet.abandon(plan.seat.slot)  # a daemon ends when it has no clients any more
+                    fleet.abandon(plan.reservation.slot)  # a daemon ends when it has no clients any more
 
 
 def orders_for(
-    stage: Stage, plans: Sequence[SlotPlan], *, run_id: str, apply_power_limit: bool
-) -> dict[str, KeepOrders]:
+    environment: Environment, plans: Sequence[SlotPlan], *, run_id: str, apply_power_limit: bool
+) -> dict[str, AgentOrders]:
     """Return the orders of every node that has any. In a rehearsal only fake cards are touched.
 
     Raises:
         UsageError: A power limit is to be set, and no node has one.
     """
-    config = stage.config
+    config = environment.config
     if apply_power_limit and all(node.power_limit_w is None for node in config.nodes.values()):
         name = next(iter(config.nodes))
         raise UsageError(f"--apply-power-limit: no node has one; set it, such as --set nodes.{name}.power_limit_w=250")
@@ -88,11 +89,11 @@ def orders_for(
     for name, node in config.nodes.items():
         spec = next(plan.spec for plan in plans if plan.spec.node == name)
         fake = spec.fake_sensors
-        has_own_cards = spec.device == "cuda" and stage.mode is not Mode.REHEARSE
+        has_own_cards = spec.device == "cuda" and environment.mode is not Mode.REHEARSE
         limit_w = node.power_limit_w if apply_power_limit and (has_own_cards or fake is not None) else None
         mps = config.compute_share_mode == "mps" and has_own_cards
         if mps or limit_w is not None:
-            orders[name] = KeepOrders(
+            orders[name] = AgentOrders(
                 node=name,
                 run_id=run_id,
                 card_count=node.gpus,
@@ -105,10 +106,14 @@ def orders_for(
 
 
 def left_out(
-    stage: Stage, orders: Mapping[str, KeepOrders], present: Mapping[str, KeepOrders], *, apply_power_limit: bool
+    environment: Environment,
+    orders: Mapping[str, AgentOrders],
+    present: Mapping[str, AgentOrders],
+    *,
+    apply_power_limit: bool,
 ) -> Iterator[str]:
     """Yield a line for every power limit that is configured and will not be set."""
-    for name, node in stage.config.nodes.items():
+    for name, node in environment.config.nodes.items():
         if node.power_limit_w is None or not node.gpus:
             continue
         limit = f"{name}: power_limit_w {node.power_limit_w:g} is not set"
@@ -121,7 +126,7 @@ def left_out(
 
 
 def with_outcomes(
-    config: Config, plans: Sequence[SlotPlan], outcomes: Mapping[str, KeepOutcome]
+    config: Config, plans: Sequence[SlotPlan], outcomes: Mapping[str, AgentOutcome]
 ) -> tuple[SlotPlan, ...]:
     """Return the slots with their workers told of MPS; where it is not on, the same ceiling holds by duty."""
     if config.compute_share_mode != "mps":
@@ -129,7 +134,7 @@ def with_outcomes(
     return tuple(replace(plan, spec=_told_of_mps(config, plan, outcomes.get(plan.spec.node))) for plan in plans)
 
 
-def _told_of_mps(config: Config, plan: SlotPlan, outcome: KeepOutcome | None) -> WorkerSpec:
+def _told_of_mps(config: Config, plan: SlotPlan, outcome: AgentOutcome | None) -> WorkerSpec:
     if outcome is None or outcome.pipe_directory is None:
         return replace(plan.spec, thread_share=None, duty=config.nodes[plan.spec.node].gpu_share)
     return replace(plan.spec, mps_pipe_directory=outcome.pipe_directory, mps_memory_limit_bytes=plan.spec.budget_bytes)
@@ -137,8 +142,8 @@ def _told_of_mps(config: Config, plan: SlotPlan, outcome: KeepOutcome | None) ->
 
 def _note(
     config: Config,
-    orders: Mapping[str, KeepOrders],
-    outcomes: Mapping[str, KeepOutcome],
+    orders: Mapping[str, AgentOrders],
+    outcomes: Mapping[str, AgentOutcome],
     tell: Callable[[str], None],
     events: EventLog,
 ) -> None:
@@ -160,7 +165,7 @@ def _note(
             events.write("mps_unavailable", node=name, reason=why, duty=node.gpu_share)
 
 
-def _why_no_mps(name: str, orders: KeepOrders | None, outcome: KeepOutcome | None) -> str:
+def _why_no_mps(name: str, orders: AgentOrders | None, outcome: AgentOutcome | None) -> str:
     if orders is None or not orders.mps:
         return "this run uses no card of that PC"
     if outcome is None:

@@ -1,4 +1,4 @@
-"""Going on with a run whose head is gone: from what its store knows to a stage and a past.
+"""Going on with a run whose head is gone: from what its store knows to an environment and a past.
 
 The work of slices that were under way when the head went is lost, and counted as lost: their processes went with it.
 Does not read the store (`watch/archive.py`) and starts nothing.
@@ -12,18 +12,18 @@ from typing import Any
 
 from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config
-from orchestrator.core.placement import Ground
+from orchestrator.core.placement import Target
 from orchestrator.core.slot import Counters, Slot
 from orchestrator.errors import UsageError
-from orchestrator.run import environment
-from orchestrator.run.environment import Stage
+from orchestrator.run import environment as environments
+from orchestrator.run.environment import Environment
 from orchestrator.run.run_info import Past
 from orchestrator.watch.archive import StoredRun
 from orchestrator.watch.records import SlotRecord
 
 
-def stage_of(stored: StoredRun) -> Stage:
-    """Return the stage on which the run goes on: its own configuration, on the same ground.
+def environment_of(stored: StoredRun) -> Environment:
+    """Return the environment on which the run goes on: its own configuration, on the same target.
 
     Raises:
         UsageError: There is nothing to go on with: it is under way, or over.
@@ -38,7 +38,7 @@ def stage_of(stored: StoredRun) -> Stage:
             f"run {facts.run_id} has worked all of its {facts.duration_s:.0f} s (outcome: {stored.outcome}); "
             f"look at it: python -m orchestrator report {facts.run_id}"
         )
-    return environment.again(facts.mode, _config(stored), Ground(device=facts.device, one_machine=facts.one_machine))
+    return environments.again(facts.mode, _config(stored), Target(device=facts.device, one_machine=facts.one_machine))
 
 
 def past_of(stored: StoredRun) -> Past:

@@ -1,4 +1,4 @@
-"""One run from its configuration to its exit code: stage, preflight, supervise, write the summary.
+"""One run from its configuration to its exit code: environment, preflight, supervise, write the summary.
 
 Does not parse arguments (`cli/app.py`) and does not exit. Whatever happens, what was started is torn down and, once a
 run folder exists, its summary is written.
@@ -24,9 +24,9 @@ from orchestrator.core.chaos.plan import ChaosPlan, check
 from orchestrator.core.placement import SlotPlan
 from orchestrator.errors import NoClusterError, OrchestratorError, UsageError
 from orchestrator.run import fake_sensors, fault_injection, node_setup, preflight, resume, run_dir
-from orchestrator.run.environment import Mode, Stage
-from orchestrator.run.fault_injection import Havoc
-from orchestrator.run.learned_limits import Lessons
+from orchestrator.run.environment import Environment, Mode
+from orchestrator.run.fault_injection import FaultInjector
+from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.run_info import Past, RunInfo
 from orchestrator.run.signals import Interrupts
 from orchestrator.run.stdio import Screen, own_screen
@@ -64,15 +64,15 @@ class Options:
     """Looks at the run too, and says how it went: then `json` only means that this run keeps silent."""
 
 
-def run(stage: Stage, options: Options) -> int:
-    """Run `stage` and return the exit code.
+def run(environment: Environment, options: Options) -> int:
+    """Run `environment` and return the exit code.
 
     Raises:
         OrchestratorError: Nothing could be run; nothing was left behind.
     """
-    _check_pretence(stage, options)
-    folder = run_dir.new_folder(stage.config)
-    return _in_folder(folder, stage, options, time.time(), None)
+    _check_pretence(environment, options)
+    folder = run_dir.new_folder(environment.config)
+    return _in_folder(folder, environment, options, time.time(), None)
 
 
 def go_on(stored: StoredRun, options: Options) -> int:
@@ -82,25 +82,27 @@ def go_on(stored: StoredRun, options: Options) -> int:
         OrchestratorError: It is under way, or over, or cannot be run here.
     """
     run_dir.check_mine(stored.folder)
-    stage = resume.stage_of(stored)
-    _check_pretence(stage, options)
-    return _in_folder(stored.folder, stage, options, stored.facts.started_at_unix_s, resume.past_of(stored))
+    environment = resume.environment_of(stored)
+    _check_pretence(environment, options)
+    return _in_folder(stored.folder, environment, options, stored.facts.started_at_unix_s, resume.past_of(stored))
 
 
-def _check_pretence(stage: Stage, options: Options) -> None:
+def _check_pretence(environment: Environment, options: Options) -> None:
     if options.fake_sensors is not None:
-        fake_sensors.check(options.fake_sensors, is_rehearsal=stage.mode is Mode.REHEARSE)
+        fake_sensors.check(options.fake_sensors, is_rehearsal=environment.mode is Mode.REHEARSE)
     if options.chaos is None:
         return
-    is_rehearsal = stage.mode is not Mode.CLUSTER
+    is_rehearsal = environment.mode is not Mode.CLUSTER
     if not is_rehearsal and not options.yes_really:
         raise UsageError(
             "--chaos kills workers of a real cluster; try it with --rehearse, or say that you mean it: --yes-really"
         )
-    check(options.chaos, stage.config.nodes, stage.config.head_node, is_rehearsal=is_rehearsal)
+    check(options.chaos, environment.config.nodes, environment.config.head_node, is_rehearsal=is_rehearsal)
 
 
-def _in_folder(folder: Path, stage: Stage, options: Options, started_at_unix_s: float, past: Past | None) -> int:
+def _in_folder(
+    folder: Path, environment: Environment, options: Options, started_at_unix_s: float, past: Past | None
+) -> int:
     interrupts = Interrupts()
     interrupts.install()
     with run_dir.owned(folder), own_screen(folder / "ray.log") as screen:
@@ -111,11 +113,13 @@ def _in_folder(folder: Path, stage: Stage, options: Options, started_at_unix_s: 
             if past is None:
                 # Before Ray is started: a head that is killed meanwhile leaves a run that can be resumed. One that is
                 # resumed has its record, and keeps it until there is something to go on with.
-                record.begun(stage)
-            return _staged(stage, record, interrupts)
+                record.begun(environment)
+            return _in_environment(environment, record, interrupts)
         except NoClusterError as error:
             record.failed(error)
-            raise (preflight.without_cluster(stage.config, error) if stage.mode is Mode.CLUSTER else error) from error
+            raise (
+                preflight.without_cluster(environment.config, error) if environment.mode is Mode.CLUSTER else error
+            ) from error
         except BaseException as error:
             record.failed(error)
             raise
@@ -124,19 +128,19 @@ def _in_folder(folder: Path, stage: Stage, options: Options, started_at_unix_s: 
             record.outlets.events.close()
 
 
-def _staged(stage: Stage, record: _Record, interrupts: Interrupts) -> int:
-    record.tell(f"Run folder: {record.folder}", *stage.lines)
-    with stage.fleet as fleet:
+def _in_environment(environment: Environment, record: _Record, interrupts: Interrupts) -> int:
+    record.tell(f"Run folder: {record.folder}", *environment.lines)
+    with environment.fleet as fleet:
         interrupts.install()  # Ray has taken SIGTERM for itself
-        preflight.check(stage.config, fleet, wait_for_nodes=record.options.wait_for_nodes)
-        settled = stage.settle(stage, fleet)
-        if settled is not stage:
+        preflight.check(environment.config, fleet, wait_for_nodes=record.options.wait_for_nodes)
+        settled = environment.settle(environment, fleet)
+        if settled is not environment:
             record.tell(*settled.lines)
         info = record.begun(settled)
         record.outlets.events.write(
             "run_started", run_id=info.run_id, workers=len(settled.plans), elapsed_s=info.past.elapsed_s
         )
-        lessons = Lessons(_limits(settled, record), record.outlets.events)
+        learned_limits = LearnedLimits(_limits(settled, record), record.outlets.events)
         with node_setup.kept(
             settled,
             fleet,
@@ -147,41 +151,41 @@ def _staged(stage: Stage, record: _Record, interrupts: Interrupts) -> int:
             tell=record.tell,
             events=record.outlets.events,
         ) as plans:
-            faults = _havoc(settled, record)
+            faults = _injector(settled, record)
             supervisor = Supervisor(
                 info=info,
                 config=settled.config,
-                plans=lessons.sent_along(fault_injection.with_faults(plans, record.options.chaos)),
+                plans=learned_limits.sent_along(fault_injection.with_faults(plans, record.options.chaos)),
                 fleet=fleet,
                 outlets=record.outlets,
                 interrupted=lambda: interrupts.asked,
-                lessons=lessons,
-                havoc=faults,
+                learned_limits=learned_limits,
+                injector=faults,
             )
             record.watch(supervisor.snapshot, faults)
             snapshot = supervisor.run()
     return record.ended(snapshot, settled.config.run.min_success_rate, interrupted=interrupts.asked)
 
 
-def _with_sensors(stage: Stage, record: _Record) -> tuple[SlotPlan, ...]:
+def _with_sensors(environment: Environment, record: _Record) -> tuple[SlotPlan, ...]:
     script = record.options.fake_sensors
     if script is None:
-        return stage.plans
+        return environment.plans
     record.tell(f"Sensors: faked by {script}")
-    return fake_sensors.with_sensors(stage.plans, script, record.folder / "fake-sensors", record.past.elapsed_s)
+    return fake_sensors.with_sensors(environment.plans, script, record.folder / "fake-sensors", record.past.elapsed_s)
 
 
-def _limits(stage: Stage, record: _Record) -> LimitStore | None:
+def _limits(environment: Environment, record: _Record) -> LimitStore | None:
     """Return the store of learned limits; with injected failures nothing is learned that holds without them."""
-    return LimitStore() if stage.config.memory.remember and record.options.chaos is None else None
+    return LimitStore() if environment.config.memory.remember and record.options.chaos is None else None
 
 
-def _havoc(stage: Stage, record: _Record) -> Havoc | None:
+def _injector(environment: Environment, record: _Record) -> FaultInjector | None:
     plan = record.options.chaos
     if plan is None:
         return None
     record.tell(f"Chaos: {plan.describe()}")
-    return Havoc(plan, stage.plans, stage.config.head_node, record.outlets.events)
+    return FaultInjector(plan, environment.plans, environment.config.head_node, record.outlets.events)
 
 
 class _Record:
@@ -200,15 +204,15 @@ class _Record:
             store=store,
         )
         self._look: Callable[[], Snapshot] | None = None
-        self._havoc: Havoc | None = None
+        self._injector: FaultInjector | None = None
         self._begun = self._ended = False
 
-    def begun(self, stage: Stage) -> RunInfo:
+    def begun(self, environment: Environment) -> RunInfo:
         """Write down what the run is, so that another head can go on with it; again if it turns out to be another."""
         info = RunInfo(
             run_id=self.folder.name,
             started_at_unix_s=self.started_at_unix_s,
-            duration_s=stage.config.run.duration_s,
+            duration_s=environment.config.run.duration_s,
             past=self.past,
         )
         self._begun = True
@@ -216,7 +220,7 @@ class _Record:
             (self.folder / _SUMMARY_NAME).unlink(missing_ok=True)  # of a head that was interrupted
         if info.past.elapsed_s > 0:
             self.tell(f"Going on after {info.past.elapsed_s:.0f} s; {info.remaining_s:.0f} s remain")
-        config_yaml = dump_config(stage.config)
+        config_yaml = dump_config(environment.config)
         with contextlib.suppress(OSError):  # the store keeps it too, and says what is wrong with the disk
             (self.folder / "config.yaml").write_text(config_yaml, encoding="utf-8")
         self.outlets.store.begin(
@@ -225,13 +229,13 @@ class _Record:
                 started_at_unix_s=info.started_at_unix_s,
                 duration_s=info.duration_s,
                 elapsed_s=info.past.elapsed_s,
-                min_success_rate=stage.config.run.min_success_rate,
-                mode=stage.mode.value,
-                device=stage.ground.device,
-                one_machine=stage.ground.one_machine,
+                min_success_rate=environment.config.run.min_success_rate,
+                mode=environment.mode.value,
+                device=environment.target.device,
+                one_machine=environment.target.one_machine,
                 config_yaml=config_yaml,
                 chaos=None if self.options.chaos is None else self.options.chaos.describe(),
-                nodes_planned=tuple(stage.config.nodes),
+                nodes_planned=tuple(environment.config.nodes),
                 head_pid=os.getpid(),
                 head_started=start_time(os.getpid()),
                 host=socket.gethostname(),
@@ -240,18 +244,18 @@ class _Record:
         self.outlets.store.commit()
         return info
 
-    def watch(self, look: Callable[[], Snapshot], havoc: Havoc | None) -> None:
+    def watch(self, look: Callable[[], Snapshot], injector: FaultInjector | None) -> None:
         """Remember how to look at the run: what it did until then is told even if it ends in an error."""
         self._look = look
-        self._havoc = havoc
+        self._injector = injector
 
     @property
     def _faults(self) -> list[dict[str, Any]]:
-        return [] if self._havoc is None else self._havoc.faults()
+        return [] if self._injector is None else self._injector.faults()
 
     @property
     def _fault_counts(self) -> list[dict[str, Any]]:
-        return [] if self._havoc is None else self._havoc.counts()
+        return [] if self._injector is None else self._injector.counts()
 
     def tell(self, *lines: str) -> None:
         """Say something to the person at the terminal; a program that reads `--json` is told nothing."""

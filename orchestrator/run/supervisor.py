@@ -18,17 +18,17 @@ from orchestrator.core import circuit_breaker, lifecycle, membership
 from orchestrator.core import slot as slots
 from orchestrator.core.fleet import Fleet, NodeFact, SliceFailure, SliceOutcome
 from orchestrator.core.membership import NodeBook
-from orchestrator.core.memory_broker.broker import Lender
+from orchestrator.core.memory_broker.broker import MemoryBroker
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import Phase, Slot
 from orchestrator.errors import PreflightError
-from orchestrator.run.fault_injection import Havoc
-from orchestrator.run.learned_limits import Lessons
+from orchestrator.run.fault_injection import FaultInjector
+from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.run_info import RunInfo, rules_of
 from orchestrator.run.snapshot import Meter, record, row
 from orchestrator.watch.model import Snapshot
 from orchestrator.watch.sinks import Outlets
-from workers.messages import Directive, Strike
+from workers.messages import Directive, ProcessFault
 
 #: How long one wait for a report may last: the patience of Ctrl-C and of every timer.
 _POLL_S = 0.1
@@ -58,8 +58,8 @@ class Supervisor:
         fleet: Fleet,
         outlets: Outlets,
         interrupted: Callable[[], bool],
-        lessons: Lessons,
-        havoc: Havoc | None = None,
+        learned_limits: LearnedLimits,
+        injector: FaultInjector | None = None,
     ) -> None:
         """Prepare; nothing is placed before `run`.
 
@@ -71,22 +71,22 @@ class Supervisor:
             outlets: Told of every event, every snapshot, and every slot that changed before anything is sent because
                 of it.
             interrupted: Asked at every turn whether the user wants to stop.
-            lessons: Takes in what workers learn.
-            havoc: Injects faults, if the user asked for them.
+            learned_limits: Takes in what workers learn.
+            injector: Injects faults, if the user asked for them.
         """
         self._info = info
         self._config = config
-        self._plans = {plan.seat.slot: plan for plan in plans}
+        self._plans = {plan.reservation.slot: plan for plan in plans}
         self._fleet = fleet
         self._outlets = outlets
         self._interrupted = interrupted
-        self._lessons = lessons
-        self._havoc = havoc
+        self._learned_limits = learned_limits
+        self._injector = injector
         self._rules = rules_of(config, info.past)
         self._slots = {name: info.past.slots.get(name, Slot(slot=name)) for name in self._plans}
         self._meters = {name: Meter() for name in self._plans}
         self._nodes = NodeBook()
-        self._lender = Lender(self._plans)
+        self._broker = MemoryBroker(self._plans)
         self._outbox: list[tuple[str, slots.Command]] = []
         self._changed: set[str] = set(self._plans)
         self._unexplained: dict[str, float] = {}
@@ -154,8 +154,8 @@ class Supervisor:
         self._tick()
         self._spare_sick_cards(now_s)
         self._begin_counting()
-        if self._havoc is not None:
-            self._havoc.shake_nodes(self._fleet, now_s)
+        if self._injector is not None:
+            self._injector.shake_nodes(self._fleet, now_s)
         self._send_out()
         if not self._slots_busy():
             time.sleep(_POLL_S)  # nothing is under way, so the next wait would come back at once
@@ -185,7 +185,7 @@ class Supervisor:
                 if name in self._changed
             )
             self._changed.clear()
-        for name, lease_bytes in self._lender.look(self._slots, time.monotonic()).items():
+        for name, lease_bytes in self._broker.look(self._slots, time.monotonic()).items():
             self._outlets.events.write("leased", slot=name, lease_bytes=lease_bytes)
         self._outlets.store.commit()
         outbox, self._outbox = self._outbox, []
@@ -216,8 +216,8 @@ class Supervisor:
             self._counting_since_s = now_s
             remaining_s = self._info.remaining_s
             self._ends_at_s = now_s + remaining_s
-            if self._havoc is not None:
-                self._havoc.begin(now_s, self._ends_at_s)
+            if self._injector is not None:
+                self._injector.begin(now_s, self._ends_at_s)
             self._outlets.events.write("counting", duration_s=remaining_s, startup_s=now_s - self._began_s)
 
     def _watch_nodes(self, facts: Sequence[NodeFact]) -> None:
@@ -266,7 +266,7 @@ class Supervisor:
         for card, reason in circuit_breaker.condemned(cards, now_s, self._rules).items():
             self._outlets.events.write("card_quarantined", card=card, reason=reason)
             for slot in cards[card]:
-                self._feed(slot.slot, slots.CardCondemned(reason=reason))
+                self._feed(slot.slot, slots.CardQuarantined(reason=reason))
 
     def _take(self, outcome: SliceOutcome) -> None:
         if outcome.report is None:
@@ -297,16 +297,16 @@ class Supervisor:
             meter = self._meters[outcome.slot]
             meter.add(report)
             spec = self._plans[outcome.slot].spec
-            meter.remember(self._lessons.best_tflops(spec, report))
-            self._lessons.take(spec, report, meter.best_tflops)
+            meter.remember(self._learned_limits.best_tflops(spec, report))
+            self._learned_limits.take(spec, report, meter.best_tflops)
 
     def _feed(self, name: str, event: slots.Event, now_s: float | None = None) -> None:
         before, now_s = self._slots[name], time.monotonic() if now_s is None else now_s
         after, commands = lifecycle.advance(before, event, now_s, self._rules, self._ends_at_s)
         if after is before and not commands:
             return
-        if self._havoc is not None:
-            self._havoc.watch(before, after, now_s)
+        if self._injector is not None:
+            self._injector.watch(before, after, now_s)
         if after.counters.restarts > before.counters.restarts:
             self._unexplained[name] = now_s + _EXPLAIN_WITHIN_S
         self._slots[name] = after
@@ -323,7 +323,7 @@ class Supervisor:
     def _perform(self, name: str, command: slots.Command) -> None:
         match command:
             case slots.Place():
-                self._fleet.place(self._plans[name].seat)
+                self._fleet.place(self._plans[name].reservation)
             case slots.Submit():
                 self._fleet.submit(
                     Directive(
@@ -333,8 +333,8 @@ class Supervisor:
                         duration_s=command.duration_s,
                         resume=command.resume,
                         step_limit=command.step_limit,
-                        strike=self._strike(name, command),
-                        lease_bytes=self._lender.grant(self._slots[name], command.sequence),
+                        process_fault=self._strike(name, command),
+                        lease_bytes=self._broker.grant(self._slots[name], command.sequence),
                     )
                 )
             case slots.Forget():
@@ -344,8 +344,12 @@ class Supervisor:
             case slots.Abandon():
                 self._fleet.abandon(name)
 
-    def _strike(self, name: str, submit: slots.Submit) -> Strike | None:
-        return None if self._havoc is None else self._havoc.strike(self._slots[name], submit, time.monotonic())
+    def _strike(self, name: str, submit: slots.Submit) -> ProcessFault | None:
+        return (
+            None
+            if self._injector is None
+            else self._injector.process_fault(self._slots[name], submit, time.monotonic())
+        )
 
     def _drain(self) -> None:
         """Let what runs end, begin nothing, and do not wait for ever."""
@@ -362,11 +366,11 @@ class Supervisor:
         self._close()
 
     def _close(self) -> None:
-        self._lessons.save()
+        self._learned_limits.save()
         for name in self._slots:
             self._feed(name, slots.Close())
-        if self._havoc is not None:
-            self._havoc.close(time.monotonic())
+        if self._injector is not None:
+            self._injector.close(time.monotonic())
 
 
 def _card(plan: SlotPlan, slot: Slot) -> str:

@@ -20,7 +20,7 @@ import torch
 from workers import oom
 from workers.devices.threads import threads_for
 from workers.engine.engine import Engine
-from workers.errors import MisfitError
+from workers.errors import IncompatibleError
 from workers.messages import Directive, Report, Verdict
 from workers.nvml import queries
 from workers.settings import WorkerSpec
@@ -182,7 +182,7 @@ def call_in_child(
     os.environ.update(environment)
     try:
         answer = function(*arguments)
-    except MisfitError as error:  # a sentence for the person who can act
+    except IncompatibleError as error:  # a sentence for the person who can act
         answer = Failed(text=str(error))
     except Exception as error:  # noqa: BLE001 - told as it is
         answer = Failed(text=oom.traceback_text(error))

@@ -33,7 +33,7 @@ from orchestrator.config.scaling import REHEARSAL_SCALE, scale_config
 from orchestrator.config.schema import Config
 from orchestrator.config.validation import MAX_PROBLEMS
 from orchestrator.config.yaml_source import read_yaml_text
-from orchestrator.core.placement import Ground, plan_slots
+from orchestrator.core.placement import Target, plan_slots
 from orchestrator.errors import OrchestratorError
 
 #: Of the machine's time for one input: a hundred times what the slowest takes, because the machine is shared.
@@ -67,7 +67,7 @@ class _WrongError(AssertionError):
 
 
 @dataclass(slots=True)
-class Tally:
+class SliceStats:
     """What became of some inputs."""
 
     plans: Counter[str] = field(default_factory=Counter)
@@ -121,7 +121,7 @@ def _check_plan(config: Config) -> None:
     expected = [f"{name}/{index}" for name, node in config.nodes.items() for index in range(node.workers)]
     _demand(slots == expected, "the slots are not node/index of every worker")
     _demand([line.split()[0] for line in text.splitlines()[1 : len(slots) + 1]] == slots, "the table is not the plan")
-    _demand([slot.seat.slot for slot in plan_slots(config, Ground())] == slots, "what is placed is not the plan")
+    _demand([slot.reservation.slot for slot in plan_slots(config, Target())] == slots, "what is placed is not the plan")
     for node in plan["nodes"]:
         _check_sums(node)
     again = read_yaml_text(dump_config(config), "dump")
@@ -164,7 +164,7 @@ def _check_rehearsal(config: Config) -> str:
     except OrchestratorError as error:
         _check_refusal(error)
         return "plan"
-    held_bytes = sum(slot.spec.budget_bytes for slot in plan_slots(small, Ground(device="cpu", one_machine=True)))
+    held_bytes = sum(slot.spec.budget_bytes for slot in plan_slots(small, Target(device="cpu", one_machine=True)))
     _demand(held_bytes <= _REHEARSAL_BYTES, f"a rehearsal of {held_bytes} bytes")
     again = read_yaml_text(dump_config(small), "config.yaml of the run")
     _demand(config_from_data(again.data) == small, "a rehearsal's configuration cannot be read again")
@@ -198,9 +198,9 @@ def _watchdog(limit_s: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def judge_range(seed: int, numbers: range) -> Tally:
+def judge_range(seed: int, numbers: range) -> SliceStats:
     """Judge inputs `numbers` of `seed`, one after the other, in this process."""
-    tally = Tally()
+    stats = SliceStats()
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         for number in numbers:
             hostile = make(seed, number)
@@ -208,23 +208,23 @@ def judge_range(seed: int, numbers: range) -> Tally:
             began = time.monotonic()
             verdict = judge(hostile, Path(folder))
             seconds = time.monotonic() - began
-            if seconds > tally.slowest_s:
-                tally.slowest_s, tally.slowest = seconds, name
+            if seconds > stats.slowest_s:
+                stats.slowest_s, stats.slowest = seconds, name
             if verdict == "refusal":
-                tally.refusals[hostile.family] += 1
+                stats.refusals[hostile.family] += 1
             elif verdict in {"plan", "scaled"}:
-                tally.plans[hostile.family] += 1
-                tally.scaled += verdict == "scaled"
+                stats.plans[hostile.family] += 1
+                stats.scaled += verdict == "scaled"
             else:
-                tally.findings.append(f"{name}: {verdict}")
-    return tally
+                stats.findings.append(f"{name}: {verdict}")
+    return stats
 
 
 def run(inputs: int, seed: int, processes: int) -> Result:
     """Judge the first `inputs` inputs of `seed` in worker processes."""
     chunks = [range(start, min(start + _CHUNK, inputs)) for start in range(0, inputs, _CHUNK)]
     began = time.monotonic()
-    tallies: list[Tally] = []
+    tallies: list[SliceStats] = []
     lost: list[str] = []
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=spawn, initializer=_bound) as pool:
@@ -238,7 +238,7 @@ def run(inputs: int, seed: int, processes: int) -> Result:
     return Result(
         bench="fuzz",
         figures=_figures(inputs, seed, tallies, time.monotonic() - began),
-        broken=[*(finding for tally in tallies for finding in tally.findings), *lost],
+        broken=[*(finding for stats in tallies for finding in stats.findings), *lost],
     )
 
 
@@ -248,13 +248,13 @@ def _bound() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_LIMIT_BYTES, _MEMORY_LIMIT_BYTES))
 
 
-def _figures(inputs: int, seed: int, tallies: Sequence[Tally], seconds: float) -> dict[str, Any]:
-    slowest = max(tallies, key=lambda tally: tally.slowest_s, default=Tally())
+def _figures(inputs: int, seed: int, tallies: Sequence[SliceStats], seconds: float) -> dict[str, Any]:
+    slowest = max(tallies, key=lambda stats: stats.slowest_s, default=SliceStats())
     rows = [
         {
             "family": family,
-            "plans": sum(tally.plans[family] for tally in tallies),
-            "refusals": sum(tally.refusals[family] for tally in tallies),
+            "plans": sum(stats.plans[family] for stats in tallies),
+            "refusals": sum(stats.refusals[family] for stats in tallies),
         }
         for family in FAMILIES
     ]
@@ -262,9 +262,9 @@ def _figures(inputs: int, seed: int, tallies: Sequence[Tally], seconds: float) -
         "inputs": inputs,
         "seed": seed,
         "plans": sum(row["plans"] for row in rows),
-        "rehearsals": sum(tally.scaled for tally in tallies),
+        "rehearsals": sum(stats.scaled for stats in tallies),
         "refusals": sum(row["refusals"] for row in rows),
-        "findings": sum(len(tally.findings) for tally in tallies),
+        "findings": sum(len(stats.findings) for stats in tallies),
         "slowest_s": slowest.slowest_s,
         "slowest": slowest.slowest,
         "seconds": seconds,

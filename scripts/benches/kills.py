@@ -29,9 +29,9 @@ from benches.outside import WITNESS, WITNESS_FOLDER, Ledger, Scene
 from orchestrator.cluster.orphan_reaper import start_time
 from orchestrator.config.load import dump_config, load_config
 from orchestrator.core.fleet import Fleet, SliceOutcome
-from orchestrator.run import environment
-from orchestrator.run.environment import Stage
-from orchestrator.run.learned_limits import Lessons
+from orchestrator.run import environment as environments
+from orchestrator.run.environment import Environment
+from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.run_info import RunInfo
 from orchestrator.run.stdio import own_screen
 from orchestrator.run.supervisor import Supervisor
@@ -90,7 +90,7 @@ class Listening:
 def run(kills: int, seed: int, config_path: str, overrides: Sequence[str]) -> Result:
     """Kill so many workers, and a bare actor after each."""
     calm = ["run.death_window_s=1", "run.min_success_rate=0", f'workload.name="{WITNESS}"']
-    stage = environment.in_rehearsal(load_config(config_path, [*calm, *overrides]), None)
+    environment = environments.in_rehearsal(load_config(config_path, [*calm, *overrides]), None)
     scene = Scene()
     os.environ[WITNESS_FOLDER] = str(scene.steps)
     tempfile.tempdir = str(scene.folder)  # so that what the rehearsal leaves lies where it is looked for
@@ -101,10 +101,10 @@ def run(kills: int, seed: int, config_path: str, overrides: Sequence[str]) -> Re
     kept: str | None = None
     try:
         # Ray writes of every death there, whatever it is told.
-        with own_screen(scene.folder / "ray.log") as screen, stage.fleet as fleet:
-            head = _Head(stage, fleet, scene.folder / "run")
+        with own_screen(scene.folder / "ray.log") as screen, environment.fleet as fleet:
+            head = _Head(environment, fleet, scene.folder / "run")
             try:
-                for row in _kill_all(kills, seed, stage, head):
+                for row in _kill_all(kills, seed, environment, head):
                     rows.append(row)
                     told = f"{row['kill']}/{kills}  {row['slot']} {row['ours_s']:.2f} s, bare {row['bare_s']:.2f} s"
                     print(told, file=screen.err)
@@ -127,23 +127,23 @@ def run(kills: int, seed: int, config_path: str, overrides: Sequence[str]) -> Re
 class _Head:
     """A supervisor at work in a thread of its own."""
 
-    def __init__(self, stage: Stage, fleet: Fleet, folder: Path) -> None:
+    def __init__(self, environment: Environment, fleet: Fleet, folder: Path) -> None:
         folder.mkdir()
         self.folder = folder
         self.fleet = Listening(fleet)
         self._events = EventLog(folder / "events.jsonl")
         self._store = RunStore(folder / STORE_NAME)
-        self._store.begin(_facts(stage))
+        self._store.begin(_facts(environment))
         self._stop = threading.Event()
         self._snapshot: Snapshot | None = None
         self._supervisor = Supervisor(
             info=RunInfo(run_id="bench", started_at_unix_s=time.time(), duration_s=_DAY_S),
-            config=stage.config,
-            plans=stage.plans,
+            config=environment.config,
+            plans=environment.plans,
             fleet=self.fleet,
             outlets=Outlets(watchers=(), events=self._events, store=self._store),
             interrupted=self._stop.is_set,
-            lessons=Lessons(None, self._events),
+            learned_limits=LearnedLimits(None, self._events),
         )
         self._thread = threading.Thread(target=self._run, name="head")
         self._thread.start()
@@ -174,7 +174,7 @@ class _Head:
         return self._snapshot
 
 
-def _kill_all(kills: int, seed: int, stage: Stage, head: _Head) -> Iterator[dict[str, Any]]:
+def _kill_all(kills: int, seed: int, environment: Environment, head: _Head) -> Iterator[dict[str, Any]]:
     """Yield what each pair of kills took.
 
     Raises:
@@ -184,7 +184,7 @@ def _kill_all(kills: int, seed: int, stage: Stage, head: _Head) -> Iterator[dict
 
     from orchestrator.cluster.ray_fleet import NODE_LABEL
 
-    slots = {plan.seat.slot: plan.seat.node for plan in stage.plans}
+    slots = {plan.reservation.slot: plan.reservation.node for plan in environment.plans}
     for slot in slots:
         head.await_first(slot, set())
     # Restarts for ever, and Ray itself repeats the call: nobody has to find out when to ask again.
@@ -192,7 +192,7 @@ def _kill_all(kills: int, seed: int, stage: Stage, head: _Head) -> Iterator[dict
         node: ray.remote(TorchActor)
         .options(num_cpus=0, label_selector={NODE_LABEL: node}, max_restarts=-1, max_task_retries=-1)
         .remote()
-        for node in stage.config.nodes
+        for node in environment.config.nodes
     }
     pids = {node: ray.get(actor.pid.remote(), timeout=_PATIENCE_S) for node, actor in actors.items()}
     chance = random.Random(seed)  # noqa: S311 - repeatable is what is wanted
@@ -229,18 +229,18 @@ def _runs(report: Report) -> bool:
     return report.verdict is Verdict.OK and report.state is WorkerState.RUNNING and report.steps_ok > 0
 
 
-def _facts(stage: Stage) -> RunFacts:
+def _facts(environment: Environment) -> RunFacts:
     return RunFacts(
         run_id="bench",
         started_at_unix_s=time.time(),
         duration_s=_DAY_S,
         min_success_rate=0.0,
-        mode=stage.mode.value,
-        device=stage.ground.device,
-        one_machine=stage.ground.one_machine,
-        config_yaml=dump_config(stage.config),
+        mode=environment.mode.value,
+        device=environment.target.device,
+        one_machine=environment.target.one_machine,
+        config_yaml=dump_config(environment.config),
         chaos=None,
-        nodes_planned=tuple(stage.config.nodes),
+        nodes_planned=tuple(environment.config.nodes),
         head_pid=os.getpid(),
         head_started=start_time(os.getpid()),
         host=socket.gethostname(),

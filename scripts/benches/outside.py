@@ -23,7 +23,7 @@ import psutil
 import yaml
 
 from orchestrator.config.load import config_from_data
-from orchestrator.core.placement import Ground, plan_slots
+from orchestrator.core.placement import Target, plan_slots
 from orchestrator.errors import ArchiveError, NothingStoredError
 from orchestrator.watch.archive import StoredRun, read_run
 from orchestrator.watch.opening import reading
@@ -241,8 +241,8 @@ class Ledger:
 def seeds_of(run: StoredRun) -> Mapping[str, int]:
     """Return the seed of each slot's workload: by it the witness names its files."""
     config = config_from_data(yaml.safe_load(run.facts.config_yaml), "the run's configuration")
-    plans = plan_slots(config, Ground(device=run.facts.device, one_machine=run.facts.one_machine))
-    return {plan.seat.slot: plan.spec.workload.seed for plan in plans}
+    plans = plan_slots(config, Target(device=run.facts.device, one_machine=run.facts.one_machine))
+    return {plan.reservation.slot: plan.spec.workload.seed for plan in plans}
 
 
 def sample_times(folder: Path) -> list[float]:

@@ -17,7 +17,7 @@ from typing import Any
 from benches.common import Result, progress, spread
 from orchestrator.config.load import config_from_data
 from orchestrator.core.fleet import Fleet, SliceOutcome
-from orchestrator.core.placement import Ground, SlotPlan, plan_slots
+from orchestrator.core.placement import SlotPlan, Target, plan_slots
 from workers.messages import DeviceInfo, Report
 
 _NODE = "bench"
@@ -108,7 +108,7 @@ def run(rounds: int, seconds: float, size: int, dtype: str, slice_s: float) -> R
         "run": {"slice_s": slice_s},
     }
     config = config_from_data(data, "bench")
-    (plan,) = plan_slots(config, Ground(device="cpu", one_machine=True))
+    (plan,) = plan_slots(config, Target(device="cpu", one_machine=True))
     rows: list[dict[str, Any]] = []
 
     with rehearsed([RayletPlan(name=_NODE, cpus=8, gpus=0)]) as fleet:
@@ -163,7 +163,7 @@ def run(rounds: int, seconds: float, size: int, dtype: str, slice_s: float) -> R
 
 
 def _product(fleet: Fleet, config: Any, plan: SlotPlan, seconds: float) -> Turn:  # noqa: ANN401 - the head's Config
-    from orchestrator.run.learned_limits import Lessons
+    from orchestrator.run.learned_limits import LearnedLimits
     from orchestrator.run.run_info import RunInfo
     from orchestrator.run.supervisor import Supervisor
     from orchestrator.watch.events import EventLog
@@ -181,11 +181,11 @@ def _product(fleet: Fleet, config: Any, plan: SlotPlan, seconds: float) -> Turn:
             fleet=recording,
             outlets=Outlets(watchers=(), events=events, store=store),
             interrupted=lambda: False,
-            lessons=Lessons(None, events),
+            learned_limits=LearnedLimits(None, events),
         ).run()
         store.end("good", 0, None, ())
         events.close()
-    fleet.abandon(plan.seat.slot)
+    fleet.abandon(plan.reservation.slot)
     (began_s, _), *later = recording.arrived
     window_s = later[-1][0] - began_s
     reports = [report for _, report in later]

@@ -63,10 +63,10 @@ def run(rounds: int, config: str, overrides: Sequence[str]) -> Result:
 def bare_actors(config_path: str, overrides: Sequence[str]) -> None:
     """Start what the product starts, without the product in it, and print when all of it is ready."""
     from orchestrator.config.load import load_config
-    from orchestrator.run import environment
+    from orchestrator.run import environment as environments
 
-    stage = environment.in_rehearsal(load_config(config_path, list(overrides)), None)
-    with stage.fleet:
+    environment = environments.in_rehearsal(load_config(config_path, list(overrides)), None)
+    with environment.fleet:
         import ray  # not earlier: it reads the rehearsal's token settings when it is imported
 
         from orchestrator.cluster.ray_fleet import NODE_LABEL
@@ -81,7 +81,7 @@ def bare_actors(config_path: str, overrides: Sequence[str]) -> None:
                 max_task_retries=0,
             )
             .remote()
-            for plan in stage.plans
+            for plan in environment.plans
         ]
         ray.get([actor.ready.remote() for actor in actors])
         print(json.dumps({"ready_at_unix_s": time.time()}), flush=True)

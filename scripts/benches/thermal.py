@@ -149,7 +149,7 @@ def draw(seed: int) -> Card:
     )
 
 
-class Heat:
+class ThermalControl:
     """The temperature of a card over time."""
 
     def __init__(self, card: Card, scene: str) -> None:
@@ -228,7 +228,7 @@ def settled(scene: str, at_s: float) -> bool:
 
 def play(card: Card, scene: str, make: Callable[[], Rule]) -> Course:
     """Return what happens on a card whose workers all follow a rule."""
-    heat, course = Heat(card, scene), Course()
+    heat, course = ThermalControl(card, scene), Course()
     rules = [make() for _ in card.offsets_s]
     looks_at_s = list(card.offsets_s)
     duties = [0.0] * len(rules)

@@ -17,7 +17,7 @@ from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config, NodeConfig
 from orchestrator.config.template import NodeChoice, by_formula, choose, render
 from orchestrator.core.budget import node_budget
-from orchestrator.core.placement import Ground, plan_slots
+from orchestrator.core.placement import Target, plan_slots
 from orchestrator.doctor.checks_plan import check_plan
 from orchestrator.doctor.finding import Verdict
 from orchestrator.run import environment
@@ -70,7 +70,7 @@ def test_for_any_machine_the_file_loads_fits_and_plans(facts: MachineFacts) -> N
     node = config.nodes["pc1"]
     assert node == choice.config
     assert overbooked(node) is None
-    assert len(plan_slots(config, Ground())) == node.workers
+    assert len(plan_slots(config, Target())) == node.workers
     assert plan_text(config)
     large = [found for found in facts.visible_cards if found.total_bytes >= GIB]
     largest_bytes = max((found.total_bytes for found in large), default=0)

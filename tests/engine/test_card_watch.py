@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import pytest
 
 from workers.engine.engine import Engine
-from workers.engine.slice_stats import Tally
-from workers.engine.thermal_control import open_heat
+from workers.engine.slice_stats import SliceStats
+from workers.engine.thermal_control import open_thermal_control
 from workers.messages import Directive, Report, Verdict, WorkerState
 from workers.nvml.fake.prepare import prepare
 from workers.settings import THERMAL_OFF, FakeSensors, StepFaults, ThermalSettings, WorkerSpec
@@ -117,14 +117,14 @@ class TestHeat:
     def test_sensors_that_cannot_be_had_are_a_misfit_in_words(self, in_child: InChild, make_spec: MakeSpec) -> None:
         nowhere = FakeSensors(library_path="/nowhere/libnvidia-ml.so.1", script_path="/nowhere/script")
         (report,) = in_child(slices, hot(make_spec(), nowhere), 1, 0.0)
-        assert report.verdict is Verdict.MISFIT
+        assert report.verdict is Verdict.INCOMPATIBLE
         assert "/nowhere/libnvidia-ml.so.1" in report.reason
 
 
 def looked_at(spec: WorkerSpec) -> tuple[str, bool]:
-    tally = Tally(directive=Directive(spec=spec, incarnation=0, sequence=0, duration_s=0.0, resume=None))
-    heat = open_heat(spec, None)
-    heat.look(tally)
+    stats = SliceStats(directive=Directive(spec=spec, incarnation=0, sequence=0, duration_s=0.0, resume=None))
+    heat = open_thermal_control(spec, None)
+    heat.look(stats)
     assert heat.reading is not None
     return heat.reason, heat.reading.of_processor
 

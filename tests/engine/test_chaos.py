@@ -17,7 +17,7 @@ import pytest
 
 from workers.engine.engine import Engine
 from workers.engine.fault_injection import EXIT_STATUS, ChaoticWorkload, perform
-from workers.messages import Directive, FaultKind, Report, Strike, Verdict, WorkerState
+from workers.messages import Directive, FaultKind, ProcessFault, Report, Verdict, WorkerState
 from workers.settings import FailureKind, StepFaults, WorkerSpec
 from workers.workloads.base import StepResult, Workload
 
@@ -45,7 +45,7 @@ def with_faults(spec: WorkerSpec, **faults: Any) -> WorkerSpec:  # noqa: ANN401 
     return replace(spec, step_faults=StepFaults(seed=7, **faults))
 
 
-def slices(spec: WorkerSpec, durations_s: list[float], strikes: dict[int, Strike]) -> list[Report]:
+def slices(spec: WorkerSpec, durations_s: list[float], strikes: dict[int, ProcessFault]) -> list[Report]:
     """Run slices one after the other, as one process."""
     engine = Engine()
     return [
@@ -56,7 +56,7 @@ def slices(spec: WorkerSpec, durations_s: list[float], strikes: dict[int, Strike
                 sequence=sequence,
                 duration_s=duration_s,
                 resume=None,
-                strike=strikes.get(sequence),
+                process_fault=strikes.get(sequence),
             )
         )
         for sequence, duration_s in enumerate(durations_s)
@@ -177,10 +177,10 @@ def start(tmp_path: Path, make_spec: MakeSpec) -> Any:  # noqa: ANN401 - a fixtu
 
     def run(kind: FaultKind) -> subprocess.Popen[str]:
         spec = with_faults(make_spec(name=BRIEF))
-        strike = Strike(kind=kind, at_share=0.5)
+        process_fault = ProcessFault(kind=kind, at_share=0.5)
         directives = [
             Directive(spec=spec, incarnation=0, sequence=0, duration_s=0.0, resume=None),
-            Directive(spec=spec, incarnation=0, sequence=1, duration_s=0.4, resume=None, strike=strike),
+            Directive(spec=spec, incarnation=0, sequence=1, duration_s=0.4, resume=None, process_fault=process_fault),
             Directive(spec=spec, incarnation=0, sequence=2, duration_s=0.4, resume=None),
         ]
         given = tmp_path / "directives"
@@ -227,10 +227,10 @@ class TestStrikes:
     def test_poison_leaves_a_report_and_a_process_that_does_no_more(
         self, in_child: InChild, make_spec: MakeSpec
     ) -> None:
-        strike = Strike(kind=FaultKind.POISON, at_share=0.5)
-        good, struck, after = in_child(slices, with_faults(make_spec(name=BRIEF)), [0.0, 0.4, 0.4], {1: strike})
+        process_fault = ProcessFault(kind=FaultKind.POISON, at_share=0.5)
+        good, struck, after = in_child(slices, with_faults(make_spec(name=BRIEF)), [0.0, 0.4, 0.4], {1: process_fault})
         assert good.verdict is Verdict.OK
-        assert struck.verdict is after.verdict is Verdict.POISONED
+        assert struck.verdict is after.verdict is Verdict.CONTEXT_CORRUPTED
         assert struck.steps_ok > 0, "it struck in the middle of the slice"
         assert struck.wall_s >= 0.2
         assert "illegal memory access" in struck.reason
@@ -238,10 +238,10 @@ class TestStrikes:
 
     def test_a_strike_that_no_step_met_waits_for_the_next_slice(self, in_child: InChild, make_spec: MakeSpec) -> None:
         """The step takes longer than the slice, so that none begins after the strike's time."""
-        late = Strike(kind=FaultKind.POISON, at_share=0.9)
+        late = ProcessFault(kind=FaultKind.POISON, at_share=0.9)
         spec = with_faults(make_spec(name=f"{Path(__file__).stem}:{Long.__name__}"))
         reports = in_child(slices, spec, [0.0, 0.1, 0.1], {1: late})
-        assert [report.verdict for report in reports] == [Verdict.OK, Verdict.OK, Verdict.POISONED]
+        assert [report.verdict for report in reports] == [Verdict.OK, Verdict.OK, Verdict.CONTEXT_CORRUPTED]
         assert reports[2].steps_ok == 0, "at its first step"
 
     def test_what_is_no_strike_is_refused(self) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from workers.devices.base import Device
 from workers.engine.memory_ramp import climb
-from workers.errors import PoisonedError
+from workers.errors import ContextCorruptedError
 from workers.settings import MemorySettings
 
 MIB = 2**20
@@ -133,7 +133,7 @@ class TestLessIsThere:
     )
     def test_another_failure_is_not_taken_for_a_full_card(self, words: str) -> None:
         device = Counted(free=1000 * MIB, there=500 * MIB, refusal=lambda _: RuntimeError(words))
-        with pytest.raises(PoisonedError, match=words):
+        with pytest.raises(ContextCorruptedError, match=words):
             climb(device.as_device(), GUIDE)
 
 

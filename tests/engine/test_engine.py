@@ -469,11 +469,11 @@ class TestWorkloadErrors:
         assert [report.steps_oom for report in reports] == [2, 2, 2]
 
     def test_a_poisoned_device_ends_the_process_for_good(self, in_child: InChild, make_spec: MakeSpec) -> None:
-        injector = OomInjector(num=1, skip=1, kind=FailureKind.POISONED)
+        injector = OomInjector(num=1, skip=1, kind=FailureKind.CONTEXT_CORRUPTED)
         good, *bad = in_child(several, make_spec(name=mine(Injected)), 4, injector)
         assert good.verdict is Verdict.OK
         for report in bad:
-            assert report.verdict is Verdict.POISONED
+            assert report.verdict is Verdict.CONTEXT_CORRUPTED
             assert report.state is WorkerState.RESTARTING
             assert "illegal memory access" in report.reason
             assert report.steps_ok == 0, "nothing may touch the device again"
@@ -524,19 +524,19 @@ class TestMisfits:
         self, in_child: InChild, make_spec: MakeSpec, name: str, words: str
     ) -> None:
         (report,) = in_child(several, make_spec(name=name), 1)
-        assert report.verdict is Verdict.MISFIT
+        assert report.verdict is Verdict.INCOMPATIBLE
         assert report.state is WorkerState.STOPPED
         assert words in report.reason
 
     def test_a_budget_too_small_names_the_key(self, in_child: InChild, make_spec: MakeSpec) -> None:
         (report,) = in_child(several, make_spec(budget_bytes=8 * MIB, floor_bytes=100 * MIB), 1)
-        assert report.verdict is Verdict.MISFIT
+        assert report.verdict is Verdict.INCOMPATIBLE
         assert "nodes.pc1.vram_per_worker_gib" in report.reason
         assert "8.0 MiB" in report.reason
 
     def test_an_unknown_policy_lists_those_there_are(self, in_child: InChild, make_spec: MakeSpec) -> None:
         (report,) = in_child(several, make_spec(policy="brave"), 1)
-        assert report.verdict is Verdict.MISFIT
+        assert report.verdict is Verdict.INCOMPATIBLE
         assert "classic" in report.reason
 
 

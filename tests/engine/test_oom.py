@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from workers.errors import MisfitError, PoisonedError
+from workers.errors import ContextCorruptedError, IncompatibleError
 from workers.oom import Failure, classify, traceback_text
 from workers.settings import FailureKind
 
 ROOT = Path(__file__).parents[2]
 
 DEFINITE, PROBABLE = FailureKind.DEFINITE, FailureKind.PROBABLE
-POISONED, OTHER = FailureKind.POISONED, FailureKind.OTHER
+CONTEXT_CORRUPTED, OTHER = FailureKind.CONTEXT_CORRUPTED, FailureKind.OTHER
 
 #: What torch appends to every CUDA error; it mentions a device-side assertion in passing.
 CUDA_HINTS = (
@@ -124,7 +124,7 @@ class TestText:
         ],
     )
     def test_a_device_beyond_repair_is_poisoned(self, message: str) -> None:
-        assert kind_of_text(message) is POISONED
+        assert kind_of_text(message) is CONTEXT_CORRUPTED
 
     @pytest.mark.parametrize(
         "message",
@@ -219,7 +219,7 @@ class TestCode:
     )
     def test_poisoned(self, code: int, name: str) -> None:
         failure = classify(accelerator_error(code))
-        assert (failure.kind, failure.evidence) == (POISONED, f"code {code} ({name})")
+        assert (failure.kind, failure.evidence) == (CONTEXT_CORRUPTED, f"code {code} ({name})")
 
     @pytest.mark.parametrize("code", [0, 1, 219, 701, 720, None, "700", [700]])
     def test_a_refused_call_or_nonsense_is_neither(self, code: object) -> None:
@@ -229,7 +229,7 @@ class TestCode:
         assert classify(torch_class("AcceleratorError")("CUDA error: out of memory")).kind is DEFINITE
 
     def test_the_code_goes_before_the_text(self) -> None:
-        assert classify(accelerator_error(719, "CUDA error: out of memory")).kind is POISONED
+        assert classify(accelerator_error(719, "CUDA error: out of memory")).kind is CONTEXT_CORRUPTED
 
     def test_a_code_means_nothing_on_any_other_exception(self) -> None:
         error = RuntimeError("request failed")
@@ -267,9 +267,9 @@ class TestChain:
     @pytest.mark.parametrize(
         ("links", "kind"),
         [
-            ([OOM, ILLEGAL_ACCESS], POISONED),
-            ([ILLEGAL_ACCESS, OOM], POISONED),
-            ([ALLOC_FAILED, ILLEGAL_ACCESS], POISONED),
+            ([OOM, ILLEGAL_ACCESS], CONTEXT_CORRUPTED),
+            ([ILLEGAL_ACCESS, OOM], CONTEXT_CORRUPTED),
+            ([ALLOC_FAILED, ILLEGAL_ACCESS], CONTEXT_CORRUPTED),
             ([ALLOC_FAILED, OOM], DEFINITE),
             ([OOM, ALLOC_FAILED], DEFINITE),
             ([ValueError("x"), ALLOC_FAILED], PROBABLE),
@@ -315,14 +315,14 @@ class TestFailure:
 
         assert classify(MuteError()) == Failure(kind=OTHER, evidence="no rule matched", text="MuteError")
 
-    @pytest.mark.parametrize("error_type", [MisfitError, PoisonedError])
-    def test_our_own_errors_survive_pickling(self, error_type: type[MisfitError | PoisonedError]) -> None:
+    @pytest.mark.parametrize("error_type", [IncompatibleError, ContextCorruptedError])
+    def test_our_own_errors_survive_pickling(self, error_type: type[IncompatibleError | ContextCorruptedError]) -> None:
         copy = pickle.loads(pickle.dumps(error_type("The card is an RTX 3060.")))  # noqa: S301 -- our own bytes
         assert (type(copy), str(copy), copy.sentence) == (error_type, "The card is an RTX 3060.", copy.args[0])
 
     def test_only_a_poisoned_device_is_worth_another_process(self) -> None:
-        assert not MisfitError.retryable
-        assert PoisonedError.retryable
+        assert not IncompatibleError.retryable
+        assert ContextCorruptedError.retryable
 
 
 class Tensor:

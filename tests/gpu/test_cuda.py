@@ -301,7 +301,7 @@ def test_a_device_assert_poisons_the_process_for_good(in_child: Callable[..., An
     good, *bad = found["reports"]
     assert good.verdict is Verdict.OK
     for report in bad:
-        assert report.verdict is Verdict.POISONED
+        assert report.verdict is Verdict.CONTEXT_CORRUPTED
         assert report.state is WorkerState.RESTARTING
         assert "device-side assert" in report.reason
         assert report.resume == good.resume
@@ -360,11 +360,11 @@ def first_slice(spec: WorkerSpec) -> Report:
 
 def test_a_budget_that_the_context_eats_names_the_key(in_child: Callable[..., Any]) -> None:
     report = in_child(first_slice, spec_of(budget_bytes=120 * MIB))
-    assert report.verdict is Verdict.MISFIT
+    assert report.verdict is Verdict.INCOMPATIBLE
     assert "nodes.pc1.vram_per_worker_gib" in report.reason
 
 
 def test_budgets_beyond_the_real_card_are_refused_with_the_sum(in_child: Callable[..., Any]) -> None:
     report = in_child(first_slice, spec_of(budget_bytes=2**40))
-    assert report.verdict is Verdict.MISFIT
+    assert report.verdict is Verdict.INCOMPATIBLE
     assert "1024.00 GiB in sum" in report.reason

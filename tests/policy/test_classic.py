@@ -294,7 +294,7 @@ class TestConstruction:
         with pytest.raises(ValueError, match=key):
             classic(**settings)
 
-    @pytest.mark.parametrize("kind", [FailureKind.POISONED, FailureKind.OTHER])
+    @pytest.mark.parametrize("kind", [FailureKind.CONTEXT_CORRUPTED, FailureKind.OTHER])
     def test_no_policy_is_ever_asked_about_a_failure_that_is_not_about_memory(self, kind: FailureKind) -> None:
         with pytest.raises(ValueError, match=kind):
             replace(OOM_MEMORY_GONE, kind=kind)

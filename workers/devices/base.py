@@ -98,7 +98,7 @@ class Device(Protocol):
 
         Raises:
             RuntimeError: The device does not answer.
-            workers.errors.PoisonedError: It answers, wrongly.
+            workers.errors.ContextCorruptedError: It answers, wrongly.
         """
         ...
 

@@ -28,7 +28,7 @@ import torch
 from workers.devices.emergency import EmergencyProduct
 from workers.devices.init_lock import alone_on
 from workers.devices.threads import threads_for
-from workers.errors import MisfitError
+from workers.errors import IncompatibleError
 from workers.messages import DeviceInfo, MemoryInfo
 from workers.settings import WorkerSpec
 
@@ -75,7 +75,7 @@ class CpuDevice:
             spec: Budget, element type and the size of the emergency product.
 
         Raises:
-            MisfitError: The budget leaves nothing to work with, or this is not Linux.
+            IncompatibleError: The budget leaves nothing to work with, or this is not Linux.
         """
         _use_mappings_for_blocks()
         _lay_in_stock()
@@ -206,7 +206,7 @@ class CpuDevice:
 def _check_usable(spec: WorkerSpec, usable_bytes: int) -> None:
     floor_bytes = max(spec.memory.floor_bytes, _LEAST_USABLE_BYTES)
     if usable_bytes < floor_bytes:
-        raise MisfitError(
+        raise IncompatibleError(
             f"{spec.slot}: of the budget of {spec.budget_bytes / 2**20:.1f} MiB the runtime leaves "
             f"{usable_bytes / 2**20:.1f} MiB, under the floor of {floor_bytes / 2**20:.1f} MiB; raise "
             f"nodes.{spec.node}.vram_per_worker_gib (or the scale), or lower memory.floor_mib"
@@ -217,7 +217,7 @@ def _data_bytes() -> int:
     """Private writable memory of this process, as the kernel counts it against RLIMIT_DATA (VmData).
 
     Raises:
-        MisfitError: The kernel does not tell; the cap cannot be enforced here.
+        IncompatibleError: The kernel does not tell; the cap cannot be enforced here.
     """
     try:
         with Path("/proc/self/status").open(encoding="ascii", errors="replace") as status:
@@ -225,8 +225,8 @@ def _data_bytes() -> int:
                 if line.startswith("VmData:"):
                     return int(line.split()[1]) * 1024
     except OSError as error:
-        raise MisfitError(f"the CPU device needs Linux's /proc/self/status to cap memory: {error}") from error
-    raise MisfitError("the CPU device needs VmData in /proc/self/status (Linux) to cap memory")
+        raise IncompatibleError(f"the CPU device needs Linux's /proc/self/status to cap memory: {error}") from error
+    raise IncompatibleError("the CPU device needs VmData in /proc/self/status (Linux) to cap memory")
 
 
 def _use_mappings_for_blocks() -> None:

@@ -19,7 +19,7 @@ import torch
 from workers.devices.emergency import EmergencyProduct
 from workers.devices.init_lock import alone_on
 from workers.devices.threads import threads_for
-from workers.errors import MisfitError
+from workers.errors import IncompatibleError
 from workers.messages import DeviceInfo, MemoryInfo
 from workers.nvml import queries
 from workers.settings import WorkerSpec
@@ -61,11 +61,11 @@ class CudaDevice:
             spec: Budget, the card's sum of budgets, element type, size of the emergency product.
 
         Raises:
-            MisfitError: No card is visible, the budgets do not fit the card, or the context eats the budget.
+            IncompatibleError: No card is visible, the budgets do not fit the card, or the context eats the budget.
             RuntimeError: The card is out of memory even for a context, or broken.
         """
         if not torch.cuda.is_available():
-            raise MisfitError(
+            raise IncompatibleError(
                 f"{spec.slot}: torch {torch.__version__} sees no CUDA card on {socket.gethostname()} "
                 f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}); {_why_no_card()}"
             )
@@ -88,7 +88,7 @@ class CudaDevice:
             context_bytes, source = _context_bytes(card, used_before_bytes)
         cap_bytes = spec.budget_bytes - context_bytes
         if cap_bytes < spec.memory.floor_bytes:
-            raise MisfitError(
+            raise IncompatibleError(
                 f"{spec.slot}: the budget of {spec.budget_bytes / 2**20:.0f} MiB leaves {cap_bytes / 2**20:.0f} MiB "
                 f"after a CUDA context of {context_bytes / 2**20:.0f} MiB ({source}), under the floor of "
                 f"{spec.memory.floor_bytes / 2**20:.0f} MiB; raise nodes.{spec.node}.vram_per_worker_gib or start "
@@ -272,11 +272,11 @@ def _check_card(spec: WorkerSpec, total_bytes: int, name: str) -> None:
     """Refuse budgets that the real card cannot hold, whatever size its profile promised.
 
     Raises:
-        MisfitError: With the sum.
+        IncompatibleError: With the sum.
     """
     allowed = int(spec.memory_fraction * total_bytes)
     if spec.card_budget_bytes > allowed:
-        raise MisfitError(
+        raise IncompatibleError(
             f"{spec.node}: the workers of one card may hold {spec.card_budget_bytes / 2**30:.2f} GiB in sum, but "
             f"{spec.memory_fraction:.2f} of the {total_bytes / 2**30:.2f} GiB this {name} really has is "
             f"{allowed / 2**30:.2f} GiB; lower nodes.{spec.node}.workers or .vram_per_worker_gib"

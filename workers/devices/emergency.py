@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from workers.errors import PoisonedError
+from workers.errors import ContextCorruptedError
 
 
 class EmergencyProduct:
@@ -36,10 +36,12 @@ class EmergencyProduct:
 
         Raises:
             RuntimeError: The device's own error.
-            PoisonedError: The device returned a wrong value.
+            ContextCorruptedError: The device returned a wrong value.
         """
         self._result.zero_()  # a result left over from the last run must not pass for this one
         torch.mm(self._left, self._right, out=self._result)
         corner = self._result[-1, -1].item()
         if corner != 2.0 * self.size:
-            raise PoisonedError(f"the {self.size}x{self.size} emergency product gave {corner}, not {2.0 * self.size}")
+            raise ContextCorruptedError(
+                f"the {self.size}x{self.size} emergency product gave {corner}, not {2.0 * self.size}"
+            )

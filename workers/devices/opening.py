@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from workers.devices.base import Device
-from workers.errors import MisfitError
+from workers.errors import IncompatibleError
 from workers.settings import WorkerSpec
 
 
@@ -11,7 +11,7 @@ def open_device(spec: WorkerSpec) -> Device:
     """Open and cap the device of `spec` for this process.
 
     Raises:
-        MisfitError: There is no such device here, or the budget does not fit it.
+        IncompatibleError: There is no such device here, or the budget does not fit it.
     """
     if spec.device == "cuda":
         from workers.devices.cuda import CudaDevice  # noqa: PLC0415 - a CPU worker never loads it
@@ -21,4 +21,4 @@ def open_device(spec: WorkerSpec) -> Device:
         from workers.devices.cpu import CpuDevice  # noqa: PLC0415 - needs Linux; a CUDA worker does not
 
         return CpuDevice(spec)
-    raise MisfitError(f"{spec.slot}: unknown device {spec.device!r}; valid: cuda, cpu")
+    raise IncompatibleError(f"{spec.slot}: unknown device {spec.device!r}; valid: cuda, cpu")

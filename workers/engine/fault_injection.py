@@ -16,8 +16,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
-from workers.engine.slice_stats import Tally
-from workers.messages import FaultKind, Strike
+from workers.engine.slice_stats import SliceStats
+from workers.messages import FaultKind, ProcessFault
 from workers.settings import FailureKind, StepFaults
 from workers.testing import OomInjector, injected_error
 from workers.verification.check import Check
@@ -45,23 +45,23 @@ class ChaoticWorkload(Workload):
         self.size_power, self.batch_power, self.fills_claim = inner.size_power, inner.batch_power, inner.fills_claim
         self._faults = faults
         self._counted = OomInjector(num=faults.oom_num, skip=faults.oom_skip)
-        self._tally: Tally | None = None
+        self._tally: SliceStats | None = None
         self._chance = random.Random(faults.seed)  # noqa: S311 - repeatable is what is wanted
         self._flips = random.Random(faults.seed)  # noqa: S311 - checks come by the clock: not to disturb the steps
-        self._strike: Strike | None = None
+        self._strike: ProcessFault | None = None
         self._strike_at_s = 0.0
         self._told: dict[FaultKind, int] = {}
 
-    def begin_slice(self, tally: Tally) -> None:
+    def begin_slice(self, stats: SliceStats) -> None:
         """Take up a slice: its chances, and its strike unless one of an earlier slice still waits for a step."""
-        directive = tally.directive
-        self._tally = tally
+        directive = stats.directive
+        self._tally = stats
         self._told = {}
         identity = (self._faults.seed, directive.spec.slot, directive.incarnation, directive.sequence)
         self._chance = random.Random("/".join(map(str, identity)))  # noqa: S311 - repeatable is what is wanted
-        if self._strike is None and directive.strike is not None:
-            self._strike = directive.strike
-            self._strike_at_s = time.monotonic() + directive.strike.at_share * tally.remaining_s
+        if self._strike is None and directive.process_fault is not None:
+            self._strike = directive.process_fault
+            self._strike_at_s = time.monotonic() + directive.process_fault.at_share * stats.remaining_s
 
     def step(self, size: int, batch: int) -> StepResult | None:
         """Meet what is due, or let the wrapped workload do its step.
@@ -70,8 +70,8 @@ class ChaoticWorkload(Workload):
             RuntimeError: Injected, or what the step itself raises.
         """
         if self._strike is not None and time.monotonic() >= self._strike_at_s:
-            strike, self._strike = self._strike, None
-            perform(strike.kind)
+            process_fault, self._strike = self._strike, None
+            perform(process_fault.kind)
         # Both are drawn at every step, so that one kind's rate does not change when the other strikes.
         runs_out, fails = (self._chance.random() < rate for rate in (self._faults.oom_rate, self._faults.raise_rate))
         if self._counted.due() or runs_out:
@@ -132,7 +132,7 @@ def perform(kind: FaultKind) -> None:
     """
     match kind:
         case FaultKind.POISON:
-            raise injected_error(FailureKind.POISONED)
+            raise injected_error(FailureKind.CONTEXT_CORRUPTED)
         case FaultKind.KILL:
             os.kill(os.getpid(), signal.SIGKILL)
         case FaultKind.SEGV:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from workers import oom
 from workers.devices.base import Device
-from workers.errors import PoisonedError
+from workers.errors import ContextCorruptedError
 from workers.settings import FailureKind, MemorySettings
 
 
@@ -40,7 +40,7 @@ def climb(device: Device, settings: MemorySettings, lease_bytes: int | None = No
         lease_bytes: No more than this, if it is known.
 
     Raises:
-        PoisonedError: The device failed in another way than by lack of memory.
+        ContextCorruptedError: The device failed in another way than by lack of memory.
     """
     target_bytes = device.free_bytes()
     if lease_bytes is not None:
@@ -84,4 +84,4 @@ def _obtained(device: Device, wanted_bytes: int) -> int | None:
         return obtained_bytes
     if failure.kind in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
         return None
-    raise PoisonedError(f"allocating {wanted_bytes} bytes failed for another reason: {failure.text}")
+    raise ContextCorruptedError(f"allocating {wanted_bytes} bytes failed for another reason: {failure.text}")

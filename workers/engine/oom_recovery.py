@@ -10,9 +10,9 @@ import time
 
 from workers import oom
 from workers.engine.memory_ramp import climb
-from workers.engine.session import Life
-from workers.engine.slice_stats import Tally
-from workers.errors import PoisonedError
+from workers.engine.session import Session
+from workers.engine.slice_stats import SliceStats
+from workers.errors import ContextCorruptedError
 from workers.messages import WorkerState
 from workers.oom import Failure
 from workers.policy.base import Run, StepOom
@@ -25,41 +25,41 @@ _WORTH_TELLING = 0.01
 _EMERGENCY_PAUSE_S = 0.1
 
 
-def find_claim(life: Life, tally: Tally) -> None:
+def find_claim(session: Session, stats: SliceStats) -> None:
     """Find out how much memory is there and tell the workload. Its tensors must be gone."""
-    went = climb(life.device, life.spec.memory, life.lease_bytes)
-    claim_bytes = int(life.claim_share * went.claim_bytes)
-    tally.oom_count += went.failures
-    moved = abs(claim_bytes - life.claim_bytes) > _WORTH_TELLING * life.claim_bytes
+    went = climb(session.device, session.spec.memory, session.lease_bytes)
+    claim_bytes = int(session.claim_share * went.claim_bytes)
+    stats.oom_count += went.failures
+    moved = abs(claim_bytes - session.claim_bytes) > _WORTH_TELLING * session.claim_bytes
     if moved or went.failures:
-        tally.event("claimed", claim_bytes=claim_bytes, target_bytes=went.target_bytes, failures=went.failures)
-    life.claim_bytes = claim_bytes
-    with life.device.enforced():
-        life.workload.resize(claim_bytes)
+        stats.event("claimed", claim_bytes=claim_bytes, target_bytes=went.target_bytes, failures=went.failures)
+    session.claim_bytes = claim_bytes
+    with session.device.enforced():
+        session.workload.resize(claim_bytes)
 
 
-def survive(life: Life, tally: Tally, run: Run, failure: Failure) -> StepOom:
+def survive(session: Session, stats: SliceStats, run: Run, failure: Failure) -> StepOom:
     """Give everything back, see whether the device still answers, and find out what there is now.
 
     Raises:
-        PoisonedError: It does not answer.
+        ContextCorruptedError: It does not answer.
     """
     started = time.monotonic()
-    tally.steps_oom += 1
-    tally.oom_count += 1
-    life.release()
-    prove_alive(life, tally)
-    life.device.rebase()
-    needed_bytes = life.workload.needed_bytes(run.size, run.batch)
-    free_bytes = life.device.free_bytes()
-    if run.hold_bytes is None and needed_bytes is not None and needed_bytes <= life.claim_bytes:
-        if life.failed_run == run:
+    stats.steps_oom += 1
+    stats.oom_count += 1
+    session.release()
+    prove_alive(session, stats)
+    session.device.rebase()
+    needed_bytes = session.workload.needed_bytes(run.size, run.batch)
+    free_bytes = session.device.free_bytes()
+    if run.hold_bytes is None and needed_bytes is not None and needed_bytes <= session.claim_bytes:
+        if session.failed_run == run:
             # It should have fitted, twice, so a step takes more than it says: leave more room beside the claim, as the
             # guide's progressive allocation does, or no size is small enough for a workload that fills its claim.
-            life.claim_share *= 1.0 - life.spec.memory.retry_reduction
-        life.failed_run = run
-    find_claim(life, tally)
-    tally.event(
+            session.claim_share *= 1.0 - session.spec.memory.retry_reduction
+        session.failed_run = run
+    find_claim(session, stats)
+    stats.event(
         "oom",
         kind=failure.kind.value,
         evidence=failure.evidence,
@@ -77,46 +77,46 @@ def survive(life: Life, tally: Tally, run: Run, failure: Failure) -> StepOom:
         kind=failure.kind,
         needed_bytes=needed_bytes,
         free_bytes=free_bytes,
-        room_bytes=life.room_bytes(),
+        room_bytes=session.room_bytes(),
     )
 
 
-def prove_alive(life: Life, tally: Tally) -> None:
+def prove_alive(session: Session, stats: SliceStats) -> None:
     """Run the emergency product; a device that cannot do even that has poisoned this process."""
-    failure = emergency_failure(life)
+    failure = emergency_failure(session)
     if failure is not None and failure.kind in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
         # The error of the step itself may have surfaced only here: flushed now, and not to be taken for a broken card.
-        life.device.release()
-        failure = emergency_failure(life)
+        session.device.release()
+        failure = emergency_failure(session)
     if failure is not None:
-        raise PoisonedError(failure.text)
-    tally.emergency_count += 1
+        raise ContextCorruptedError(failure.text)
+    stats.emergency_count += 1
 
 
-def emergency_failure(life: Life) -> Failure | None:
+def emergency_failure(session: Session) -> Failure | None:
     """Return why the device cannot even run the emergency product, or `None` if it can.
 
     Raises:
-        PoisonedError: It runs it, with a wrong result.
+        ContextCorruptedError: It runs it, with a wrong result.
     """
     try:
-        life.device.clear_pending_error()
-        life.device.emergency()
-    except PoisonedError:
+        session.device.clear_pending_error()
+        session.device.emergency()
+    except ContextCorruptedError:
         raise
     except Exception as error:  # noqa: BLE001 - classified, and judged by the caller
         return oom.classify(error)
     return None
 
 
-def stay_in_emergency(life: Life, tally: Tally, reason: str) -> None:
+def stay_in_emergency(session: Session, stats: SliceStats, reason: str) -> None:
     """Nothing fits: show that the device lives, wait out the slice, and look again in the next one."""
-    tally.settle(WorkerState.EMERGENCY, reason)
-    if not life.in_emergency:
-        tally.event("emergency", reason=reason)
-        life.in_emergency = True
-    life.release()
-    prove_alive(life, tally)
-    time.sleep(max(_EMERGENCY_PAUSE_S, tally.remaining_s))
-    life.device.rebase()
-    find_claim(life, tally)
+    stats.settle(WorkerState.EMERGENCY, reason)
+    if not session.in_emergency:
+        stats.event("emergency", reason=reason)
+        session.in_emergency = True
+    session.release()
+    prove_alive(session, stats)
+    time.sleep(max(_EMERGENCY_PAUSE_S, stats.remaining_s))
+    session.device.rebase()
+    find_claim(session, stats)

@@ -12,8 +12,8 @@ from typing import Final
 
 from workers import oom
 from workers.devices.base import Device
-from workers.engine.slice_stats import Tally
-from workers.errors import PoisonedError
+from workers.engine.slice_stats import SliceStats
+from workers.errors import ContextCorruptedError
 from workers.policy.base import StepOk
 from workers.settings import FailureKind
 from workers.verification.check import Check
@@ -24,7 +24,7 @@ from workers.workloads.base import Workload
 _PATIENCE: Final = 5
 
 
-class Proof:
+class ResultChecks:
     """The checks of one worker process."""
 
     def __init__(self, share: float, where: str) -> None:
@@ -45,13 +45,13 @@ class Proof:
         """What was found wrong last, in words; `None` if nothing ever was."""
         return self._reason
 
-    def after_step(self, device: Device, workload: Workload, step: StepOk, tally: Tally) -> float:
+    def after_step(self, device: Device, workload: Workload, step: StepOk, stats: SliceStats) -> float:
         """Check the result of a step if that is due; return the seconds for which the check kept the device busy.
 
         Out of memory within a check is no out-of-memory of the worker: then there was no check.
 
         Raises:
-            PoisonedError: The device failed.
+            ContextCorruptedError: The device failed.
         """
         number = self._schedule.after_step(step.size, step.batch, step.seconds)
         if number is None or self._broken:
@@ -64,31 +64,31 @@ class Proof:
         except Exception as error:  # noqa: BLE001 - classified below, outside the handler
             failure = oom.classify(error)
         if failure is not None:
-            self._survive(failure, device, tally)
+            self._survive(failure, device, stats)
             seconds = time.perf_counter() - began_s  # giving memory back is a part of what it cost
         else:
             self._failures = 0
         self._schedule.after_check(seconds)
         if check is not None:
-            tally.verify_checks += 1
+            stats.verify_checks += 1
             if not check.ok:
-                self._note(check, tally)
+                self._note(check, stats)
         return seconds
 
-    def _survive(self, failure: oom.Failure, device: Device, tally: Tally) -> None:
-        if failure.kind is FailureKind.POISONED:
-            raise PoisonedError(failure.text)
+    def _survive(self, failure: oom.Failure, device: Device, stats: SliceStats) -> None:
+        if failure.kind is FailureKind.CONTEXT_CORRUPTED:
+            raise ContextCorruptedError(failure.text)
         if not self._failures:
-            tally.event("check_failed", kind=failure.kind.value, text=failure.text)
+            stats.event("check_failed", kind=failure.kind.value, text=failure.text)
         self._failures += 1
         device.release()
         # A check that cannot run is a bug of the workload, or never gets its memory: results go unchecked from here on.
         self._broken = failure.kind is FailureKind.OTHER or self._failures >= _PATIENCE
         if self._broken:
-            tally.event("checks_ended", text=failure.text)
+            stats.event("checks_ended", text=failure.text)
 
-    def _note(self, check: Check, tally: Tally) -> None:
-        tally.verify_errors += 1
+    def _note(self, check: Check, stats: SliceStats) -> None:
+        stats.verify_errors += 1
         self._reason = f"wrong result on {self._where}: {check.detail}"
         worst = check.worst if math.isfinite(check.worst) else None
-        tally.event("corrupt", kind=check.kind, where=self._where, detail=check.detail, worst=worst)
+        stats.event("corrupt", kind=check.kind, where=self._where, detail=check.detail, worst=worst)

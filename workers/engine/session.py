@@ -15,10 +15,10 @@ from workers import oom
 from workers.devices.base import Device
 from workers.devices.opening import open_device
 from workers.engine.fault_injection import ChaoticWorkload
-from workers.engine.result_checks import Proof
-from workers.engine.slice_stats import Tally
-from workers.engine.thermal_control import Heat, open_heat
-from workers.errors import MisfitError, PoisonedError
+from workers.engine.result_checks import ResultChecks
+from workers.engine.slice_stats import SliceStats
+from workers.engine.thermal_control import ThermalControl, open_thermal_control
+from workers.errors import ContextCorruptedError, IncompatibleError
 from workers.learned_limits.limits import choose, workload_fingerprint
 from workers.messages import DeviceInfo
 from workers.nvml.fake.library import load
@@ -37,7 +37,7 @@ _COPIES: Final = 8
 
 
 @dataclass(slots=True)
-class Life:
+class Session:
     """What one process holds for its slot from the first directive on."""
 
     spec: WorkerSpec
@@ -49,8 +49,8 @@ class Life:
     key: LimitKey
     """The circumstances, under which alone what is learned here means anything."""
     incarnation: int
-    heat: Heat
-    proof: Proof
+    heat: ThermalControl
+    proof: ResultChecks
     claim_bytes: int = 0
     """What the workload may fill: what progressive allocation obtained last, times `claim_share`, or what the policy
     wants held."""
@@ -135,12 +135,12 @@ class Life:
         )
 
 
-def open_life(spec: WorkerSpec, incarnation: int, tally: Tally) -> Life:
+def open_session(spec: WorkerSpec, incarnation: int, stats: SliceStats) -> Session:
     """Open device and workload.
 
     Raises:
-        MisfitError: They can never work here.
-        PoisonedError: The device failed while it was opened; a fresh process may do better.
+        IncompatibleError: They can never work here.
+        ContextCorruptedError: The device failed while it was opened; a fresh process may do better.
     """
     # torch's modules live for ever: taken out of the collector's sight, a collection costs 1 ms instead of 70. Without
     # a collection before it: that would cost every start what this saves, for little that was garbage.
@@ -151,22 +151,22 @@ def open_life(spec: WorkerSpec, incarnation: int, tally: Tally) -> Life:
         if spec.fake_sensors is not None:
             load(spec.fake_sensors)  # before anything asks the real ones
         device = open_device(spec)
-        heat = open_heat(spec, device.info.uuid)
+        heat = open_thermal_control(spec, device.info.uuid)
         context = WorkloadContext(device=device.torch_device, dtype=device.torch_dtype, seed=spec.workload.seed)
         workload = load_workload(spec.workload.name, context)
         if spec.step_faults is not None:
             workload = chaos = ChaoticWorkload(workload, context, spec.step_faults)
-    except (MisfitError, PoisonedError):
+    except (IncompatibleError, ContextCorruptedError):
         raise
     except Exception as error:  # noqa: BLE001 - any failure of a driver or a user's constructor becomes a sentence
         failure = oom.classify(error)
         text = f"{type(error).__name__}: {failure.text}"
     if failure is not None:
         if failure.kind is FailureKind.OTHER:
-            raise MisfitError(f"{spec.slot}: cannot start: {text}")
-        if failure.kind is not FailureKind.POISONED:
-            tally.oom_count += 1  # tells the head that the card is full, and not that it is broken
-        raise PoisonedError(f"cannot open the device: {text}")
+            raise IncompatibleError(f"{spec.slot}: cannot start: {text}")
+        if failure.kind is not FailureKind.CONTEXT_CORRUPTED:
+            stats.oom_count += 1  # tells the head that the card is full, and not that it is broken
+        raise ContextCorruptedError(f"cannot open the device: {text}")
     growth = Growth(
         size_power=workload.size_power,
         batch_power=workload.batch_power,
@@ -177,8 +177,8 @@ def open_life(spec: WorkerSpec, incarnation: int, tally: Tally) -> Life:
     try:
         policy = make_policy(spec.policy, spec.memory, spec.workload, growth)
     except ValueError as error:
-        raise MisfitError(f"{spec.slot}: {error}") from error
-    return Life(
+        raise IncompatibleError(f"{spec.slot}: {error}") from error
+    return Session(
         spec=spec,
         device=device,
         workload=workload,
@@ -187,26 +187,26 @@ def open_life(spec: WorkerSpec, incarnation: int, tally: Tally) -> Life:
         key=_key(spec, device.info),
         incarnation=incarnation,
         heat=heat,
-        proof=Proof(spec.check_share, f"{spec.slot}, {_card_words(device.info)}"),
+        proof=ResultChecks(spec.check_share, f"{spec.slot}, {_card_words(device.info)}"),
         chaos=chaos,
     )
 
 
-def take_up(life: Life, tally: Tally) -> None:
+def take_up(session: Session, stats: SliceStats) -> None:
     """Give the policy its state: as the last report of the slot left it, else from what earlier runs have learned."""
-    resume = tally.directive.resume
+    resume = stats.directive.resume
     if resume is not None:
         try:
-            life.state = life.policy.load(resume)
+            session.state = session.policy.load(resume)
         except ValueError as error:
-            tally.event("resume_refused", reason=str(error))
+            stats.event("resume_refused", reason=str(error))
         else:
-            tally.event("resumed", **dict(resume))
+            stats.event("resumed", **dict(resume))
             return
-    limit = choose(life.spec.learned, life.key)
+    limit = choose(session.spec.learned, session.key)
     if limit is not None:
-        tally.event("remembered", size=limit.learned.size, learned_at_unix_s=limit.learned_at_unix_s)
-    life.state = life.policy.initial(life.claim_bytes, None if limit is None else limit.learned)
+        stats.event("remembered", size=limit.learned.size, learned_at_unix_s=limit.learned_at_unix_s)
+    session.state = session.policy.initial(session.claim_bytes, None if limit is None else limit.learned)
 
 
 def _card_words(device: DeviceInfo) -> str:

@@ -13,7 +13,7 @@ from workers.settings import Scalar, StoredLimit
 
 
 @dataclass(slots=True, kw_only=True)
-class Tally:
+class SliceStats:
     """The running counts of one slice. The only mutable thing a slice owns."""
 
     directive: Directive

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from workers.engine.slice_stats import Tally
+from workers.engine.slice_stats import SliceStats
 from workers.nvml.sampler import Sampler, open_sampler
 from workers.policy.thermal.alarms import BandwidthMeasured
 from workers.policy.thermal.governor import SensorsRead, ThermalDecision, ThermalGovernor
@@ -24,7 +24,7 @@ _BANDWIDTH_EVERY_S: Final = 30.0
 _NEARLY_ALL: Final = 0.95
 
 
-class Heat:
+class ThermalControl:
     """What the sensors said last, and what follows from it."""
 
     def __init__(self, sampler: Sampler, governor: ThermalGovernor) -> None:
@@ -55,21 +55,21 @@ class Heat:
         """Whether an alarm stands, such as a card that is gone."""
         return bool(self._state.alarms.names)
 
-    def look(self, tally: Tally) -> None:
+    def look(self, stats: SliceStats) -> None:
         """Read the sensors if that is due, and follow what they say."""
         now_s = time.monotonic()
         reading = self._sampler.sample_if_due(now_s)
         if reading is None:
             return
         self.reading = reading
-        self._follow(SensorsRead(at_s=now_s, reading=reading), tally)
+        self._follow(SensorsRead(at_s=now_s, reading=reading), stats)
 
-    def time_memory(self, measure: Callable[[], float | None], tally: Tally) -> None:
+    def time_memory(self, measure: Callable[[], float | None], stats: SliceStats) -> None:
         """Measure the bandwidth of the card's memory if that is due.
 
         Args:
             measure: Returns bytes per second, or `None` if it cannot be measured.
-            tally: For what follows from it.
+            stats: For what follows from it.
         """
         now_s = time.monotonic()
         clock_mhz = None if self.reading is None else self.reading.memory_clock_mhz
@@ -78,20 +78,20 @@ class Heat:
         self._bandwidth_at_s = now_s
         bytes_per_s = measure()
         if bytes_per_s is not None:
-            self._follow(BandwidthMeasured(at_s=now_s, bytes_per_s=bytes_per_s, memory_clock_mhz=clock_mhz), tally)
+            self._follow(BandwidthMeasured(at_s=now_s, bytes_per_s=bytes_per_s, memory_clock_mhz=clock_mhz), stats)
 
-    def _follow(self, event: SensorsRead | BandwidthMeasured, tally: Tally) -> None:
+    def _follow(self, event: SensorsRead | BandwidthMeasured, stats: SliceStats) -> None:
         before = self.decision
         self._state, decision = self._governor.decide(self._state, event)
         self.decision = decision
         for alarm in decision.alarms:
-            tally.event("alarm_raised" if alarm.raised else "alarm_cleared", alarm=alarm.name, text=alarm.text)
+            stats.event("alarm_raised" if alarm.raised else "alarm_cleared", alarm=alarm.name, text=alarm.text)
         if decision.band is not None and before is not None and before.band not in {None, decision.band}:
             temperature_c = None if self.reading is None else self.reading.temperature_c
-            tally.event("thermal_band", band=decision.band.value, temperature_c=temperature_c, duty=decision.duty)
+            stats.event("thermal_band", band=decision.band.value, temperature_c=temperature_c, duty=decision.duty)
 
 
-def open_heat(spec: WorkerSpec, card: str | None) -> Heat:
+def open_thermal_control(spec: WorkerSpec, card: str | None) -> ThermalControl:
     """Return the sensors that belong to a worker.
 
     Args:
@@ -99,7 +99,7 @@ def open_heat(spec: WorkerSpec, card: str | None) -> Heat:
         card: UUID of its card; `None` on a processor.
     """
     if spec.fake_sensors is not None:
-        return Heat(open_sampler("cuda", str(spec.fake_card)), ThermalGovernor(spec.thermal))
+        return ThermalControl(open_sampler("cuda", str(spec.fake_card)), ThermalGovernor(spec.thermal))
     # A processor at 90 C is no cause for alarm, and looks after itself: its temperature is shown, and that is all.
     settings = spec.thermal if spec.device == "cuda" else THERMAL_OFF
-    return Heat(open_sampler(spec.device, card), ThermalGovernor(settings))
+    return ThermalControl(open_sampler(spec.device, card), ThermalGovernor(settings))

@@ -1,11 +1,11 @@
-"""The guard of one node: does what a run needs done to it, and undoes all of it when whoever started it is gone.
+"""The agent of one node: does what a run needs done to it, and undoes all of it when whoever started it is gone.
 
     python -m workers.node_agent.agent         input: one line of orders, later `end`; output: the outcome, then the end
     python -m workers.node_agent.agent --undo  put back what runs that were killed have left on this machine, and say so
 
 Leaves the process that starts it at once, because Ray ends the children of a worker with the worker; the pipe is what
 still ties it to that. Closing the pipe, `end`, SIGTERM, SIGHUP and SIGINT all mean: undo, in reverse order, and exit.
-If it is killed outright, the next guard on the machine undoes what it has left, by the file that was written before
+If it is killed outright, the next agent on the machine undoes what it has left, by the file that was written before
 anything was changed. Knows neither torch nor Ray, and decides nothing.
 """
 
@@ -26,29 +26,29 @@ from typing import Final
 import pynvml
 
 from workers.node_agent import journal, mps, power_limits
-from workers.node_agent.journal import Kept
+from workers.node_agent.journal import JournalEntry
 from workers.node_agent.power_limits import PowerLimitError
-from workers.node_agent.protocol import KeepOrders, KeepOutcome
+from workers.node_agent.protocol import AgentOrders, AgentOutcome
 from workers.nvml import queries
 from workers.nvml.fake.library import load
 
 _ENDINGS: Final = frozenset({signal.SIGTERM, signal.SIGHUP, signal.SIGINT})
-#: Another guard is done in less, even if MPS has to be forced.
+#: Another agent is done in less, even if MPS has to be forced.
 _LOCK_S: Final = 45.0
-#: So long a guard that is in the way may take to begin to end: that of a run that is over, or of this one.
+#: So long a agent that is in the way may take to begin to end: that of a run that is over, or of this one.
 _OTHER_S: Final = 5.0
 _LOOK_EVERY_S: Final = 0.1
 
 
 class Keeper:
-    """What one guard has done, and how it undoes it."""
+    """What one agent has done, and how it undoes it."""
 
-    def __init__(self, orders: KeepOrders) -> None:
+    def __init__(self, orders: AgentOrders) -> None:
         self._orders = orders
         self._kept = journal.mine(orders.node, None if orders.fake is None else orders.fake.script_path)
 
-    def do(self) -> KeepOutcome:
-        """Do what the orders say, and what an earlier guard could not undo. NVML has to be open.
+    def do(self) -> AgentOutcome:
+        """Do what the orders say, and what an earlier agent could not undo. NVML has to be open.
 
         Never raises for what a machine has or lacks. A power limit that one card refuses is set on none.
         """
@@ -63,7 +63,7 @@ class Keeper:
         except OSError as error:
             why = f"{self._orders.node}: nothing is changed that could not be written down: {error}"
             power = why if self._orders.power_limit_w is not None else None
-            return KeepOutcome(mps_problem=why if self._orders.mps else None, power_problem=power)
+            return AgentOutcome(mps_problem=why if self._orders.mps else None, power_problem=power)
 
     def undo(self) -> tuple[str, ...]:
         """Undo everything, last things first; return what was put back, and what could not be."""
@@ -72,50 +72,50 @@ class Keeper:
                 stack.enter_context(journal.one_at_a_time(_LOCK_S))
             return _undo(self._kept)
 
-    def _in_the_way(self) -> Kept | None:
-        """Return the record of a living guard that keeps what this one is to change."""
-        guarded = [other for other in journal.others(self._kept.nvml) if other.is_guarded]
+    def _in_the_way(self) -> JournalEntry | None:
+        """Return the record of a living agent that keeps what this one is to change."""
+        with_agent = [other for other in journal.others(self._kept.nvml) if other.is_guarded]
         if self._orders.power_limit_w is not None:
             uuids = {card.uuid for card in self._identities()}
-            found = next((other for other in guarded if uuids & {change.uuid for change in other.power}), None)
+            found = next((other for other in with_agent if uuids & {change.uuid for change in other.power}), None)
             if found is not None:
                 return found
         folder = self._daemon().folder if self._orders.mps else None
-        return next((other for other in guarded if other.daemon is not None and other.daemon.folder == folder), None)
+        return next((other for other in with_agent if other.daemon is not None and other.daemon.folder == folder), None)
 
-    def _do(self, notes: tuple[str, ...], other: Kept | None) -> KeepOutcome:
+    def _do(self, notes: tuple[str, ...], other: JournalEntry | None) -> AgentOutcome:
         orders = self._orders
         if orders.power_limit_w is not None:
             try:
                 notes = (*notes, *self._set_power(orders.power_limit_w, other))
             except PowerLimitError as error:
-                return KeepOutcome(power_problem=str(error), notes=(*notes, *_undo(self._kept)))
+                return AgentOutcome(power_problem=str(error), notes=(*notes, *_undo(self._kept)))
         if not orders.mps:
-            return KeepOutcome(notes=notes)
+            return AgentOutcome(notes=notes)
         found = self._obstacle()
         if found is not None:
-            return KeepOutcome(mps_problem=found, notes=notes)
+            return AgentOutcome(mps_problem=found, notes=notes)
         pipes = mps.running()
         if pipes is not None:
-            return KeepOutcome(
+            return AgentOutcome(
                 pipe_directory=pipes,
                 notes=(*notes, f"{orders.node}: the MPS daemon in {pipes} is used, and left running"),
             )
         try:
             daemon = self._start_daemon()
         except mps.MpsError as error:
-            return KeepOutcome(mps_problem=str(error), notes=notes)
-        return KeepOutcome(
+            return AgentOutcome(mps_problem=str(error), notes=notes)
+        return AgentOutcome(
             pipe_directory=daemon.pipe_directory,
             notes=(*notes, f"{orders.node}: an MPS daemon runs for this run, process {daemon.pid}"),
         )
 
-    def _set_power(self, limit_w: float, other: Kept | None) -> list[str]:
+    def _set_power(self, limit_w: float, other: JournalEntry | None) -> list[str]:
         node = self._orders.node
         changes = power_limits.plan_changes(node, self._cards(), limit_w)
         if other is not None and other.power:
             raise PowerLimitError(
-                f"{node}: another run has set a power limit on its cards (the guard is process {other.pid}); try again "
+                f"{node}: another run has set a power limit on its cards (the agent is process {other.pid}); try again "
                 f"when that run has ended"
             )
         if not changes:
@@ -137,7 +137,7 @@ class Keeper:
         self._write(replace(self._kept, daemon=daemon))
         return daemon
 
-    def _write(self, record: Kept) -> None:
+    def _write(self, record: JournalEntry) -> None:
         journal.write(record)
         self._kept = record
 
@@ -158,7 +158,7 @@ class Keeper:
 
 
 def undo_leftovers(nvml: str | None = None) -> tuple[str, ...]:
-    """Undo what guards that were killed have left on this machine; return what was done. NVML has to be open.
+    """Undo what agents that were killed have left on this machine; return what was done. NVML has to be open.
 
     Args:
         nvml: Script of the fake NVML that is loaded; `None` is the driver's.
@@ -171,7 +171,7 @@ def undo_leftovers(nvml: str | None = None) -> tuple[str, ...]:
     )
 
 
-def _undo(record: Kept) -> tuple[str, ...]:
+def _undo(record: JournalEntry) -> tuple[str, ...]:
     """Undo a record, last things first, and forget it unless something is still to be put back."""
     told: list[str] = []
     pending: list[power_limits.PowerChange] = []
@@ -240,7 +240,7 @@ def _bell() -> int:
 
 
 def undo_by_hand() -> str:
-    """Undo what guards that were killed have left on this machine; return what was done, in lines.
+    """Undo what agents that were killed have left on this machine; return what was done, in lines.
 
     Raises:
         OSError: Somebody else is at it, or its records cannot be reached.
@@ -254,13 +254,13 @@ def undo_by_hand() -> str:
 
 
 def main() -> None:
-    """Be the guard of a node, from its orders to its end."""
+    """Be the agent of a node, from its orders to its end."""
     if sys.argv[1:] == ["--undo"]:
         _tell(undo_by_hand())
         return
     _leave_parents()
     bell = _bell()
-    orders = KeepOrders.from_json(_read_line())
+    orders = AgentOrders.from_json(_read_line())
     if orders.fake is not None:
         load(orders.fake)
     try:
@@ -268,7 +268,7 @@ def main() -> None:
     except pynvml.NVMLError as error:
         why = f"{orders.node}: its driver does not answer: {error}"
         power = why if orders.power_limit_w is not None else None
-        _tell(KeepOutcome(mps_problem=why if orders.mps else None, power_problem=power).to_json())
+        _tell(AgentOutcome(mps_problem=why if orders.mps else None, power_problem=power).to_json())
         return
     keeper = Keeper(orders)
     try:

@@ -1,4 +1,4 @@
-"""The near end of a guard process: starts it, hears what it did, and has it end. Does not know what it does."""
+"""The near end of a agent process: starts it, hears what it did, and has it end. Does not know what it does."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from workers.node_agent.protocol import KeepOrders, KeepOutcome
+from workers.node_agent.protocol import AgentOrders, AgentOutcome
 
 
-class GuardError(Exception):
-    """The guard process did not answer; says what it said instead."""
+class AgentError(Exception):
+    """The agent process did not answer; says what it said instead."""
 
 
-class Guard:
-    """A guard process that undoes everything as soon as this object's process is gone."""
+class AgentClient:
+    """A agent process that undoes everything as soon as this object's process is gone."""
 
-    def __init__(self, orders: KeepOrders) -> None:
+    def __init__(self, orders: AgentOrders) -> None:
         """Start the process; `outcome` waits until it has done what it was told.
 
         Raises:
@@ -39,16 +39,16 @@ class Guard:
             self._write(orders.to_json())
         self._process.wait()  # the process that we started has left another behind, and is gone
 
-    def outcome(self) -> KeepOutcome:
+    def outcome(self) -> AgentOutcome:
         """Wait for the first line, and return it.
 
         Raises:
-            GuardError: There is none.
+            AgentError: There is none.
         """
         line = self._read()
         if not line:
-            raise GuardError("the guard process has ended without an answer")
-        return KeepOutcome.from_json(line)
+            raise AgentError("the agent process has ended without an answer")
+        return AgentOutcome.from_json(line)
 
     def end(self) -> tuple[str, ...]:
         """Have it undo everything, wait for that, and return what was put back and what could not be.

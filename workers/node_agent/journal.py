@@ -1,6 +1,6 @@
-"""Small files that say what a guard has changed on this machine, so that another can put it back if it is killed.
+"""Small files that say what a agent has changed on this machine, so that another can put it back if it is killed.
 
-One file for each guard, written before anything is changed, gone when all of it is put back. Covers reading and writing
+One file for each agent, written before anything is changed, gone when all of it is put back. Covers reading and writing
 them, and whose they are. Does not put anything back (`agent.py` does).
 """
 
@@ -31,13 +31,13 @@ _LOOK_EVERY_S: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """What one guard has changed, or was about to."""
+class JournalEntry:
+    """What one agent has changed, or was about to."""
 
     node: str
     pid: int
     started: str | None
-    """When the guard began, as `processes.start_time` tells it."""
+    """When the agent began, as `processes.start_time` tells it."""
     host: str
     """A home folder may be shared by machines."""
     nvml: str | None
@@ -47,7 +47,7 @@ class Kept:
 
     @property
     def is_guarded(self) -> bool:
-        """Say whether the guard is there to put things back itself."""
+        """Say whether the agent is there to put things back itself."""
         return is_alive(self.pid, self.started)
 
 
@@ -57,13 +57,13 @@ def folder() -> Path:
     return (Path(chosen) if chosen else platformdirs.user_state_path("oom-orchestrator")) / _FOLDER
 
 
-def mine(node: str, nvml: str | None) -> Kept:
+def mine(node: str, nvml: str | None) -> JournalEntry:
     """Return the record of this process, with nothing in it yet."""
     pid = os.getpid()
-    return Kept(node=node, pid=pid, started=start_time(pid), host=socket.gethostname(), nvml=nvml)
+    return JournalEntry(node=node, pid=pid, started=start_time(pid), host=socket.gethostname(), nvml=nvml)
 
 
-def write(kept: Kept) -> None:
+def write(kept: JournalEntry) -> None:
     """Write a record down, whole and durable, readable for nobody else.
 
     Raises:
@@ -81,13 +81,13 @@ def write(kept: Kept) -> None:
     fresh.replace(path)
 
 
-def remove(kept: Kept) -> None:
+def remove(kept: JournalEntry) -> None:
     """Forget a record: all of it is put back."""
     _path(kept).unlink(missing_ok=True)
 
 
-def others(nvml: str | None) -> tuple[Kept, ...]:
-    """Return the records of other guards on this machine and NVML, guarded or not. What is no record is left alone."""
+def others(nvml: str | None) -> tuple[JournalEntry, ...]:
+    """Return the records of other agents on this machine and NVML, guarded or not. What is no record is left alone."""
     found = []
     for path in sorted(folder().glob("*.json")):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -100,7 +100,7 @@ def others(nvml: str | None) -> tuple[Kept, ...]:
 
 @contextlib.contextmanager
 def one_at_a_time(patience_s: float) -> Iterator[None]:
-    """Keep other guards of this user from changing things meanwhile.
+    """Keep other agents of this user from changing things meanwhile.
 
     Raises:
         OSError: The lock cannot be had.
@@ -122,11 +122,11 @@ def one_at_a_time(patience_s: float) -> Iterator[None]:
         os.close(descriptor)  # lets go of the lock: no child inherits it
 
 
-def _path(kept: Kept) -> Path:
+def _path(kept: JournalEntry) -> Path:
     return folder() / f"{kept.host}-{kept.pid}-{kept.started}.json"
 
 
-def _read(path: Path) -> Kept:
+def _read(path: Path) -> JournalEntry:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _CAREFULLY)
     with os.fdopen(descriptor, encoding="ascii") as file:
         told = json.load(file)
@@ -134,4 +134,4 @@ def _read(path: Path) -> Kept:
         raise ValueError("written by another version")
     power = tuple(PowerChange(**change) for change in told.pop("power"))
     daemon = told.pop("daemon")
-    return Kept(**told, power=power, daemon=None if daemon is None else Daemon(**daemon))
+    return JournalEntry(**told, power=power, daemon=None if daemon is None else Daemon(**daemon))

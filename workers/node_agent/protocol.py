@@ -1,6 +1,6 @@
 """What is to be done to a node for the length of a run, and what came of it; both as one line of JSON.
 
-Covers the words between the head and the guard process of a node. Does not do any of it (`agent.py` does).
+Covers the words between the head and the agent process of a node. Does not do any of it (`agent.py` does).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from workers.settings import FakeSensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeepOrders:
+class AgentOrders:
     """What one node is to have done to it until the run ends."""
 
     node: str
     run_id: str
-    """Names the folder of an own MPS daemon: a guard that is started again finds the same place."""
+    """Names the folder of an own MPS daemon: a agent that is started again finds the same place."""
     card_count: int
     """How many cards the node lends to the cluster: the first ones that CUDA_VISIBLE_DEVICES leaves visible."""
     cards: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class KeepOrders:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, line: str) -> KeepOrders:
+    def from_json(cls, line: str) -> AgentOrders:
         """Read what `to_json` wrote.
 
         Raises:
@@ -49,7 +49,7 @@ class KeepOrders:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeepOutcome:
+class AgentOutcome:
     """What was done to a node. A problem is a sentence that names the cause and what helps."""
 
     pipe_directory: str | None = None
@@ -66,7 +66,7 @@ class KeepOutcome:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, line: str) -> KeepOutcome:
+    def from_json(cls, line: str) -> AgentOutcome:
         """Read what `to_json` wrote.
 
         Raises:

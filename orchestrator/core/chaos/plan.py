@@ -1,6 +1,6 @@
 """What `run --chaos` asks for: the grammar of the option, and what a cluster must be for it.
 
-Does not say which slice is struck (`agenda.py`), and does nothing to anybody. Pure.
+Does not say which slice is struck (`schedule.py`), and does nothing to anybody. Pure.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _Typed: TypeAlias = dict[str, tuple[str, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrikeRule:
-    """One kind of strike, by the clock or by chance; exactly one of the two is given."""
+    """One kind of fault, by the clock or by chance; exactly one of the two is given."""
 
     kind: FaultKind
     every_s: float | None

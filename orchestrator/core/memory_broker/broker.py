@@ -26,7 +26,7 @@ _CONTEXT_BYTES: Final = 512 * 2**20
 _EXPECTED_S: Final = 30.0
 
 
-class Lender:
+class MemoryBroker:
     """The books of one run's leases."""
 
     def __init__(self, plans: Mapping[str, SlotPlan]) -> None:

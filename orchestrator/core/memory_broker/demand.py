@@ -38,7 +38,7 @@ _ASK_AGAIN: Final = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Appetite:
+class Demand:
     """What is known of how much one process wants to hold."""
 
     held_bytes: int = 0
@@ -59,42 +59,42 @@ class Appetite:
             return cap_bytes
         return min(cap_bytes, int(_ROOM * self.content_bytes + _ROOM_OF_CAP * cap_bytes))
 
-    def offered(self, share_bytes: int) -> Appetite:
-        """Return the appetite for a share: whole again if what it left was less."""
+    def offered(self, share_bytes: int) -> Demand:
+        """Return the demand for a share: whole again if what it left was less."""
         if share_bytes <= _WORTH_OFFERING * self.left_bytes:
             return self
         return replace(self, content_bytes=None, untaken=0)
 
 
 #: Of a process that has not reported yet.
-FRESH: Final = Appetite()
+FRESH: Final = Demand()
 
 
 def heard(
-    appetite: Appetite, *, cap_bytes: int, lease_bytes: int, held_bytes: int, free_bytes: int, starving: bool
-) -> Appetite:
-    """Return the appetite after a report.
+    demand: Demand, *, cap_bytes: int, lease_bytes: int, held_bytes: int, free_bytes: int, starving: bool
+) -> Demand:
+    """Return the demand after a report.
 
     Args:
-        appetite: Before it.
+        demand: Before it.
         cap_bytes: What the worker may ever hold.
         lease_bytes: What it may hold now.
         held_bytes: The most that it held since the report before.
         free_bytes: What the card has free besides: what is not there was not left.
         starving: Whether it could run nothing.
     """
-    grew = held_bytes > (1.0 + _GROWING) * appetite.held_bytes
-    appetite = replace(appetite, held_bytes=held_bytes, waited=appetite.waited + 1)
-    if appetite.content_bytes is not None:
-        if held_bytes > _GROWN * appetite.content_bytes + _GROWN_OF_CAP * cap_bytes:
-            patience = min(2 * appetite.patience, _LONGEST_PATIENCE)
-            return replace(appetite, content_bytes=None, untaken=0, patience=patience)
-        if starving and appetite.waited >= _ASK_AGAIN:
-            return replace(appetite, content_bytes=None, untaken=0)
-        return appetite
+    grew = held_bytes > (1.0 + _GROWING) * demand.held_bytes
+    demand = replace(demand, held_bytes=held_bytes, waited=demand.waited + 1)
+    if demand.content_bytes is not None:
+        if held_bytes > _GROWN * demand.content_bytes + _GROWN_OF_CAP * cap_bytes:
+            patience = min(2 * demand.patience, _LONGEST_PATIENCE)
+            return replace(demand, content_bytes=None, untaken=0, patience=patience)
+        if starving and demand.waited >= _ASK_AGAIN:
+            return replace(demand, content_bytes=None, untaken=0)
+        return demand
     left = held_bytes < _TAKEN * lease_bytes and lease_bytes <= held_bytes + free_bytes
     if not left or grew:
-        return replace(appetite, untaken=0)
-    if appetite.untaken + 1 < appetite.patience:
-        return replace(appetite, untaken=appetite.untaken + 1)
-    return replace(appetite, untaken=0, content_bytes=held_bytes, left_bytes=lease_bytes, waited=0)
+        return replace(demand, untaken=0)
+    if demand.untaken + 1 < demand.patience:
+        return replace(demand, untaken=demand.untaken + 1)
+    return replace(demand, untaken=0, content_bytes=held_bytes, left_bytes=lease_bytes, waited=0)

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
-from orchestrator.core.memory_broker.demand import FRESH, Appetite, heard
+from orchestrator.core.memory_broker.demand import FRESH, Demand, heard
 from orchestrator.core.memory_broker.free_memory import NO_LOOKS, Look, Looks, available, gone, looked
 
 #: Share of a card that is not promised where the caps do not fit: what changes between two reports comes out of it.
@@ -80,7 +80,7 @@ class Account:
     lease_bytes: int = 0
     short_since_s: float | None = None
     """Since when it has had less than it should; `None` if it has not."""
-    appetite: Appetite = FRESH
+    demand: Demand = FRESH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,15 +164,15 @@ def _taken_in(book: CardBook, sharing: Sequence[Claimant], now_s: float) -> Card
                 free_bytes=claimant.free_bytes,
             )
             looks = looked(looks, look)
-            appetite = heard(
-                account.appetite,
+            demand = heard(
+                account.demand,
                 cap_bytes=claimant.cap_bytes,
                 lease_bytes=account.lease_bytes,
                 held_bytes=look.most_bytes,
                 free_bytes=claimant.free_bytes,
                 starving=claimant.starving,
             )
-            account = replace(account, appetite=appetite)
+            account = replace(account, demand=demand)
         accounts[claimant.slot] = account
     granted = {claimant.slot: claimant.granted_bytes for claimant in sharing}
     return replace(book, total_bytes=total_bytes, looks=replace(looks, granted=granted), accounts=accounts)
@@ -192,31 +192,29 @@ def _settled(book: CardBook, total_bytes: int, sharing: Sequence[Claimant], now_
     spare_bytes = int(_SPARE * total_bytes)
     overdrawn = sum(leases.values()) > _pool(most_bytes, caps_bytes, int(_LEFT * spare_bytes))
     sure_bytes, hoped_bytes = (_pool(bound, caps_bytes, spare_bytes) for bound in (least_bytes, most_bytes))
-    appetites = _offered({slot: account.appetite for slot, account in book.accounts.items()}, caps, sure_bytes)
-    goals, limits = _goals(appetites, caps, sure_bytes), _goals(appetites, caps, hoped_bytes)
+    demands = _offered({slot: account.demand for slot, account in book.accounts.items()}, caps, sure_bytes)
+    goals, limits = _goals(demands, caps, sure_bytes), _goals(demands, caps, hoped_bytes)
     everything_fits = sure_bytes >= caps_bytes
     short = {
         slot: goals[slot] - lease
         for slot, lease in leases.items()
         if _is_worth(lease, goals[slot]) or (everything_fits and lease < caps[slot])
     }
-    if sum(short.values()) + _promised(leases, appetites, sharing) > sure_bytes:
+    if sum(short.values()) + _promised(leases, demands, sharing) > sure_bytes:
         for slot, lease in leases.items():
             if lease > limits[slot] and (overdrawn or _is_worth(limits[slot], lease)):
                 leases[slot] = limits[slot]
     short_since_s = {
         slot: now_s if (since_s := book.accounts[slot].short_since_s) is None else since_s for slot in short
     }
-    for slot, grant in fair_shares(sure_bytes - _promised(leases, appetites, sharing), short).items():
+    for slot, grant in fair_shares(sure_bytes - _promised(leases, demands, sharing), short).items():
         is_tired = now_s > short_since_s[slot] + _WAITS_S and _is_worth(leases[slot], leases[slot] + grant)
         if grant >= short[slot] / 2 or is_tired:
             leases[slot] += grant
             if grant == short[slot]:
                 del short_since_s[slot]
     accounts = {
-        slot: replace(
-            account, lease_bytes=leases[slot], appetite=appetites[slot], short_since_s=short_since_s.get(slot)
-        )
+        slot: replace(account, lease_bytes=leases[slot], demand=demands[slot], short_since_s=short_since_s.get(slot))
         for slot, account in book.accounts.items()
     }
     return replace(book, accounts=accounts)
@@ -227,33 +225,33 @@ def _pool(available_bytes: int, caps_bytes: int, spare_bytes: int) -> int:
     return max(0, available_bytes - min(spare_bytes, max(0, caps_bytes - available_bytes)))
 
 
-def _offered(appetites: Mapping[str, Appetite], caps: dict[str, int], pool_bytes: int) -> dict[str, Appetite]:
+def _offered(demands: Mapping[str, Demand], caps: dict[str, int], pool_bytes: int) -> dict[str, Demand]:
     """Offer each worker that left its share what that would be now."""
-    after = dict(appetites)
-    for slot, appetite in appetites.items():
-        if appetite.content_bytes is None:
+    after = dict(demands)
+    for slot, demand in demands.items():
+        if demand.content_bytes is None:
             continue
         share_bytes = fair_shares(pool_bytes, {**_wanted(after, caps), slot: caps[slot]})[slot]
-        after[slot] = appetite.offered(share_bytes)
+        after[slot] = demand.offered(share_bytes)
     return after
 
 
-def _goals(appetites: Mapping[str, Appetite], caps: dict[str, int], pool_bytes: int) -> dict[str, int]:
+def _goals(demands: Mapping[str, Demand], caps: dict[str, int], pool_bytes: int) -> dict[str, int]:
     """Return what each worker should have: its share, and its part of what nobody wants."""
-    shares = fair_shares(pool_bytes, _wanted(appetites, caps))
+    shares = fair_shares(pool_bytes, _wanted(demands, caps))
     rest = fair_shares(pool_bytes - sum(shares.values()), {slot: caps[slot] - shares[slot] for slot in shares})
     return {slot: share + rest[slot] for slot, share in shares.items()}
 
 
-def _wanted(appetites: Mapping[str, Appetite], caps: dict[str, int]) -> dict[str, int]:
+def _wanted(demands: Mapping[str, Demand], caps: dict[str, int]) -> dict[str, int]:
     """Return what each worker would take; one that has not reported yet is expected to take all that it may."""
-    return caps | {slot: appetite.wanted_bytes(caps[slot]) for slot, appetite in appetites.items()}
+    return caps | {slot: demand.wanted_bytes(caps[slot]) for slot, demand in demands.items()}
 
 
-def _promised(leases: Mapping[str, int], appetites: Mapping[str, Appetite], sharing: Sequence[Claimant]) -> int:
+def _promised(leases: Mapping[str, int], demands: Mapping[str, Demand], sharing: Sequence[Claimant]) -> int:
     """Return the most that all of them may come to hold before they heed other leases."""
     granted = {claimant.slot: claimant.granted_bytes for claimant in sharing}
-    return sum(max(lease, appetites[slot].held_bytes, granted[slot]) for slot, lease in leases.items())
+    return sum(max(lease, demands[slot].held_bytes, granted[slot]) for slot, lease in leases.items())
 
 
 def _is_worth(fewer_bytes: int, more_bytes: int) -> bool:

@@ -2,9 +2,9 @@
 
 A line in x = size^power (power 2 for the n of an n x n product, 1 for a batch), drawn through two places: where the
 worker is now, smoothed, and the farthest place it has been. Beside it, what the last few sizes really took
-(`peak_samples.py`). The margin of the line is what steps were found to take beyond it, so it widens when a prediction fails
-and narrows as predictions hold; that of a remembered size is its own wobble. Does not know how much memory there is,
-nor what to do about it.
+(`peak_samples.py`). The margin of the line is what steps were found to take beyond it, so it widens when a prediction
+fails and narrows as predictions hold; that of a remembered size is its own wobble. Does not know how much memory there
+is, nor what to do about it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,139 @@
+"""What `plan` shows: every worker once, and the sums a person would check by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.cli.plan import plan_json, plan_text
+from orchestrator.config.load import load_config
+from orchestrator.config.schema import Config
+from orchestrator.core.placement import Target, plan_slots
+from orchestrator.watch.cells import aligned
+from workers.units import GIB
+
+REFERENCE = load_config(str(Path(__file__).parents[2] / "cluster.yaml"))
+SLOTS = [plan.reservation.slot for plan in plan_slots(REFERENCE, Target())]
+
+
+def one_node(name: str = "pc1", **changes: object) -> Config:
+    node: dict[str, object] = {"gpu": "card", "workers": 3, "vram_per_worker_gib": 1.0, **changes}
+    return Config.model_validate({"nodes": {name: node}})
+
+
+def numbers(config: Config) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(plan_json(config))
+    return loaded
+
+
+def test_every_worker_of_the_reference_pair_is_one_line_of_the_table() -> None:
+    table = plan_text(REFERENCE).split("\n\n")[0].splitlines()
+    assert [line.split()[0] for line in table] == ["worker", *SLOTS]
+    assert " ".join(table[1].split()) == "pc1/0 rtx-3090 #0 0.1428 8 cores/7 3.33 GiB 3.04 GiB 60% 8192 128"
+    assert " ".join(table[-1].split()) == "pc2/2 rtx-3070 #0 0.3333 4 cores/3 1.50 GiB 1.21 GiB 70% 4096 128"
+
+
+def test_the_sums_of_the_reference_pair_are_the_guides() -> None:
+    sums = plan_text(REFERENCE).split("\n\n")[1].splitlines()
+    assert sums[0].startswith("pc1: 7 workers, 56 CPUs, a card holds 7 x 3.33 GiB = 23.31 GiB, of 23.45 GiB allowed")
+    assert sums[1].startswith("pc2: 3 workers, 12 CPUs, a card holds 3 x 1.50 GiB = 4.50 GiB, of 5.75 GiB allowed")
+    assert ["420% duty" in sums[0], "210% duty" in sums[1]] == [True, True]
+    assert ["0.9996 of its Ray GPU" in sums[0], "0.9999 of its Ray GPU" in sums[1]] == [True, True]
+
+
+def test_every_worker_is_in_the_text_once() -> None:
+    words = plan_text(REFERENCE).split()
+    assert {slot: words.count(slot) for slot in SLOTS} == dict.fromkeys(SLOTS, 1)
+
+
+def test_the_table_is_the_same_to_the_letter() -> None:
+    assert plan_text(one_node(workers=2)).split("\n\n")[0].splitlines() == [
+        "worker  card     GPU fraction  CPUs  threads    budget  cap about  duty  size  batch",
+        "pc1/0   card #0        0.5000     1  cores/2  1.00 GiB   0.71 GiB  100%  4096    128",
+        "pc1/1   card #0        0.5000     1  cores/2  1.00 GiB   0.71 GiB  100%  4096    128",
+    ]
+
+
+def test_words_are_to_the_left_and_numbers_to_the_right_of_a_column() -> None:
+    rows = [("name", "steps", "said"), ("a", "7", "yes"), ("longer", "123456", "")]
+    assert list(aligned(rows, {"name", "said"})) == ["name     steps  said", "a            7  yes", "longer  123456"]
+    assert list(aligned([("name",)], {"name"})) == ["name"]
+
+
+def test_the_longest_names_are_not_cut() -> None:
+    node, card = "n" * 63, "Card " * 12 + "XYZ"
+    config = one_node(node, gpu=card, vram_per_worker_gib=1000.5, vram_gib=4096, size=1_048_576)
+    lines = plan_text(config).splitlines()
+    assert lines[3].startswith(f"{node}/2  {card} #0")
+    assert lines[3].endswith("1048576    128")
+    assert "…" not in plan_text(config)
+
+
+def test_workers_of_two_cards_are_shown_on_theirs() -> None:
+    config = one_node(gpus=2, workers=3)
+    table = plan_text(config).split("\n\n")[0].splitlines()[1:]
+    assert [line.split()[2] for line in table] == ["#0", "#0", "#1"]
+    assert [worker["card"] for worker in numbers(config)["nodes"][0]["workers"]] == [0, 0, 1]
+
+
+def test_a_node_without_cards_has_no_card_no_context_and_no_total() -> None:
+    config = one_node(gpu="cpu", gpus=0)
+    text = plan_text(config)
+    assert text.splitlines()[1].split()[:3] == ["pc1/0", "CPU", "0.0000"]
+    assert "its memory holds 3 x 1.00 GiB = 3.00 GiB" in text
+    assert "Ray GPU" not in text
+    (node,) = numbers(config)["nodes"]
+    assert (node["card_total_bytes"], node["card_allowed_bytes"], node["workers"][0]["card"]) == (None, None, None)
+    assert node["workers"][0]["cap_about_bytes"] == GIB
+
+
+def test_where_duty_is_no_limit_none_is_shown() -> None:
+    config = Config.model_validate({**one_node().model_dump(), "compute_share_mode": "none"})
+    assert plan_text(config).splitlines()[1].split()[-3] == "–"  # noqa: RUF001 - the sign for an unknown value
+    assert numbers(config)["nodes"][0]["workers"][0]["duty"] is None
+
+
+def test_a_budget_smaller_than_a_context_leaves_no_cap_rather_than_a_negative_one() -> None:
+    (node,) = numbers(one_node(vram_per_worker_gib=0.1))["nodes"]
+    assert {worker["cap_about_bytes"] for worker in node["workers"]} == {0}
+
+
+def test_the_text_is_the_same_for_a_terminal_of_any_width_and_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = plan_text(REFERENCE)
+    for name, value in {"COLUMNS": "20", "FORCE_COLOR": "1", "TERM": "xterm-256color"}.items():
+        assert os.environ.get(name) != value
+        monkeypatch.setenv(name, value)
+    assert plan_text(REFERENCE) == usual
+    assert "\x1b" not in usual
+
+
+def test_the_json_agrees_with_the_slots_that_will_be_placed_and_with_its_own_sums() -> None:
+    plan = numbers(REFERENCE)
+    assert (plan["schema"], plan["compute_share_mode"]) == (1, "duty")
+    assert [node["node"] for node in plan["nodes"]] == ["pc1", "pc2"]
+    workers = [worker for node in plan["nodes"] for worker in node["workers"]]
+    assert [
+        {name: worker[name] for name in ("slot", "gpu_fraction", "cpus", "budget_bytes", "duty", "size", "batch")}
+        for worker in workers
+    ] == [
+        {
+            "slot": slot.reservation.slot,
+            "gpu_fraction": slot.reservation.num_gpus,
+            "cpus": slot.reservation.num_cpus,
+            "budget_bytes": slot.spec.budget_bytes,
+            "duty": slot.spec.duty,
+            "size": slot.spec.workload.size,
+            "batch": slot.spec.workload.batch,
+        }
+        for slot in plan_slots(REFERENCE, Target())
+    ]
+    for node, total_gib in zip(plan["nodes"], (23.31, 4.50), strict=True):
+        assert node["cpus_total"] == sum(worker["cpus"] for worker in node["workers"])
+        assert node["card_budget_bytes"] == sum(worker["budget_bytes"] for worker in node["workers"])
+        assert round(node["card_budget_bytes"] / GIB, 2) == total_gib
+        assert node["card_budget_bytes"] <= node["card_allowed_bytes"] <= node["card_total_bytes"]
+        assert all(worker["cap_about_bytes"] < worker["budget_bytes"] for worker in node["workers"])

@@ -1,0 +1,149 @@
+"""Rehearsal scaling: what shrinks, what stays, what is said about it."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.config.capacity import overbooked
+from orchestrator.config.load import config_from_data, load_config
+from orchestrator.config.scaling import REHEARSAL_SCALE, scale_config, scaled_size
+from orchestrator.config.schema import Config
+from orchestrator.core.budget import node_budget
+from orchestrator.errors import UsageError
+from workers.units import GIB, MIB
+
+SHIPPED = str(Path(__file__).parents[2] / "cluster.yaml")
+
+
+def budgets_bytes(config: Config) -> int:
+    """Return what all workers of all nodes may hold together."""
+    return sum(node.workers * node_budget(name, node, config).budget_bytes for name, node in config.nodes.items())
+
+
+def test_the_reference_pair_at_the_rehearsal_scale() -> None:
+    before = load_config(SHIPPED)
+    scaled = scale_config(before, REHEARSAL_SCALE, None)
+    pc1, pc2 = scaled.config.nodes["pc1"], scaled.config.nodes["pc2"]
+    assert scaled.scale == 1 / 16
+    assert (pc1.vram_per_worker_gib, pc2.vram_per_worker_gib) == (3.33 / 16, 1.5 / 16)
+    assert (pc1.vram_gib, pc2.vram_gib) == (23.69 / 16, 7.67 / 16)
+    assert (pc1.size, pc2.size) == (2048, 1024)
+    assert (scaled.config.memory.floor_mib, scaled.config.memory.size_floor) == (6.25, 128)
+    assert [(line.key, line.before, line.after) for line in scaled.lines] == [
+        ("nodes.pc1.vram_per_worker_gib", "3.33 GiB", "213 MiB"),
+        ("nodes.pc1.vram_gib", "23.69 GiB", "1.48 GiB"),
+        ("nodes.pc1.size", "8192", "2048"),
+        ("nodes.pc2.vram_per_worker_gib", "1.50 GiB", "96 MiB"),
+        ("nodes.pc2.vram_gib", "7.67 GiB", "491 MiB"),
+        ("nodes.pc2.size", "4096", "1024"),
+        ("memory.floor_mib", "100 MiB", "6.25 MiB"),
+        ("memory.leave_free_mib", "128 MiB", "8 MiB"),
+        ("memory.size_floor", "256", "128"),
+    ]
+
+
+def test_everything_else_stays() -> None:
+    before = load_config(SHIPPED)
+    after = scale_config(before, REHEARSAL_SCALE, None).config
+    assert (after.cluster, after.run, after.workload) == (before.cluster, before.run, before.workload)
+    memory_changes = {"floor_mib": 6.25, "leave_free_mib": 8.0, "size_floor": 128}
+    assert after.memory == before.memory.model_copy(update=memory_changes)
+    for name, node in before.nodes.items():
+        kept = {"gpu", "gpus", "workers", "cpus_per_worker", "gpu_share", "memory_fraction", "dtype", "host"}
+        assert after.nodes[name].model_dump(include=kept) == node.model_dump(include=kept)
+
+
+def test_an_overridden_size_is_scaled_like_any_other() -> None:
+    scaled = scale_config(load_config(SHIPPED, ["workload.size=65536"]), REHEARSAL_SCALE, None)
+    assert scaled.config.workload.size == 16384
+    assert ("workload.size", "65536", "16384") in [(line.key, line.before, line.after) for line in scaled.lines]
+
+
+def test_a_node_that_leaves_its_size_out_gets_the_scaled_default() -> None:
+    scaled = scale_config(load_config(SHIPPED, ["nodes.pc1.size=null"]), REHEARSAL_SCALE, None)
+    assert scaled.config.nodes["pc1"].size == 1024
+    assert ("nodes.pc1.size", "4096", "1024") in [(line.key, line.before, line.after) for line in scaled.lines]
+
+
+def test_short_memory_lowers_the_scale_until_all_workers_fit_and_says_so() -> None:
+    scaled = scale_config(load_config(SHIPPED), REHEARSAL_SCALE, GIB)
+    assert scaled.scale == pytest.approx(1 / (7 * 3.33 + 3 * 1.5))
+    assert GIB - 100 < budgets_bytes(scaled.config) <= GIB
+    first = scaled.lines[0]
+    assert (first.key, first.before) == ("scale", "0.0625")
+    assert first.after == "0.03596, so that all workers fit into 1.00 GiB"
+
+
+def test_memory_that_is_enough_lowers_nothing() -> None:
+    scaled = scale_config(load_config(SHIPPED), REHEARSAL_SCALE, 2 * GIB)
+    assert scaled.scale == REHEARSAL_SCALE
+    assert "scale" not in [line.key for line in scaled.lines]
+
+
+def test_scale_one_changes_nothing() -> None:
+    config = load_config(SHIPPED, ["workload.size=100"])
+    scaled = scale_config(config, 1, None)
+    assert (scaled.config, scaled.lines, scaled.scale) == (config, (), 1)
+
+
+@pytest.mark.parametrize("scale", [0, -1, 1.01, float("nan"), float("inf")])
+def test_a_scale_outside_its_range_is_refused(scale: float) -> None:
+    with pytest.raises(UsageError, match="valid: above 0, at most 1"):
+        scale_config(load_config(SHIPPED), scale, None)
+
+
+@pytest.mark.parametrize("limit_bytes", [0, -1])
+def test_a_limit_of_nothing_is_refused(limit_bytes: int) -> None:
+    with pytest.raises(UsageError, match="valid: more than 0 bytes"):
+        scale_config(load_config(SHIPPED), 1, limit_bytes)
+
+
+@pytest.mark.parametrize(("scale", "limit_bytes"), [(1e-300, None), (1, MIB)])
+def test_workers_that_would_get_next_to_nothing_are_refused(scale: float, limit_bytes: int | None) -> None:
+    with pytest.raises(UsageError, match="less than 1 MiB"):
+        scale_config(load_config(SHIPPED), scale, limit_bytes)
+
+
+def test_a_node_without_cards_has_no_total_to_scale() -> None:
+    node = {"gpu": "cpu", "gpus": 0, "workers": 2, "vram_per_worker_gib": 1}
+    scaled = scale_config(config_from_data({"nodes": {"a": node}}), 0.25, None)
+    assert scaled.config.nodes["a"].vram_gib is None
+    assert scaled.config.nodes["a"].vram_per_worker_gib == 0.25
+
+
+@pytest.mark.parametrize(
+    ("size", "scale", "at_least", "expected"),
+    [(8192, 1 / 16, 1, 2048), (1000, 0.25, 1, 512), (100, 0.25, 1, 64), (32, 0.25, 1, 32), (256, 1 / 16, 128, 128)],
+)
+def test_sizes_are_multiples_of_64_and_never_grow(size: int, scale: float, at_least: int, expected: int) -> None:
+    assert scaled_size(size, scale, at_least) == expected
+
+
+def test_the_size_floor_stays_at_or_above_the_emergency_size_but_never_grows() -> None:
+    small = load_config(SHIPPED, ["memory.size_floor=100", "memory.emergency_size=512"])
+    assert scale_config(small, REHEARSAL_SCALE, None).config.memory.size_floor == 100
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    scale=st.floats(1e-3, 1),
+    limit_bytes=st.none() | st.integers(64 * MIB, 64 * GIB),
+    size=st.none() | st.integers(1, 2**20),
+    workers=st.integers(1, 7),
+)
+def test_whatever_the_scale_the_rehearsal_fits_where_the_real_thing_does(
+    scale: float, limit_bytes: int | None, size: int | None, workers: int
+) -> None:
+    overrides = [f"workload.size={'null' if size is None else size}", f"nodes.pc1.workers={workers}"]
+    before = load_config(SHIPPED, overrides)
+    scaled = scale_config(before, scale, limit_bytes)
+    assert 0 < scaled.scale <= scale
+    assert limit_bytes is None or budgets_bytes(scaled.config) <= limit_bytes
+    for name, node in scaled.config.nodes.items():
+        assert overbooked(node) is None
+        small, large = node_budget(name, node, scaled.config), node_budget(name, before.nodes[name], before)
+        assert small.size <= large.size
+        assert (small.gpu_fraction, small.batch, small.duty) == (large.gpu_fraction, large.batch, large.duty)
+    assert config_from_data(scaled.config.model_dump()) == scaled.config

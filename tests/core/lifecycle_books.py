@@ -1,0 +1,186 @@
+"""A simulated fleet's own books of one slot, made from the commands alone.
+
+They say what is under way, what was counted, what was lost, and how many steps each slice really did, those included
+whose report never came or came too late. For `test_lifecycle_machine.py`, which says what happens and what must hold.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from enum import Enum
+from typing import Any, TypeAlias
+
+from hypothesis.stateful import RuleBasedStateMachine
+
+from orchestrator.core.fleet import SliceFailure
+from orchestrator.core.lifecycle import advance
+from orchestrator.core.slot import (
+    Abandon,
+    Command,
+    EndRun,
+    Event,
+    Forget,
+    Note,
+    Phase,
+    Place,
+    Restart,
+    Rules,
+    SliceFailed,
+    SliceReported,
+    Slot,
+    Submit,
+)
+from tests.core.scene import report_of
+
+FINAL = {Phase.QUARANTINED, Phase.STOPPED}
+
+#: What a report adds to; the rest of the counters is the head's own.
+SUMMED = (
+    "steps_ok",
+    "steps_oom",
+    "steps_error",
+    "oom_count",
+    "emergency_count",
+    "verify_checks",
+    "verify_errors",
+    "work_flop",
+    "busy_s",
+)
+
+#: A slice: its incarnation and its sequence.
+Name: TypeAlias = tuple[int, int]
+
+
+class FaultOutcome(Enum):
+    """What became of a slice. It is in one of these at any time, and leaves only the first."""
+
+    UNDER_WAY = "under way"
+    COUNTED = "counted"
+    LOST = "lost"
+    UNSENT = "unsent"
+
+
+class Books(RuleBasedStateMachine):
+    """Feeds events to a slot, performs what it commands, and writes both down."""
+
+    def open(self, run_rules: Rules, earlier_incarnations: int) -> None:
+        """Begin a run, perhaps one that another head began."""
+        self.run_rules = run_rules
+        self.now_s = 1000.0
+        self.ends_at_s: float | None = None
+        # A run that another head began: its last incarnation is gone.
+        self.slot = Slot(slot="pc1/0", incarnation=earlier_incarnations, next_sequence=10 * earlier_incarnations)
+        self.first_sequence = self.slot.next_sequence
+        self.node_is_there = self.placed = self.abandoned = self.drained = False
+        self.submitted: dict[Name, Submit] = {}
+        self.fates: dict[Name, FaultOutcome] = {}
+        self.really_done: Counter[Name] = Counter()
+        """Good steps of each slice, told of or not."""
+        self.reported: set[Name] = set()
+        """Slices that are over: their process has made its report, whether it arrived or not."""
+        self.expected: dict[str, int | float] = dict.fromkeys(SUMMED, 0)
+        self.expected_lost = 0
+        self.last_resume: object = None
+        self.history: list[Slot] = [self.slot]
+
+    @property
+    def under_way(self) -> list[Name]:
+        return [name for name, fate in self.outcomes.items() if fate is FaultOutcome.UNDER_WAY]
+
+    def do_steps(self, name: Name, share: float) -> None:
+        """Let a process do this share of the good steps that the slice may still do."""
+        if self.fates[name] is FaultOutcome.UNSENT:
+            return
+        left = self.submitted[name].step_limit - self.really_done[name]
+        self.really_done[name] += round(share * left)
+
+    def accepted(self, name: Name, counts: dict[str, int | float], **changes: Any) -> None:  # noqa: ANN401 - of any field
+        counts = {**counts, "steps_ok": self.really_done[name]}
+        event = reported("pc1/0", name, counts, **changes)
+        assert self.fates[name] is FaultOutcome.UNDER_WAY
+        self.fates[name] = FaultOutcome.COUNTED
+        self.reported.add(name)
+        for counter in SUMMED:
+            self.expected[counter] += counts.get(counter, 0)
+        self.last_resume = event.report.resume if event.report.resume is not None else self.last_resume
+        assert not refusals(self.feed(event))
+        assert self.slot.report is event.report
+        assert self.slot.heard_at_s == self.now_s
+
+    def feed(self, event: Event) -> tuple[Command, ...]:
+        before = self.slot
+        self.slot, commands = advance(before, event, self.now_s, self.run_rules, self.ends_at_s)
+        for command in commands:
+            self.perform(command)
+        self.history.append(self.slot)
+        same = advance(before, event, self.now_s, self.run_rules, self.ends_at_s)
+        assert same == (self.slot, commands), "the same event at the same time gives the same result"
+        return commands
+
+    def refused(self, event: SliceReported) -> None:
+        before = self.slot
+        commands = self.feed(event)
+        assert refusals(commands) == len(commands) == 1
+        assert self.slot == before
+
+    def perform(self, command: Command) -> None:
+        """Do what a fleet would, and refuse what it could not do."""
+        match command:
+            case Place():
+                assert not self.placed, "an actor is created once"
+                assert self.node_is_there
+                self.placed = True
+            case Submit():
+                self.check_submit(command)
+                name = (command.incarnation, command.sequence)
+                self.submitted[name] = command
+                self.fates[name] = FaultOutcome.UNDER_WAY
+            case Forget():
+                self.lose()
+            case Restart():
+                assert self.placed
+                assert not self.under_way, "no slice is sent to a process that is to be ended"
+            case Abandon():
+                assert not self.abandoned, "an actor is ended once"
+                self.abandoned = True
+                self.lose()
+            case EndRun():
+                raise AssertionError("nothing here makes a run impossible")
+            case Note(name=name_of_note):
+                assert name_of_note in {"state", "report_refused", "leak"}
+
+    def lose(self) -> None:
+        for name in self.under_way:
+            self.fates[name] = FaultOutcome.LOST
+            self.expected_lost += self.submitted[name].step_limit
+
+    def check_submit(self, submit: Submit) -> None:
+        assert self.placed
+        assert not self.abandoned
+        assert not self.drained, "after Drain nothing is submitted"
+        assert self.node_is_there
+        assert submit.sequence == self.first_sequence + len(self.submitted), "sequences are counted without a gap"
+        assert submit.incarnation == self.slot.incarnation
+        assert submit.resume == self.last_resume
+        assert submit.step_limit >= 1
+        mine = [name for name in self.submitted if name[0] == submit.incarnation]
+        if not any(self.fates[name] is FaultOutcome.COUNTED for name in mine):
+            assert (submit.duration_s, submit.step_limit) == (0.0, 1), "a process is proven by one step"
+            assert not self.under_way, "nothing more is sent before the proof was reported"
+            return
+        assert self.run_rules.slice_s / 10 <= submit.duration_s <= self.run_rules.slice_s
+        if self.ends_at_s is not None:
+            busy_s = sum(self.submitted[name].duration_s for name in self.under_way)
+            assert self.now_s + busy_s + submit.duration_s <= self.ends_at_s + 1e-6
+
+
+def reported(slot: str, name: Name, counts: dict[str, int | float], **changes: Any) -> SliceReported:  # noqa: ANN401 - of any field
+    return SliceReported(report=report_of(slot, *name, **{**counts, **changes}))
+
+
+def failed(name: Name, failure: SliceFailure) -> SliceFailed:
+    return SliceFailed(incarnation=name[0], sequence=name[1], failure=failure, text="gone")
+
+
+def refusals(commands: tuple[Command, ...]) -> int:
+    return sum(isinstance(command, Note) and command.name == "report_refused" for command in commands)

@@ -1,0 +1,143 @@
+"""Whether memory that only comes and goes is told from memory that comes and stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.core.leak_detector import NO_WATCH, LeakWatch, watched
+from tests.core.scene import CPU, MEMORY, MIB, report_of
+from workers.messages import Report
+
+CARD = replace(CPU, kind="cuda")
+
+#: Reports of one work before growth is known: the one that begins it, three to settle, five for the base, five recent.
+UNTIL_KNOWN = 14
+
+
+def report(rss_bytes: int | None, **changes: object) -> Report:
+    usual: dict[str, Any] = {"slot": "pc1/0", "incarnation": 0, "sequence": 0, "device": CPU, "memory": MEMORY}
+    return report_of(**{**usual, "rss_bytes": rss_bytes, **changes})
+
+
+def after(reports: Iterable[Report], watch: LeakWatch = NO_WATCH) -> LeakWatch:
+    for one in reports:
+        watch = watched(watch, one)
+    return watch
+
+
+def test_growth_is_unknown_until_enough_reports_of_the_same_work_are_in() -> None:
+    watch = NO_WATCH
+    for _ in range(UNTIL_KNOWN - 1):
+        watch = watched(watch, report(100 * MIB))
+        assert watch.growth_bytes is None
+    assert watched(watch, report(100 * MIB)).growth_bytes == 0
+
+
+@given(
+    each_bytes=st.integers(1, 10 * MIB),
+    start_bytes=st.integers(0, 1000 * MIB),
+    reports=st.integers(UNTIL_KNOWN, 200),
+)
+def test_memory_that_grows_with_every_slice_is_found_to_the_byte(
+    each_bytes: int, start_bytes: int, reports: int
+) -> None:
+    watch = after(report(start_bytes + index * each_bytes) for index in range(reports))
+    # From the last report of the base, the ninth, to the oldest of the five recent ones.
+    assert watch.growth_bytes == (reports - UNTIL_KNOWN + 1) * each_bytes
+
+
+@given(
+    low=st.integers(0, 1000),
+    teeth=st.lists(st.integers(0, 500), min_size=2, max_size=5),
+    first=st.integers(0, 4),
+    reports=st.integers(UNTIL_KNOWN, 200),
+)
+def test_a_steady_sawtooth_is_no_leak(low: int, teeth: list[int], first: int, reports: int) -> None:
+    """As long as one tooth, of whatever form, is seen by the base and by what is recent."""
+    watch = after(report((low + teeth[(first + index) % len(teeth)]) * MIB) for index in range(reports))
+    assert watch.growth_bytes is not None
+    assert watch.growth_bytes <= 0
+
+
+def test_a_sawtooth_that_climbs_is_a_leak() -> None:
+    watch = after(report((100 + index + 30 * (index % 3)) * MIB) for index in range(200))
+    assert watch.growth_bytes is not None
+    assert 100 * MIB < watch.growth_bytes < 200 * MIB
+
+
+def test_a_single_peak_is_no_leak_and_a_single_dip_hides_one_for_five_reports_only() -> None:
+    steady = [report(100 * MIB)] * UNTIL_KNOWN
+    assert after([*steady, report(900 * MIB)]).growth_bytes == 0
+    grown = [*steady, *[report(200 * MIB)] * 5]
+    assert after(grown).growth_bytes == 100 * MIB
+    assert after([*grown, report(100 * MIB)]).growth_bytes == 0
+    assert after([*grown, report(100 * MIB), *[report(200 * MIB)] * 5]).growth_bytes == 100 * MIB
+
+
+def test_what_a_worker_needs_at_first_is_no_leak() -> None:
+    growing_up = [report(mib * MIB) for mib in (50, 80, 150, 190)]
+    assert after([*growing_up, *[report(200 * MIB)] * 20]).growth_bytes == 0
+
+
+def test_the_base_is_the_most_that_was_held_while_it_was_taken() -> None:
+    base = [report(mib * MIB) for mib in (100, 150, 100, 100, 100)]
+    assert after([*[report(100 * MIB)] * 4, *base, *[report(140 * MIB)] * 5]).growth_bytes == -10 * MIB
+
+
+def test_memory_that_is_given_back_is_negative_growth() -> None:
+    assert after([*[report(200 * MIB)] * 9, *[report(150 * MIB)] * 5]).growth_bytes == -50 * MIB
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"size": 4096}, {"batch": 64}, {"claim_bytes": 2}, {"claim_bytes": None}, {"incarnation": 1}],
+    ids=["size", "batch", "claim", "no claim", "incarnation"],
+)
+def test_other_work_is_judged_from_the_beginning(change: dict[str, object]) -> None:
+    watch = after([report(100 * MIB)] * 30)
+    assert watch.growth_bytes == 0
+    other = report(900 * MIB, **change)
+    watch = after([other] * (UNTIL_KNOWN - 1), watch)
+    assert watch.growth_bytes is None
+    assert watched(watch, other).growth_bytes == 0
+
+
+def test_work_that_changes_back_and_forth_is_never_judged() -> None:
+    watch = after(report(index * MIB, size=4096 if index % 13 == 0 else 8192) for index in range(200))
+    assert watch.growth_bytes is None
+
+
+def test_on_a_cpu_what_tensors_hold_is_resident_already_and_not_counted_twice() -> None:
+    tensors = [replace(MEMORY, allocated_bytes=index * MIB) for index in range(30)]
+    assert after(report(100 * MIB, memory=memory) for memory in tensors).growth_bytes == 0
+
+
+def test_on_a_card_what_tensors_hold_is_added_to_what_is_resident() -> None:
+    tensors = [replace(MEMORY, allocated_bytes=index * MIB) for index in range(UNTIL_KNOWN)]
+    assert after(report(100 * MIB, device=CARD, memory=memory) for memory in tensors).growth_bytes == MIB
+    both = after(report((100 + index) * MIB, device=CARD, memory=memory) for index, memory in enumerate(tensors))
+    assert both.growth_bytes == 2 * MIB
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        report(None),
+        report(900 * MIB, device=None),
+        report(900 * MIB, memory=None),
+        report(None, size=1, incarnation=7),
+    ],
+    ids=["no resident memory", "no device", "no memory", "no resident memory of other work"],
+)
+def test_a_report_that_measured_nothing_changes_nothing(unknown: Report) -> None:
+    watch = NO_WATCH
+    for _ in range(UNTIL_KNOWN + 5):
+        assert watched(watch, unknown) == watch
+        watch = watched(watch, report(100 * MIB))
+    assert watch.growth_bytes == 0

@@ -1,0 +1,368 @@
+"""Leases in a world of obedient workers: promises are kept, shares are fair, nobody starves, and noise moves nobody."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.core.memory_broker.demand import FRESH, heard
+from orchestrator.core.memory_broker.leases import NO_BOOKS, Claimant, fair_shares, leased
+from tests.core.lease_world import CARD_BYTES, GIB, LEAVE_BYTES, SPARED_BYTES, World, crowd, four, seeded
+
+#: Rounds of reports after which shares are fair, whoever wants little. Two directives are under way when a lease is
+#: cut, what is left untaken is lent out after five reports, and what is lent may be more than others want.
+ROUNDS = 24
+
+#: And where many want little: each that leaves its share makes those of the others larger, who are then asked again.
+LONG_ROUNDS = 60
+
+
+caps = st.lists(st.integers(GIB, 12 * GIB), min_size=2, max_size=7)
+worlds = st.builds(
+    lambda caps, wants, outside: crowd(caps, wants[: len(caps)], outside),
+    caps,
+    st.lists(st.one_of(st.just(1.0), st.floats(0.05, 1.0)), min_size=7, max_size=7),
+    st.floats(0.0, 0.7),
+)
+draws = st.integers(0, 2**32).map(seeded)
+
+
+@given(pool_bytes=st.integers(0, 30 * GIB), more_bytes=st.integers(0, GIB), wanted=caps)
+def test_shares_are_max_min_fair_use_up_the_pool_and_grow_with_it(
+    pool_bytes: int, more_bytes: int, wanted: list[int]
+) -> None:
+    wants = {str(index): want for index, want in enumerate(wanted)}
+    shares = fair_shares(pool_bytes, wants)
+    assert sum(shares.values()) == min(pool_bytes, sum(wanted))
+    assert all(0 <= shares[slot] <= wants[slot] for slot in wants)
+    unmet = [shares[slot] for slot in wants if shares[slot] < wants[slot]]
+    # Nobody who has more than somebody with an unmet wish, but for the odd byte.
+    assert all(share <= least + 1 for least in unmet for share in shares.values())
+    larger = fair_shares(pool_bytes + more_bytes, wants)
+    assert all(larger[slot] >= shares[slot] for slot in wants)
+
+
+@given(world=worlds, draw=draws)
+def test_what_is_promised_is_there_and_a_lease_is_never_above_its_cap(world: World, draw: Random) -> None:
+    for _ in range(12):
+        for person in draw.sample(world.people, len(world.people)):
+            world.report(person)
+            leases = {other.slot: world.lease_of(other.slot) for other in world.people}
+            assert sum(leases.values()) <= world.there_bytes
+            assert all(0 <= leases[other.slot] <= other.cap_bytes for other in world.people)
+            assert world.broken == 0
+
+
+@given(caps=caps, outside=st.floats(0.0, 0.7), draw=draws)
+def test_who_all_want_more_have_fair_shares_at_once_and_keep_them(
+    caps: list[int], outside: float, draw: Random
+) -> None:
+    world = crowd(caps, outside=outside)
+    world.rounds(3, draw)
+    before = dict(world.leases)
+    world.rounds(30, draw)
+    assert world.leases == before
+    for person in world.people:
+        assert person.held_bytes >= world.least_fair_bytes(person)
+
+
+@settings(max_examples=50)
+@given(world=worlds, draw=draws)
+def test_shares_are_fair_after_some_rounds_and_stay_as_they_are(world: World, draw: Random) -> None:
+    world.rounds(LONG_ROUNDS, draw)
+    for person in world.people:
+        assert person.held_bytes >= world.least_fair_bytes(person)
+    before = dict(world.leases)
+    world.rounds(20, draw)
+    assert world.leases == before
+
+
+@given(caps=caps, wants=st.lists(st.floats(0.0, 1.0), min_size=7, max_size=7), spare=st.floats(0.0, 0.5), draw=draws)
+def test_where_all_caps_fit_every_lease_is_the_cap_from_the_first_report_on(
+    caps: list[int], wants: list[float], spare: float, draw: Random
+) -> None:
+    world = crowd(caps, wants[: len(caps)])
+    world.outside_bytes = CARD_BYTES - LEAVE_BYTES - int(sum(caps) * (1 + spare))
+    for _ in range(12):
+        for person in draw.sample(world.people, len(world.people)):
+            # Who climbs takes more in every slice, so that no two looks agree.
+            person.wants_bytes = min(person.cap_bytes, int(person.wants_bytes * 1.5))
+            world.report(person)
+            for other in world.people:
+                assert world.leases[other.slot] == (other.cap_bytes if other.reports else 0)
+
+
+def test_a_lease_that_is_hardly_below_its_cap_becomes_the_cap_when_all_fit() -> None:
+    world, draw = four(0.04), seeded(1)
+    world.rounds(3, draw)
+    assert all(0.97 < world.lease_of(person.slot) / person.cap_bytes < 1.0 for person in world.people)
+    world.outside_bytes = 0
+    world.rounds(8, draw)
+    assert all(world.lease_of(person.slot) == person.cap_bytes for person in world.people)
+
+
+@given(caps=caps, outside=st.floats(0.1, 0.7), more=st.floats(0.05, 1.0), draw=draws)
+def test_more_memory_takes_nothing_from_those_who_all_want_more(
+    caps: list[int], outside: float, more: float, draw: Random
+) -> None:
+    world = crowd(caps, outside=outside)
+    world.rounds(3, draw)
+    before = dict(world.leases)
+    world.outside_bytes = int((1.0 - more) * world.outside_bytes)
+    for _ in range(ROUNDS):
+        world.rounds(1, draw)
+        assert all(world.lease_of(slot) >= lease for slot, lease in before.items() if lease is not None)
+    assert world.broken == 0
+
+
+@given(draw=draws, outside=st.floats(0.1, 0.6), noise=st.floats(0.0, 0.004))
+def test_noise_of_less_than_is_spared_moves_nobody(draw: Random, outside: float, noise: float) -> None:
+    world = four(outside)
+    world.rounds(ROUNDS, draw, noise)
+    before = dict(world.leases)
+    world.rounds(60, draw, noise)
+    assert world.leases == before
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_of_some_percent_moves_next_to_nobody(seed: int) -> None:
+    world, draw, moves = four(), seeded(seed), 0
+    world.rounds(ROUNDS, draw, 0.02)
+    for _ in range(300):
+        before = dict(world.leases)
+        world.rounds(1, draw, 0.02)
+        moves += world.leases != before
+    assert moves <= 5, "five minutes; without the window it would be hundreds"
+
+
+def test_what_is_missing_for_a_moment_moves_nobody() -> None:
+    world, draw = four(), seeded(1)
+    world.rounds(ROUNDS, draw)
+    before = dict(world.leases)
+    for _ in range(10):
+        world.report(world.people[0], -CARD_BYTES // 20)
+        for _ in range(7):
+            world.rounds(1, draw)
+            assert world.leases == before
+
+
+@given(draw=draws, outside=st.floats(0.1, 0.6), at=st.floats(0.0, 1.0))
+def test_a_newcomer_has_its_share_soon_although_the_others_are_at_their_leases(
+    draw: Random, outside: float, at: float
+) -> None:
+    world = four(outside)
+    newcomer = world.people.pop()
+    world.rounds(ROUNDS, draw)
+    world.people.insert(int(at * 3), newcomer)
+    world.rounds(8, draw)
+    assert world.broken == 0
+    assert newcomer.held_bytes >= world.least_fair_bytes(newcomer)
+
+
+def test_a_newcomer_waits_for_half_of_its_share_and_no_longer_than_some_seconds() -> None:
+    world, draw = four(), seeded(1)
+    newcomer = world.people.pop()
+    world.rounds(ROUNDS, draw)
+    # Only one of three lets go: a third of what the newcomer should have.
+    world.people[0].lets_go = world.people[1].lets_go = False
+    world.people.append(newcomer)
+    world.rounds(9, draw)
+    assert world.lease_of(newcomer.slot) == 0
+    world.rounds(6, draw)
+    share_bytes = (world.there_bytes - SPARED_BYTES) / 4
+    assert world.lease_of(newcomer.slot) == pytest.approx(share_bytes / 3, rel=0.1)
+    world.people[0].lets_go = True
+    world.rounds(6, draw)
+    assert world.lease_of(newcomer.slot) == pytest.approx(share_bytes * 2 / 3, rel=0.1)
+    assert world.broken == 0
+
+
+@given(draw=draws, outside=st.floats(0.3, 0.6))
+def test_what_one_leaves_when_it_goes_is_shared_by_the_others(draw: Random, outside: float) -> None:
+    world = four(outside)
+    world.rounds(ROUNDS, draw)
+    world.people.pop()
+    world.rounds(ROUNDS, draw)
+    assert world.broken == 0
+    for person in world.people:
+        assert person.held_bytes >= world.least_fair_bytes(person)
+
+
+def test_a_worker_that_is_above_its_new_share_is_told_so_by_the_report_that_shows_it() -> None:
+    world, draw = four(0.1), seeded(1)
+    third = world.people.pop()
+    world.rounds(ROUNDS, draw)
+    before = {slot: world.lease_of(slot) for slot in world.leases}
+    world.outside_bytes = int(0.4 * CARD_BYTES)
+    world.people.append(third)
+    world.report(third)
+    assert all(world.lease_of(slot) < lease for slot, lease in before.items())
+    assert world.lease_of(third.slot) == 0, "the others still hold what it will have"
+
+
+@pytest.mark.parametrize("more", [0.02, 0.15])
+def test_leases_are_cut_to_what_somebody_else_has_left(more: float) -> None:
+    world, draw = four(0.1), seeded(1)
+    for person in world.people:
+        person.wants_bytes = int(0.84 * person.cap_bytes)  # so that his bytes come out of nobody's hands
+    world.rounds(ROUNDS, draw)
+    world.outside_bytes += int(more * CARD_BYTES)
+    assert sum(world.lease_of(person.slot) for person in world.people) > world.there_bytes
+    world.rounds(4, draw)
+    assert sum(world.lease_of(person.slot) for person in world.people) <= world.there_bytes
+
+
+def test_what_a_directive_under_way_allows_is_promised_even_if_its_worker_holds_less() -> None:
+    gib = {"cap_bytes": 16 * GIB, "total_bytes": CARD_BYTES}
+    first = Claimant(slot="pc1/0", card="GPU-1", report=(0, 1), held_bytes=0, free_bytes=16 * GIB, **gib)
+    other = replace(first, slot="pc1/1")
+    books, leases = leased(NO_BOOKS, [replace(first, granted_bytes=16 * GIB), other], 1.0)
+    assert leases["pc1/0"] is not None
+    assert leases["pc1/1"] == 0, "until the first heeds its lease, all of the bytes may be gone"
+    _, leases = leased(books, [replace(first, report=(0, 2), granted_bytes=leases["pc1/0"]), other], 2.0)
+    assert leases["pc1/1"] == pytest.approx(leases["pc1/0"], abs=1)
+
+
+def test_who_wants_more_than_is_free_gets_it_and_the_workers_share_the_rest() -> None:
+    world, draw = four(0.1), seeded(1)
+    world.rounds(ROUNDS, draw)
+    for _ in range(60):
+        for person in draw.sample(world.people, 4):
+            world.outside_bytes = min(int(0.5 * CARD_BYTES), world.outside_bytes + world.free_bytes)
+            world.report(person)
+    assert world.outside_bytes == int(0.5 * CARD_BYTES)
+    world.rounds(ROUNDS, draw)
+    for person in world.people:
+        assert person.held_bytes >= world.least_fair_bytes(person)
+
+
+def test_what_a_modest_worker_leaves_is_lent_out_and_given_back_when_it_wants_more() -> None:
+    world, draw = four(0.4), seeded(1)
+    modest = world.people[0]
+    modest.wants_bytes = GIB
+    world.rounds(ROUNDS, draw)
+    assert world.lease_of(modest.slot) < 1.25 * GIB + modest.cap_bytes / 16
+    assert all(world.lease_of(person.slot) > 0.17 * CARD_BYTES for person in world.people[1:])
+    modest.wants_bytes = modest.cap_bytes
+    world.rounds(8, draw)
+    assert world.broken == 0
+    assert modest.held_bytes >= world.least_fair_bytes(modest)
+
+
+def test_a_worker_that_can_only_take_much_more_at_once_is_offered_it_when_it_is_there() -> None:
+    world, draw = four(0.6), seeded(1)
+    coarse = world.people[0]
+    for _ in range(2 * ROUNDS):
+        # The next batch size takes four times as much.
+        coarse.wants_bytes = 4 * GIB if coarse.may_hold_bytes() >= 4 * GIB else GIB
+        world.rounds(1, draw)
+    assert world.lease_of(coarse.slot) < 1.5 * GIB
+    world.outside_bytes = int(0.1 * CARD_BYTES)
+    for _ in range(ROUNDS):
+        coarse.wants_bytes = 4 * GIB if coarse.may_hold_bytes() >= 4 * GIB else GIB
+        world.rounds(1, draw)
+    assert coarse.held_bytes == 4 * GIB
+
+
+def test_a_worker_of_changing_moods_moves_the_others_ever_less() -> None:
+    world, draw = four(0.4), seeded(1)
+    moody, other = world.people[0], world.people[1]
+    moves = []
+    for _ in range(6):
+        moved = 0
+        for wants_bytes in (GIB, moody.cap_bytes):
+            moody.wants_bytes = wants_bytes
+            for _ in range(20):
+                before = world.leases.get(other.slot)
+                world.rounds(1, draw)
+                moved += world.leases[other.slot] != before
+        moves.append(moved)
+    assert moves[0] > 0
+    assert moves[-1] == 0
+
+
+def test_a_worker_that_can_run_nothing_lends_its_share_and_is_asked_again() -> None:
+    world, draw = four(0.4), seeded(1)
+    stuck = world.people[0]
+    stuck.wants_bytes = 0
+    shares = []
+    for _ in range(200):
+        for person in draw.sample(world.people, 4):
+            world.report(person, starving=person is stuck)
+        shares.append(world.lease_of(stuck.slot) / CARD_BYTES)
+    assert min(shares[ROUNDS:]) < 0.02
+    times_asked = sum(
+        before < 0.1 < after for before, after in zip(shares[ROUNDS:], shares[ROUNDS + 1 :], strict=False)
+    )
+    assert 2 <= times_asked <= 3, "about once a minute"
+
+
+@pytest.mark.parametrize(("free_bytes", "is_left"), [(3 * GIB, True), (2 * GIB, False)])
+def test_only_what_was_there_to_take_was_left(free_bytes: int, is_left: bool) -> None:
+    demand = FRESH
+    for _ in range(20):
+        demand = heard(
+            demand,
+            cap_bytes=8 * GIB,
+            lease_bytes=4 * GIB,
+            held_bytes=GIB,
+            free_bytes=free_bytes,
+            starving=False,
+        )
+    assert (demand.content_bytes is not None) == is_left
+
+
+def test_a_worker_that_grows_in_every_slice_has_left_nothing() -> None:
+    demand = FRESH
+    for step in range(20):
+        held_bytes = int(1.05**step * GIB)
+        demand = heard(
+            demand,
+            cap_bytes=8 * GIB,
+            lease_bytes=6 * GIB,
+            held_bytes=held_bytes,
+            free_bytes=6 * GIB,
+            starving=False,
+        )
+        assert demand.wanted_bytes(8 * GIB) == 8 * GIB
+
+
+def test_who_waits_for_nothing_has_no_lease() -> None:
+    alone = Claimant(
+        slot="pc1/0", card="GPU-1", cap_bytes=GIB, report=(0, 1), held_bytes=0, free_bytes=0, total_bytes=1
+    )
+    elsewhere = replace(alone, slot="pc2/0", card="GPU-2")
+    unknown = [replace(alone, slot=f"pc3/{index}", card=None) for index in range(3)]
+    _, leases = leased(NO_BOOKS, [alone, elsewhere, *unknown], 1.0)
+    assert set(leases.values()) == {None}
+
+
+def test_a_card_that_nobody_has_looked_at_has_no_leases() -> None:
+    blind = [Claimant(slot=f"pc1/{index}", card="GPU-1", cap_bytes=GIB, report=(0, 1)) for index in range(3)]
+    _, leases = leased(NO_BOOKS, blind, 1.0)
+    assert set(leases.values()) == {None}
+
+
+def test_a_process_that_is_about_to_open_the_card_has_its_share_kept_and_no_lease_yet() -> None:
+    world, draw = crowd([int(0.3 * CARD_BYTES)] * 2, outside=0.5), seeded(1)
+    world.rounds(ROUNDS, draw)
+    there = [world.claimant(person, None) for person in world.people]
+    coming = Claimant(slot="pc1/9", card="GPU-1", cap_bytes=int(0.3 * CARD_BYTES), unopened_bytes=GIB // 2)
+    for later_s in range(4):
+        world.books, leases = leased(world.books, [*there, coming], world.now_s + later_s)
+    assert leases["pc1/9"] == 0
+    share_bytes = (world.there_bytes - GIB // 2 - SPARED_BYTES) / 3
+    assert leases["pc1/0"] == pytest.approx(share_bytes, rel=0.01)
+
+
+def test_the_same_reports_told_twice_change_nothing() -> None:
+    world, draw = four(0.4), seeded(1)
+    world.rounds(ROUNDS, draw)
+    claimants = [world.claimant(person, world.free_bytes) for person in world.people]
+    once = leased(world.books, claimants, world.now_s)
+    again = leased(once[0], claimants, world.now_s)
+    assert once == again

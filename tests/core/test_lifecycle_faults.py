@@ -1,0 +1,473 @@
+"""What a slot does when its process dies, hangs, is poisoned or cannot be: restarts, pauses, quarantine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.core.fleet import DeathCause, SliceFailure
+from orchestrator.core.slot import (
+    Abandon,
+    CardQuarantined,
+    Close,
+    Counters,
+    DeathExplained,
+    Drain,
+    EndRun,
+    Forget,
+    NodeJoined,
+    NodeLeft,
+    Phase,
+    Restart,
+    Submit,
+    Tick,
+)
+from tests.core.scene import CPU, RULES, Scene, notes, sequences, submits
+from workers.messages import Verdict, WorkerState
+
+#: Steps that a slice may do whose slot knows no speed yet.
+LEAST = 4
+
+
+def test_a_process_that_dies_is_restarted_at_once_and_continues_where_the_last_report_left_it() -> None:
+    scene = Scene()
+    scene.work(steps_ok=3, resume={"failures": 2})
+    assert scene.deeds(scene.failure()) == [Forget()]
+    assert (scene.slot.phase, scene.slot.state) == (Phase.PAUSING, WorkerState.RESTARTING)
+    assert scene.slot.reason == "its process ended: killed, or crashed"
+    assert scene.slot.counters == Counters(steps_ok=3, restarts=1, steps_lost_upper_bound=2 * LEAST)
+    assert scene.feed(Tick()) == [
+        Submit(incarnation=1, sequence=3, duration_s=0.0, step_limit=1, resume={"failures": 2})
+    ]
+    assert scene.slot.counters.steps_ok == 3
+    assert (scene.slot.state, scene.slot.proven) == (WorkerState.RESTARTING, False)
+    assert sequences(scene.feed(scene.report(steps_ok=4))) == [4, 5]
+    assert (scene.slot.state, scene.slot.counters.steps_ok) == (WorkerState.RUNNING, 7)
+
+
+def test_a_report_from_before_a_death_is_refused_after_it() -> None:
+    scene = Scene()
+    scene.work()
+    queued = scene.report(sequence=2, steps_ok=5)
+    scene.feed(scene.failure())
+    assert len(notes(scene.feed(queued), "report_refused")) == 1
+    scene.feed(Tick())
+    assert len(notes(scene.feed(queued), "report_refused")) == 1
+    assert scene.slot.counters.steps_ok == 0
+
+
+def test_two_slices_that_fail_together_are_one_death() -> None:
+    scene = Scene()
+    scene.work()
+    second = scene.failure(sequence=2)
+    scene.feed(scene.failure())
+    before = scene.slot
+    assert scene.feed(second) == []
+    assert scene.slot == before
+    assert scene.slot.counters.restarts == 1
+
+
+@pytest.mark.parametrize(
+    ("failure", "words"),
+    [
+        (SliceFailure.DIED, "its process ended: killed, or crashed"),
+        (SliceFailure.UNAVAILABLE, "its process ended: Ray lost the connection to it"),
+        (SliceFailure.UNBUILDABLE, "its process failed outside a step: worker died"),
+    ],
+)
+def test_a_slice_that_fails_in_a_process_that_worked_is_a_death_in_its_own_words(
+    failure: SliceFailure, words: str
+) -> None:
+    scene = Scene()
+    scene.work()
+    scene.feed(scene.failure(failure))
+    assert (scene.slot.phase, scene.slot.state, scene.slot.reason) == (Phase.PAUSING, WorkerState.RESTARTING, words)
+    assert (scene.slot.counters.restarts, scene.slot.deaths_at_s) == (1, (scene.now_s,))
+
+
+def test_a_process_that_ends_before_its_first_report_has_died() -> None:
+    scene = Scene()
+    scene.feed(NodeJoined())
+    scene.feed(scene.failure(SliceFailure.DIED), later_s=1.0)
+    assert (scene.slot.state, scene.slot.counters.restarts) == (WorkerState.RESTARTING, 1)
+    assert scene.slot.counters.steps_lost_upper_bound == 1
+
+
+FULL_RAM = DeathExplained(cause=DeathCause(host_memory=True, text="NODE_OUT_OF_MEMORY: …"))
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["while it pauses", "while it starts again"])
+def test_a_death_that_full_ram_caused_is_told_in_words_that_help_and_is_still_one_death(begun: bool) -> None:
+    scene = Scene()
+    scene.work()
+    scene.feed(scene.failure())
+    if begun:
+        scene.feed(Tick())
+    before = scene.slot
+    assert scene.feed(FULL_RAM, later_s=1) == []
+    words = "Ray ended its process because the PC's RAM was nearly full"
+    assert scene.slot == replace(before, reason=words)
+    assert scene.feed(FULL_RAM) == []
+    assert scene.slot == replace(before, reason=words)
+
+
+def test_a_death_of_another_cause_keeps_its_words() -> None:
+    scene = Scene()
+    scene.work()
+    scene.feed(scene.failure())
+    before = scene.slot
+    assert scene.feed(DeathExplained(cause=DeathCause(host_memory=False, text="exit code 1"))) == []
+    assert scene.slot == before
+
+
+@pytest.mark.parametrize("now", ["waits for its node", "works again", "has lost its node", "is closed"])
+def test_an_explanation_that_comes_when_the_slot_no_longer_restarts_changes_nothing(now: str) -> None:
+    scene = Scene()
+    if now != "waits for its node":
+        scene.work()
+        scene.feed(scene.failure())
+    if now == "works again":
+        scene.feed(Tick())
+        scene.feed(scene.report())
+    if now == "has lost its node":
+        scene.feed(NodeLeft())
+    if now == "is closed":
+        scene.feed(Close())
+    before = scene.slot
+    assert scene.feed(FULL_RAM) == []
+    assert scene.slot == before
+
+
+def test_deaths_in_the_window_end_in_quarantine_for_good() -> None:
+    scene = Scene(max_deaths=3)
+    scene.work(steps_ok=3)
+    scene.die()
+    scene.die()
+    assert scene.deeds(scene.failure()) == [Abandon()]
+    assert (scene.slot.phase, scene.slot.state) == (Phase.QUARANTINED, WorkerState.QUARANTINED)
+    assert scene.slot.reason == "3 deaths in 300 s; the last: its process ended: killed, or crashed"
+    assert (scene.slot.in_flight, scene.slot.wake_at_s) == ((), None)
+    before = scene.slot
+    for event in (Tick(), NodeLeft(), NodeJoined(), CardQuarantined(reason="sick"), Drain(), Close()):
+        assert scene.feed(event, later_s=1000) == []
+    assert scene.slot == before
+    assert scene.slot.counters == Counters(steps_ok=3, restarts=3, steps_lost_upper_bound=3 * 2 * LEAST)
+
+
+def test_deaths_further_apart_than_the_window_are_not_added_up() -> None:
+    scene = Scene(max_deaths=2)
+    scene.work()
+    for _ in range(5):
+        assert scene.die() == 0
+        scene.feed(scene.report(), later_s=RULES.death_window_s)
+    assert scene.slot.counters.restarts == 5
+
+
+def test_an_actor_that_cannot_be_reached_right_after_a_restart_has_not_died_again() -> None:
+    scene = Scene()
+    scene.work()
+    scene.feed(scene.failure())
+    scene.feed(Tick())
+    for _ in range(10):
+        assert scene.deeds(scene.failure(SliceFailure.UNAVAILABLE)) == [Forget()]
+        assert (scene.slot.phase, scene.slot.state) == (Phase.PAUSING, WorkerState.RESTARTING)
+        assert scene.feed(Tick(), later_s=0.15) == []
+        assert len(sequences(scene.feed(Tick(), later_s=0.1))) == 1
+        # The same process is still awaited.
+        assert scene.slot.incarnation == 1
+    # Each try may have done the one step of its proof.
+    assert scene.slot.counters == Counters(restarts=1, steps_lost_upper_bound=2 * LEAST + 10)
+    scene.feed(scene.report())
+    assert scene.slot.state is WorkerState.RUNNING
+
+
+def test_a_slice_that_was_never_sent_is_not_lost() -> None:
+    scene = Scene()
+    scene.work()
+    scene.feed(scene.failure())
+    lost = scene.slot.counters.steps_lost_upper_bound
+    for _ in range(10):
+        scene.feed(Tick(), later_s=0.3)
+        assert scene.deeds(scene.failure(SliceFailure.UNSENT)) == [Forget()]
+    assert scene.slot.counters == Counters(restarts=1, steps_lost_upper_bound=lost)
+
+
+def test_a_process_that_dies_in_its_first_step_has_died() -> None:
+    scene = Scene()
+    scene.feed(NodeJoined())
+    for deaths in range(1, RULES.max_deaths):
+        # What fails at once was sent to the process before.
+        scene.feed(scene.failure(SliceFailure.DIED), later_s=0.1)
+        assert scene.slot.counters.restarts == deaths - 1
+        scene.feed(Tick(), later_s=0.3)
+        scene.feed(scene.failure(SliceFailure.DIED), later_s=1.0)
+        assert scene.slot.counters.restarts == deaths
+        assert scene.slot.state is WorkerState.RESTARTING
+        scene.feed(Tick(), later_s=RULES.restart_backoff_max_s)
+    assert scene.deeds(scene.failure(SliceFailure.DIED), later_s=1.0) == [Abandon()]
+
+
+def test_a_process_that_was_told_to_end_may_take_one_slice_down_with_it() -> None:
+    scene = Scene()
+    scene.work()
+    scene.feed(Tick(), later_s=RULES.hang_timeout_s + 2)  # hung: its process is ended
+    assert scene.slot.counters.restarts == 1
+    scene.feed(Tick())
+    scene.feed(scene.failure(SliceFailure.DIED), later_s=1.0)
+    assert scene.slot.counters.restarts == 1
+    scene.feed(Tick(), later_s=0.3)
+    scene.feed(scene.failure(SliceFailure.DIED), later_s=1.0)
+    assert scene.slot.counters.restarts == 2
+
+
+def test_an_actor_that_cannot_be_reached_for_the_start_timeout_is_quarantined() -> None:
+    scene = Scene()
+    scene.feed(NodeJoined())
+    for _ in range(240):
+        scene.feed(scene.failure(SliceFailure.UNAVAILABLE))
+        scene.feed(Tick(), later_s=0.5)
+    assert scene.slot.phase is Phase.WORKING
+    assert scene.deeds(scene.failure(SliceFailure.UNAVAILABLE), later_s=0.1) == [Abandon()]
+    assert scene.slot.reason == "no process came up in 120 s"
+
+
+def test_the_back_off_is_no_part_of_the_start_timeout() -> None:
+    scene = Scene(restart_backoff_s=600.0, restart_backoff_max_s=600.0, death_window_s=3600.0)
+    scene.work()
+    scene.die()
+    scene.feed(scene.failure())
+    scene.feed(Tick(), later_s=600)
+    scene.feed(scene.failure(SliceFailure.UNAVAILABLE))
+    assert scene.slot.phase is Phase.PAUSING
+
+
+def test_the_start_timeout_begins_anew_with_a_report() -> None:
+    scene = Scene()
+    scene.feed(NodeJoined())
+    scene.feed(scene.failure(SliceFailure.UNAVAILABLE))
+    scene.feed(Tick(), later_s=100)
+    scene.feed(scene.report())
+    scene.feed(scene.failure())
+    scene.feed(Tick(), later_s=100)
+    scene.feed(scene.failure(SliceFailure.UNAVAILABLE))
+    assert scene.slot.phase is Phase.PAUSING
+
+
+def test_a_process_that_does_not_come_up_is_ended_and_started_again() -> None:
+    scene = Scene()
+    scene.feed(NodeJoined())
+    assert scene.feed(Tick(), later_s=120) == []
+    assert scene.deeds(Tick(), later_s=1) == [Forget(), Restart()]
+    assert scene.slot.state is WorkerState.RESTARTING
+    assert scene.slot.reason == "its process did not come up for 121 s; its process was ended"
+
+
+def test_a_slot_whose_process_never_comes_up_is_given_up_though_its_deaths_are_far_apart() -> None:
+    scene = Scene(max_deaths=4)
+    scene.feed(NodeJoined())
+    for _ in range(4):
+        assert scene.slot.phase is Phase.WORKING
+        scene.feed(Tick(), later_s=121)
+        scene.feed(Tick(), later_s=5)
+    assert scene.slot.phase is Phase.QUARANTINED
+    # The deaths are at 121, 121 + 126, 121 + 2 x 126 and 121 + 3 x 126 seconds.
+    assert scene.slot.reason.startswith("4 deaths in 378 s; the last: its process did not come up for 121 s")
+
+
+def test_a_slice_that_hangs_has_its_process_ended() -> None:
+    scene = Scene()
+    scene.work(resume={"failures": 1})
+    # The slice began with the last report and takes one second: it hangs 61 s later.
+    assert scene.deeds(Tick(), later_s=61) == []
+    assert scene.deeds(Tick(), later_s=0.1) == [Forget(), Restart()]
+    assert scene.slot.reason == "no report for 60 s; its process was ended"
+    assert scene.slot.counters == Counters(restarts=1, steps_lost_upper_bound=2 * LEAST)
+    assert [submit.resume for submit in submits(scene.feed(Tick()))] == [{"failures": 1}]
+
+
+def test_an_overdue_slice_is_stale_until_its_report_comes() -> None:
+    scene = Scene()
+    scene.work()
+    scene.feed(Tick(), later_s=11)
+    assert scene.slot.reason == "steady"
+    scene.feed(Tick(), later_s=1)
+    assert (scene.slot.state, scene.slot.reason) == (WorkerState.RUNNING, "STALE: its slice is 11 s overdue")
+    scene.feed(scene.report(), later_s=1)
+    assert scene.slot.reason == "steady"
+
+
+def test_a_queued_slice_is_not_overdue_while_another_runs() -> None:
+    scene = Scene()
+    scene.work()
+    for _ in range(8):
+        scene.feed(scene.report(), later_s=10)
+        scene.feed(Tick())
+        assert scene.slot.reason == "steady"
+
+
+def test_a_poisoned_process_is_replaced_and_its_last_report_counts() -> None:
+    scene = Scene()
+    scene.work()
+    report = scene.report(
+        verdict=Verdict.CONTEXT_CORRUPTED, reason="illegal access", steps_ok=2, resume={"failures": 1}
+    )
+    assert scene.deeds(report) == [Forget(), Restart()]
+    assert (scene.slot.phase, scene.slot.state, scene.slot.reason) == (
+        Phase.PAUSING,
+        WorkerState.RESTARTING,
+        "illegal access",
+    )
+    assert scene.slot.counters == Counters(steps_ok=2, restarts=1, steps_lost_upper_bound=LEAST)
+    assert scene.slot.resume == {"failures": 1}
+
+
+def test_poisoned_too_often_is_quarantined() -> None:
+    scene = Scene(max_deaths=1)
+    scene.work()
+    assert scene.deeds(scene.report(verdict=Verdict.CONTEXT_CORRUPTED, reason="illegal access")) == [Abandon()]
+    assert scene.slot.reason == "1 deaths in 300 s; the last: illegal access"
+
+
+def test_a_card_too_full_for_a_context_is_waited_for_and_no_death() -> None:
+    scene = Scene()
+    scene.feed(NodeJoined())
+    full = scene.report(verdict=Verdict.CONTEXT_CORRUPTED, device=None, oom_count=1, reason="out of memory")
+    assert scene.deeds(full) == [Forget(), Restart()]
+    assert (scene.slot.phase, scene.slot.state) == (Phase.PAUSING, WorkerState.EMERGENCY)
+    assert scene.slot.deaths_at_s == ()
+    assert scene.slot.wake_at_s is not None
+    pause_s = scene.slot.wake_at_s - scene.now_s
+    # With jitter: the workers of a full card must not all come back at the same moment.
+    assert RULES.restart_backoff_max_s / 2 <= pause_s <= RULES.restart_backoff_max_s
+    assert scene.slot.counters.restarts == 1
+
+
+def test_a_slot_that_was_given_up_says_that_the_ram_was_full_once_that_is_known() -> None:
+    scene = Scene(max_deaths=1)
+    scene.work()
+    scene.feed(scene.failure())
+    assert scene.slot.phase is Phase.QUARANTINED
+    assert scene.feed(FULL_RAM) == []
+    assert scene.slot.reason.endswith("the PC's RAM was nearly full")
+    assert "1 deaths" in scene.slot.reason
+
+
+def test_poison_after_an_out_of_memory_is_a_death_once_the_device_was_open() -> None:
+    scene = Scene()
+    scene.work()
+    report = scene.report(verdict=Verdict.CONTEXT_CORRUPTED, device=CPU, oom_count=1, reason="illegal address")
+    assert scene.deeds(report) == [Forget(), Restart()]
+    assert scene.slot.state is WorkerState.RESTARTING
+    assert len(scene.slot.deaths_at_s) == 1
+
+
+def test_a_misfit_ends_the_run_in_its_own_words() -> None:
+    scene = Scene()
+    scene.feed(NodeJoined())
+    assert scene.deeds(scene.report(verdict=Verdict.INCOMPATIBLE, reason="pc1/0: no such card")) == [
+        EndRun(reason="pc1/0: no such card")
+    ]
+
+
+def test_a_worker_that_cannot_be_built_ends_the_run_and_is_named() -> None:
+    scene = Scene()
+    scene.feed(NodeJoined())
+    assert scene.deeds(scene.failure(SliceFailure.UNBUILDABLE, text="no module workers")) == [
+        EndRun(reason="pc1/0: cannot be started: no module workers")
+    ]
+
+
+@pytest.mark.parametrize("failure", ["incompatible", "unbuildable"])
+def test_once_the_run_counts_what_can_never_work_costs_one_slot_and_not_the_run(failure: str) -> None:
+    scene = Scene(ends_at_s=1000.0)
+    scene.feed(NodeJoined())
+    unbuildable, misfit = scene.failure(SliceFailure.UNBUILDABLE), scene.report(verdict=Verdict.INCOMPATIBLE)
+    assert scene.deeds(unbuildable if failure == "unbuildable" else misfit) == [Abandon()]
+    assert scene.slot.phase is Phase.QUARANTINED
+
+
+def test_a_worker_that_cannot_be_built_but_has_worked_in_an_earlier_process_is_started_again() -> None:
+    scene = Scene()
+    scene.work()
+    scene.feed(scene.failure())
+    scene.feed(Tick())
+    assert scene.deeds(scene.failure(SliceFailure.UNBUILDABLE)) == [Forget(), Restart()]
+    assert (scene.slot.state, scene.slot.counters.restarts) == (WorkerState.RESTARTING, 2)
+
+
+def test_errors_of_the_workload_in_a_row_end_in_quarantine() -> None:
+    scene = Scene()
+    scene.work()
+    for _ in range(2):
+        assert len(sequences(scene.feed(scene.report(error="Traceback …", reason="boom", steps_error=1)))) == 1
+    assert scene.deeds(scene.report(error="Traceback …", reason="boom", steps_error=1)) == [Abandon()]
+    assert scene.slot.reason == "the workload failed 3 times in a row: boom"
+    assert scene.slot.counters == Counters(steps_error=3, steps_lost_upper_bound=LEAST)
+
+
+def test_errors_of_the_workload_count_whatever_else_the_report_says() -> None:
+    scene = Scene(max_workload_errors=1)
+    scene.work()
+    report = scene.report(error="Traceback …", reason="boom", verdict=Verdict.CONTEXT_CORRUPTED)
+    assert scene.deeds(report) == [Abandon()]
+    assert scene.slot.phase is Phase.QUARANTINED
+
+
+def test_a_good_slice_between_errors_of_the_workload_forgives_them() -> None:
+    scene = Scene()
+    scene.work()
+    for _ in range(5):
+        scene.feed(scene.report(error="Traceback …"))
+        scene.feed(scene.report(error="Traceback …"))
+        scene.feed(scene.report())
+    assert scene.slot.phase is Phase.WORKING
+
+
+def test_errors_of_the_workload_are_counted_on_over_a_death() -> None:
+    scene = Scene(max_workload_errors=2)
+    scene.work()
+    scene.feed(scene.report(error="Traceback …"))
+    scene.feed(scene.failure())
+    scene.feed(Tick())
+    scene.feed(scene.report(error="Traceback …"))
+    assert scene.slot.phase is Phase.QUARANTINED
+
+
+@pytest.mark.parametrize(("died_before_s", "blamed"), [(59, True), (61, False)])
+def test_deaths_shortly_before_a_node_leaves_are_blamed_on_the_node(died_before_s: float, blamed: bool) -> None:
+    scene = Scene(max_deaths=2)
+    scene.work()
+    scene.feed(scene.failure())
+    scene.feed(NodeLeft(), later_s=died_before_s)
+    scene.feed(NodeJoined(), later_s=1)
+    scene.feed(scene.report())
+    scene.feed(scene.failure())
+    assert (scene.slot.phase is Phase.PAUSING) == blamed
+
+
+def test_a_node_that_leaves_during_the_back_off_wakes_nobody() -> None:
+    scene = Scene()
+    scene.work()
+    scene.feed(scene.failure())
+    scene.feed(NodeLeft())
+    assert scene.feed(Tick(), later_s=100) == []
+    assert scene.slot.phase is Phase.ABSENT
+
+
+@pytest.mark.parametrize("before", ["working", "not proven", "pausing", "draining"])
+def test_a_slot_on_a_condemned_card_is_quarantined_for_the_cards_reason(before: str) -> None:
+    scene = Scene()
+    scene.feed(NodeJoined())
+    if before != "not proven":
+        scene.feed(scene.report())
+    if before == "pausing":
+        scene.feed(scene.failure())
+    if before == "draining":
+        scene.feed(Drain())
+    assert scene.deeds(CardQuarantined(reason="pc1's card: all 7 workers keep dying")) == [Abandon()]
+    assert (scene.slot.phase, scene.slot.state) == (Phase.QUARANTINED, WorkerState.QUARANTINED)
+    assert scene.slot.reason == "pc1's card: all 7 workers keep dying"
+    assert (scene.slot.in_flight, scene.slot.wake_at_s) == ((), None)
+    assert scene.feed(CardQuarantined(reason="again")) == []
+    assert scene.slot.reason == "pc1's card: all 7 workers keep dying"

@@ -1,0 +1,411 @@
+"""The lifecycle under any order of events: what a cluster, a clock and a user may do to a slot, and what must hold.
+
+Reports come late, twice, in the wrong order, from another process and for another slot. `lifecycle_books.py` keeps
+books of it all; the slot's own must agree with them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import fields, replace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, precondition, rule
+
+from orchestrator.core.fleet import DeathCause, SliceFailure
+from orchestrator.core.lifecycle import advance
+from orchestrator.core.slot import (
+    CardQuarantined,
+    Close,
+    Counters,
+    DeathExplained,
+    Drain,
+    EndRun,
+    Event,
+    NodeJoined,
+    NodeLeft,
+    NodeRefused,
+    Note,
+    Phase,
+    Rules,
+    Slot,
+    Submit,
+    Tick,
+)
+from tests.core.lifecycle_books import FINAL, SUMMED, Books, FaultOutcome, failed, reported
+from tests.core.scene import CPU, MEMORY, MIB
+from workers.messages import Verdict, WorkerState
+
+rules_of_run = st.builds(
+    Rules,
+    slice_s=st.sampled_from([0.5, 1.0, 4.0]),
+    hang_timeout_s=st.sampled_from([15.0, 60.0]),
+    stale_after_s=st.sampled_from([5.0, 10.0]),
+    start_timeout_s=st.sampled_from([2.0, 120.0]),
+    restart_backoff_s=st.sampled_from([0.5, 1.0]),
+    restart_backoff_max_s=st.sampled_from([1.0, 60.0, 600.0]),
+    max_deaths=st.sampled_from([1, 3, 5, 8]),
+    death_window_s=st.sampled_from([10.0, 300.0]),
+    max_workload_errors=st.integers(1, 4),
+    leak_flag_bytes=st.sampled_from([None, 20 * MIB]),
+    leak_limit_bytes=st.sampled_from([None, 60 * MIB]),
+    seed=st.integers(0, 3),
+)
+# Whole numbers, in floats too, so that the sums are exact in any order.
+sums = st.fixed_dictionaries(
+    {name: st.integers(0, 1000) for name in SUMMED[1:-2]}
+    | {name: st.integers(0, 2**20).map(float) for name in SUMMED[-2:]}
+    | {"wall_s": st.sampled_from([0.0, 0.01, 1.0, 7.0])}
+)
+durations_s = st.sampled_from([0.0, 0.1, 0.5, 1.0, 3.0, 11.0, 61.0, 125.0, 1000.0, 100_000.0])
+resumes = st.none() | st.fixed_dictionaries({"failures": st.integers(0, 9)})
+working_states = st.sampled_from([WorkerState.RUNNING, WorkerState.BACKOFF, WorkerState.EMERGENCY])
+failures = st.sampled_from(list(SliceFailure))
+#: For what ends a slot, or makes it wait: once in a while, or the machine would do little else.
+seldom = st.sampled_from([False] * 7 + [True])
+
+
+class LifecycleMachine(Books):
+    """Plays cluster, clock and user."""
+
+    @initialize(run_rules=rules_of_run, earlier_incarnations=st.integers(0, 3), waits=seldom)
+    def start(self, run_rules: Rules, earlier_incarnations: int, waits: bool) -> None:
+        self.open(run_rules, earlier_incarnations)
+        if not waits:
+            self.node_joins()
+
+    # What a cluster may do
+
+    @rule()
+    def node_joins(self) -> None:
+        self.node_is_there = True
+        self.feed(NodeJoined())
+
+    @precondition(lambda self: self.slot.phase is not Phase.ABSENT)
+    @rule(
+        reason=st.sampled_from(["its node has left the cluster", "its node does not answer"]),
+        refused=st.booleans(),
+        stays_away=seldom,
+    )
+    def node_leaves(self, reason: str, refused: bool, stays_away: bool) -> None:
+        """Leave; mostly the node is back at once, as another raylet."""
+        self.node_is_there = False
+        self.feed(NodeLeft(reason=reason))
+        if refused:
+            self.node_is_refused()
+        if not stays_away:
+            self.node_joins()
+
+    @precondition(lambda self: self.slot.phase is Phase.ABSENT)
+    @rule(joins=st.booleans())
+    def node_that_is_gone_leaves_again_or_joins(self, joins: bool) -> None:
+        before = self.slot
+        assert self.feed(NodeLeft(reason="its node does not answer")) == ()
+        assert self.slot == before
+        if joins:
+            self.node_joins()
+
+    @rule()
+    def node_is_refused(self) -> None:
+        before = self.slot
+        assert self.feed(NodeRefused(reason="pc1 offers 4 CPUs")) == ()
+        if before.phase is Phase.ABSENT:
+            assert self.slot.reason == "pc1 offers 4 CPUs"
+        else:
+            assert self.slot == before
+
+    @precondition(lambda self: len(self.history) > 10)
+    @rule(sick=seldom)
+    def card_may_be_condemned(self, sick: bool) -> None:
+        if not sick:
+            return
+        was = self.slot.phase
+        self.feed(CardQuarantined(reason="pc1's card: all 2 workers keep dying"))
+        if was not in FINAL:
+            assert self.slot.phase is Phase.QUARANTINED
+            assert self.slot.reason == "pc1's card: all 2 workers keep dying"
+
+    @precondition(lambda self: self.submitted)
+    @rule(data=st.data(), share=st.floats(0, 1))
+    def a_process_works(self, data: st.DataObject, share: float) -> None:
+        """Let any slice go on, one that was given up too: nobody can take it back from a process that lives."""
+        going_on = [name for name in self.submitted if name not in self.reported]
+        if going_on:
+            self.do_steps(data.draw(st.sampled_from(going_on)), share)
+
+    @precondition(lambda self: self.under_way)
+    @rule(
+        data=st.data(),
+        counts=sums,
+        resume=resumes,
+        state=working_states,
+        verdict=st.sampled_from([Verdict.OK] * 14 + [Verdict.CONTEXT_CORRUPTED] * 3 + [Verdict.INCOMPATIBLE]),
+        error=st.sampled_from([None] * 5 + ["Traceback …"]),
+        share=st.floats(0, 1),
+    )
+    def slice_is_reported(
+        self,
+        data: st.DataObject,
+        counts: dict[str, int | float],
+        resume: dict[str, int] | None,
+        state: WorkerState,
+        verdict: Verdict,
+        error: str | None,
+        share: float,
+    ) -> None:
+        """Report any slice under way, the queued one before the running one too; it must count."""
+        if verdict is Verdict.INCOMPATIBLE and self.ends_at_s is None and self.slot.report is None:
+            return  # see run_can_never_work
+        name = data.draw(st.sampled_from(self.under_way))
+        self.do_steps(name, share)
+        self.accepted(name, counts, resume=resume, state=state, verdict=verdict, error=error)
+
+    @precondition(lambda self: self.under_way)
+    @rule(grows_mib=st.sampled_from([0, 30, 70]))
+    def worker_reports_at_length_and_may_leak(self, grows_mib: int) -> None:
+        """Report as often as it takes to notice, until the slot has enough of it."""
+        for index in range(16):
+            if not self.under_way:
+                return
+            self.now_s += 1.0
+            name = self.under_way[0]
+            self.do_steps(name, 1.0)
+            held_bytes = (100 + (grows_mib if index > 9 else 0)) * MIB
+            self.accepted(name, {"wall_s": 1.0}, device=CPU, memory=MEMORY, rss_bytes=held_bytes)
+
+    @precondition(lambda self: self.submitted)
+    @rule(data=st.data(), counts=sums, share=st.floats(0, 1))
+    def report_is_late_or_twice(self, data: st.DataObject, counts: dict[str, int | float], share: float) -> None:
+        """Report a slice that is not under way any more, whatever ended it; it must not count."""
+        over = [name for name in self.submitted if name not in self.under_way]
+        if over:
+            name = data.draw(st.sampled_from(over))
+            if name not in self.reported:
+                self.do_steps(name, share)
+                self.reported.add(name)
+            self.refused(reported("pc1/0", name, {**counts, "steps_ok": self.really_done[name]}))
+
+    @rule(
+        data=st.data(),
+        counts=sums,
+        slot=st.sampled_from(["pc1/0", "pc1/1", "pc2/0"]),
+        incarnation=st.integers(-2, 2),
+        sequence=st.integers(-3, 3),
+    )
+    def report_is_foreign(
+        self, data: st.DataObject, counts: dict[str, int | float], slot: str, incarnation: int, sequence: int
+    ) -> None:
+        """Report what is not one of ours under way: another slot's slice, another process's, one never sent."""
+        name = (self.slot.incarnation + incarnation, self.slot.next_sequence + sequence)
+        if slot != "pc1/0" and self.under_way and sequence > 0:
+            name = data.draw(st.sampled_from(self.under_way))
+        if slot != "pc1/0" or name not in self.under_way:
+            self.refused(reported(slot, name, counts))
+
+    @precondition(lambda self: self.under_way)
+    @rule(data=st.data(), failure=failures)
+    def slice_fails(self, data: st.DataObject, failure: SliceFailure) -> None:
+        if failure is SliceFailure.UNBUILDABLE and self.ends_at_s is None and self.slot.report is None:
+            return  # see run_can_never_work
+        name = data.draw(st.sampled_from(self.under_way))
+        if failure is SliceFailure.UNSENT:
+            if self.really_done[name]:
+                return  # it did steps, so it was sent
+            self.fates[name] = FaultOutcome.UNSENT
+        self.feed(failed(name, failure))
+        assert not self.under_way, "a slot that lost its process gave up what was under way"
+
+    @precondition(lambda self: self.submitted)
+    @rule(data=st.data(), failure=failures)
+    def failure_is_late_or_twice(self, data: st.DataObject, failure: SliceFailure) -> None:
+        over = [name for name in self.submitted if name not in self.under_way]
+        if over:
+            before = self.slot
+            assert self.feed(failed(data.draw(st.sampled_from(over)), failure)) == ()
+            assert self.slot == before
+
+    @rule(host_memory=st.booleans())
+    def death_is_explained(self, host_memory: bool) -> None:
+        """Explain the last death, at any time: the cluster finds out when it will."""
+        before = self.slot
+        assert self.feed(DeathExplained(cause=DeathCause(host_memory=host_memory, text="why"))) == ()
+        assert self.slot == replace(before, reason=self.slot.reason), "nothing but words"
+
+    @precondition(lambda self: self.under_way and self.slot.report is None and self.ends_at_s is None)
+    @rule(data=st.data(), how=st.sampled_from(["incompatible", "unbuildable"]))
+    def run_can_never_work(self, data: st.DataObject, how: str) -> None:
+        name = data.draw(st.sampled_from(self.under_way))
+        event: Event = failed(name, SliceFailure.UNBUILDABLE)
+        if how == "incompatible":
+            event = reported("pc1/0", name, {}, verdict=Verdict.INCOMPATIBLE)
+        _, commands = advance(self.slot, event, self.now_s, self.run_rules, self.ends_at_s)
+        assert [type(command) for command in commands if not isinstance(command, Note)] == [EndRun]
+        # What the slot would be now does not matter: the machine goes on as if it had not been.
+
+    # What the clock and the user may do
+
+    @rule(seconds=durations_s)
+    def time_passes(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    @rule(seconds=durations_s)
+    def clock_ticks(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.feed(Tick())
+
+    @precondition(lambda self: self.slot.wake_at_s is not None)
+    @rule()
+    def pause_is_waited_for(self) -> None:
+        assert self.slot.wake_at_s is not None
+        self.now_s = max(self.now_s, self.slot.wake_at_s)
+        self.feed(Tick())
+        assert self.slot.phase is Phase.WORKING
+
+    @precondition(lambda self: self.ends_at_s is None)
+    @rule(duration_s=st.sampled_from([0.0, 1.05, 30.0, 3600.0]))
+    def run_begins_to_count(self, duration_s: float) -> None:
+        self.ends_at_s = self.now_s + duration_s
+
+    @precondition(lambda self: len(self.history) > 20)
+    @rule(now=seldom)
+    def run_may_drain(self, now: bool) -> None:
+        if now:
+            self.drained = True
+            self.feed(Drain())
+
+    @precondition(lambda self: len(self.history) > 20)
+    @rule(now=seldom)
+    def run_may_close(self, now: bool) -> None:
+        """Close, drained or not: an error may end a run at any point."""
+        if not now:
+            return
+        self.drained = True
+        self.feed(Close())
+        assert self.slot.phase in FINAL
+
+    # What must hold
+
+    @invariant()
+    def counters_are_the_sum_of_the_accepted_reports_and_the_bounds_of_the_lost_slices_exactly(self) -> None:
+        assert {name: getattr(self.slot.counters, name) for name in SUMMED} == self.expected
+        assert self.slot.counters.steps_lost_upper_bound == self.expected_lost
+
+    @invariant()
+    def no_step_that_was_really_done_is_beyond_what_was_counted_lost_or_is_under_way(self) -> None:
+        counters = self.slot.counters
+        over = sum(done for name, done in self.really_done.items() if self.fates[name] is not FaultOutcome.UNDER_WAY)
+        assert counters.steps_ok + counters.steps_lost_upper_bound >= over
+        at_risk = sum(flight.step_limit for flight in self.slot.in_flight)
+        assert counters.steps_ok + counters.steps_lost_upper_bound + at_risk >= self.really_done.total()
+
+    @invariant()
+    def every_slice_is_counted_lost_or_under_way(self) -> None:
+        assert len(self.submitted) == self.slot.next_sequence - self.first_sequence
+        assert [(self.slot.incarnation, flight.sequence) for flight in self.slot.in_flight] == self.under_way
+        assert [flight.step_limit for flight in self.slot.in_flight] == [
+            self.submitted[name].step_limit for name in self.under_way
+        ]
+        assert len(self.slot.in_flight) <= (2 if self.slot.proven else 1)
+
+    @invariant()
+    def counters_never_go_backwards(self) -> None:
+        for before, after in zip(self.history[-2:], self.history[-1:], strict=False):
+            for field in fields(Counters):
+                assert getattr(after.counters, field.name) >= getattr(before.counters, field.name), field.name
+
+    @invariant()
+    def every_slot_that_is_not_final_has_a_flight_a_timer_or_waits_for_its_node(self) -> None:
+        slot = self.slot
+        match slot.phase:
+            case Phase.ABSENT:
+                assert not self.node_is_there
+                assert (slot.in_flight, slot.wake_at_s) == ((), None)
+            case Phase.PAUSING:
+                assert slot.wake_at_s is not None
+                assert slot.wake_at_s <= self.now_s + max(self.run_rules.restart_backoff_max_s, 0.5)
+                assert slot.in_flight == ()
+            case Phase.WORKING:
+                assert slot.wake_at_s is None
+                assert slot.in_flight or self.at_its_end(slot)
+            case Phase.QUARANTINED | Phase.STOPPED:
+                assert (slot.in_flight, slot.wake_at_s) == ((), None)
+
+    @invariant()
+    def the_words_fit_the_phase(self) -> None:
+        slot = self.slot
+        assert slot.reason
+        assert (slot.phase is Phase.QUARANTINED) == (slot.state is WorkerState.QUARANTINED)
+        if slot.phase is Phase.ABSENT:
+            assert slot.state is (WorkerState.LOST if slot.placed else WorkerState.STARTING)
+
+    @invariant()
+    def quarantined_and_stopped_are_final(self) -> None:
+        before, after = self.history[-2:] if len(self.history) > 1 else self.history * 2
+        if before.phase in FINAL:
+            # Why the last process ended may be known only later.
+            assert replace(after, reason=before.reason) == before
+            assert after.reason.startswith(before.reason)
+
+    @invariant()
+    def incarnations_and_sequences_only_grow(self) -> None:
+        before, after = self.history[-2:] if len(self.history) > 1 else self.history * 2
+        assert after.incarnation in {before.incarnation, before.incarnation + 1}
+        assert after.next_sequence >= before.next_sequence
+
+    @invariant()
+    def deaths_and_errors_are_below_their_limits(self) -> None:
+        if self.slot.phase is not Phase.QUARANTINED:
+            assert len(self.slot.deaths_at_s) < self.run_rules.max_deaths
+            assert self.slot.errors_in_a_row < self.run_rules.max_workload_errors
+        assert list(self.slot.deaths_at_s) == sorted(self.slot.deaths_at_s)
+
+    @invariant()
+    def with_a_cluster_that_helps_a_slot_soon_runs_or_rests_for_a_reason(self) -> None:
+        """No slot is stuck: at most a timer, a proof, and a slice that was running all along stand in the way."""
+        slot, now_s = self.slot, self.now_s
+        for _ in range(5):
+            if slot.phase in {Phase.ABSENT, *FINAL} or self.at_its_end(slot):
+                return
+            if slot.proven and slot.state is WorkerState.RUNNING and not slot.draining:
+                return
+            event: Event = Tick()
+            if slot.phase is Phase.PAUSING:
+                assert slot.wake_at_s is not None
+                now_s = max(now_s, slot.wake_at_s)
+            else:
+                event = reported("pc1/0", (slot.incarnation, slot.in_flight[0].sequence), {"steps_ok": 1})
+            slot, _ = advance(slot, event, now_s, self.run_rules, self.ends_at_s)
+        raise AssertionError(f"stuck in {slot}")
+
+    @invariant()
+    def with_a_cluster_that_is_silent_a_slot_tries_again_and_in_the_end_gives_up(self) -> None:
+        if self.slot.phase not in {Phase.WORKING, Phase.PAUSING} or self.at_its_end(self.slot):
+            return
+        slot, now_s, tries = self.slot, self.now_s, 0
+        # Each try costs one tick to be given up and one to be begun again; a working process may have one of before.
+        for ticks in range(2 * self.run_rules.max_deaths + 2):
+            now_s += self.longest_wait_s
+            slot, commands = advance(slot, Tick(), now_s, self.run_rules, self.ends_at_s)
+            tries += sum(isinstance(command, Submit) for command in commands)
+            assert tries or slot.phase in FINAL or ticks < 2
+        assert slot.phase in FINAL
+
+    @invariant()
+    def a_slot_survives_pickling(self) -> None:
+        assert pickle.loads(pickle.dumps(self.slot)) == self.slot  # noqa: S301 - our own bytes
+
+    @property
+    def longest_wait_s(self) -> float:
+        numbers = self.run_rules
+        slowest_s = max(numbers.hang_timeout_s, numbers.start_timeout_s) + numbers.slice_s
+        return max(slowest_s, numbers.restart_backoff_max_s) + 1.0
+
+    def at_its_end(self, slot: Slot) -> bool:
+        """Whether nothing more fits into the run, so that the slot waits for Drain, which the end of a run brings."""
+        left_s = self.ends_at_s - self.now_s if self.ends_at_s is not None else float("inf")
+        return slot.phase is Phase.WORKING and not slot.in_flight and left_s < self.run_rules.slice_s / 10
+
+
+LifecycleMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=60)
+TestLifecycleMachine = LifecycleMachine.TestCase

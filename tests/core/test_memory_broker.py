@@ -1,0 +1,228 @@
+"""What the head's leases are made of: reports and directives of real slots, on cards that they share or do not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchestrator.config.load import load_config
+from orchestrator.core.memory_broker.broker import MemoryBroker
+from orchestrator.core.placement import SlotPlan, Target, plan_slots
+from orchestrator.core.slot import Command, NodeJoined, NodeLeft, SliceReported
+from tests.core.scene import CPU, MEMORY, MIB, Scene, submits
+from workers.messages import DeviceInfo, WorkerState
+
+REFERENCE = load_config(str(Path(__file__).parents[2] / "cluster.yaml"))
+TOTAL_BYTES = 24 * 2**30
+CONTEXT_BYTES = 400 * MIB
+
+
+def card(plan: SlotPlan, uuid: str = "GPU-1") -> DeviceInfo:
+    cap_bytes = plan.spec.budget_bytes - CONTEXT_BYTES
+    return replace(CPU, kind="cuda", uuid=uuid, context_bytes=CONTEXT_BYTES, cap_bytes=cap_bytes)
+
+
+class House:
+    """The slots of some plans, their broker, and a card on which nothing but they and one tenant take memory."""
+
+    def __init__(self, plans: tuple[SlotPlan, ...], *, outside_bytes: int = 0) -> None:
+        self.plans = {plan.reservation.slot: plan for plan in plans}
+        self.scenes = {name: Scene(slot=name) for name in self.plans}
+        self.broker = MemoryBroker(self.plans)
+        self.outside_bytes = outside_bytes
+        self.held_bytes: dict[str, int] = {}
+        self.sent: dict[str, list[int | None]] = {name: [] for name in self.plans}
+        """Of each slot the leases of all its directives."""
+        self.news: list[dict[str, int | None]] = []
+        """Every answer of the broker that told of something new."""
+        self.now_s = 1000.0
+
+    def join(self, *names: str) -> None:
+        for name in names or tuple(self.plans):
+            self.after(name, self.scenes[name].feed(NodeJoined()))
+
+    def report(self, name: str, held_bytes: int, **changes: object) -> None:
+        """Let the running slice end with a look at the card, and send what comes next."""
+        self.now_s += 0.1
+        self.held_bytes[name] = held_bytes
+        used_bytes = self.outside_bytes + sum(self.held_bytes.values()) + len(self.held_bytes) * CONTEXT_BYTES
+        memory = replace(
+            MEMORY,
+            device_total_bytes=TOTAL_BYTES,
+            device_used_bytes=used_bytes,
+            reserved_bytes=held_bytes,
+            peak_bytes=held_bytes,
+        )
+        event: SliceReported = self.scenes[name].report(device=card(self.plans[name]), **{"memory": memory, **changes})
+        self.after(name, self.scenes[name].feed(event))
+
+    def after(self, name: str, commands: list[Command]) -> None:
+        """Do as the supervisor does at the end of a turn."""
+        for scene in self.scenes.values():
+            scene.now_s = self.now_s
+        new = self.broker.look({other: scene.slot for other, scene in self.scenes.items()}, self.now_s)
+        if new:
+            self.news.append(new)
+        for command in submits(commands):
+            self.sent[name].append(self.broker.grant(self.scenes[name].slot, command.sequence))
+
+    def settle(self, *names: str, rounds: int = 10) -> None:
+        """Let workers hold what the slice that ends allowed them."""
+        for _ in range(rounds):
+            for name in names or tuple(self.plans):
+                running = self.sent[name][-len(self.scenes[name].slot.in_flight)]
+                cap_bytes = card(self.plans[name]).cap_bytes
+                self.report(name, cap_bytes if running is None else min(running, cap_bytes))
+            self.now_s += 1.0
+
+    def caps(self) -> Mapping[str, int]:
+        return {name: card(plan).cap_bytes for name, plan in self.plans.items()}
+
+
+def seven(**house: int) -> House:
+    plans = tuple(plan for plan in plan_slots(REFERENCE, Target()) if plan.spec.node == "pc1")
+    return House(plans, **house)
+
+
+def test_the_first_directive_on_a_shared_card_lets_a_process_hold_nothing() -> None:
+    house = seven()
+    house.join()
+    assert all(sent == [0] for sent in house.sent.values())
+
+
+def test_where_the_budgets_fit_all_that_follow_let_it_hold_its_cap() -> None:
+    house = seven()
+    house.join()
+    house.settle()
+    for name, cap_bytes in house.caps().items():
+        assert set(house.sent[name][1:]) == {cap_bytes}
+
+
+def test_a_tenants_memory_is_missing_in_equal_parts() -> None:
+    house = seven(outside_bytes=TOTAL_BYTES // 2)
+    house.join()
+    house.settle()
+    shares = {sent[-1] for sent in house.sent.values()}
+    assert max(shares) - min(shares) <= 7
+    there_bytes = TOTAL_BYTES // 2 - 7 * CONTEXT_BYTES - 128 * MIB
+    assert 0.97 * there_bytes < sum(sent[-1] for sent in house.sent.values()) <= there_bytes
+
+
+def test_a_worker_that_has_not_opened_the_card_yet_is_expected_on_its_neighbours() -> None:
+    house = seven(outside_bytes=TOTAL_BYTES // 2)
+    house.join()
+    house.report("pc1/0", 0)
+    share_bytes = (TOTAL_BYTES // 2 - 7 * CONTEXT_BYTES - 128 * MIB) / 7
+    assert house.sent["pc1/0"][-1] == pytest.approx(share_bytes, rel=0.05)
+
+
+def test_a_process_that_does_not_come_is_not_waited_for_with_its_share_for_ever() -> None:
+    house = seven(outside_bytes=TOTAL_BYTES // 2)
+    house.join()
+    house.settle("pc1/0", "pc1/1", rounds=40)
+    share_bytes = (TOTAL_BYTES // 2 - 2 * CONTEXT_BYTES - 128 * MIB) / 2
+    assert house.sent["pc1/0"][-1] == pytest.approx(min(share_bytes, house.caps()["pc1/0"]), rel=0.05)
+
+
+def test_what_a_directive_under_way_allows_is_not_promised_to_anybody_else() -> None:
+    house = seven(outside_bytes=int(0.7 * TOTAL_BYTES))
+    house.join()
+    house.settle("pc1/0", "pc1/1", rounds=40)
+    before = house.sent["pc1/0"][-1]
+    assert before is not None
+    # The third comes up at last. The others have two directives each that allow all they have.
+    house.report("pc1/2", 0)
+    assert house.sent["pc1/2"][-1] == 0
+    for _ in range(2):
+        for name in ("pc1/0", "pc1/1"):
+            house.report(name, house.held_bytes[name])
+            assert house.sent[name][-1] < 0.8 * before
+        house.report("pc1/2", 0)
+        assert house.sent["pc1/2"][-1] < 0.1 * before, "they have been told, and have not done it yet"
+    house.settle("pc1/0", "pc1/1", "pc1/2", rounds=8)
+    assert house.sent["pc1/2"][-1] == pytest.approx(house.sent["pc1/0"][-1], rel=0.05)
+
+
+def test_who_has_gone_leaves_its_share_to_the_others() -> None:
+    house = seven(outside_bytes=TOTAL_BYTES // 2)
+    house.join()
+    house.settle()
+    before = house.sent["pc1/0"][-1]
+    del house.held_bytes["pc1/6"]
+    house.after("pc1/6", house.scenes["pc1/6"].feed(NodeLeft()))
+    house.settle(*[name for name in house.plans if name != "pc1/6"])
+    assert house.sent["pc1/0"][-1] == pytest.approx(before * 7 / 6, rel=0.1)
+
+
+def test_a_process_that_comes_back_begins_with_nothing_again() -> None:
+    house = seven()
+    house.join()
+    house.settle()
+    scene = house.scenes["pc1/3"]
+    house.after("pc1/3", scene.feed(NodeLeft()))
+    del house.held_bytes["pc1/3"]
+    house.after("pc1/3", scene.feed(NodeJoined()))
+    assert house.sent["pc1/3"][-1] == 0
+    house.report("pc1/3", 0)
+    assert house.sent["pc1/3"][-1] == house.caps()["pc1/3"]
+
+
+def test_only_what_is_new_is_told() -> None:
+    house = seven(outside_bytes=TOTAL_BYTES // 2)
+    house.join()
+    house.settle()
+    told = len(house.news)
+    house.settle()
+    assert len(house.news) == told
+    assert all(lease is not None for lease in house.news[-1].values())
+
+
+def test_a_report_without_a_look_at_memory_changes_nothing() -> None:
+    house = seven(outside_bytes=TOTAL_BYTES // 2)
+    house.join()
+    house.settle()
+    before = house.sent["pc1/0"][-1]
+    for _ in range(5):
+        house.report("pc1/0", house.held_bytes["pc1/0"], memory=None)
+    assert house.sent["pc1/0"][-5:] == [before] * 5
+
+
+def test_a_worker_in_an_emergency_lends_its_share_out() -> None:
+    house = seven(outside_bytes=TOTAL_BYTES // 2)
+    house.join()
+    house.settle()
+    before = house.sent["pc1/1"][-1]
+    for _ in range(20):
+        house.report("pc1/0", 0, state=WorkerState.EMERGENCY)
+        house.settle(*[name for name in house.plans if name != "pc1/0"], rounds=1)
+    assert house.sent["pc1/0"][-1] < 0.1 * before
+    assert house.sent["pc1/1"][-1] > 1.05 * before
+
+
+@pytest.mark.parametrize("ground", [Target(device="cpu"), Target(device="cpu", one_machine=True)])
+def test_workers_of_a_cpu_have_no_leases(ground: Target) -> None:
+    house = House(plan_slots(REFERENCE, ground))
+    house.join()
+    assert all(sent == [None] for sent in house.sent.values())
+
+
+def test_a_worker_alone_on_its_card_has_no_lease() -> None:
+    pc1 = REFERENCE.nodes["pc1"].model_copy(update={"workers": 2, "gpus": 2})
+    house = House(plan_slots(REFERENCE.model_copy(update={"nodes": {"pc1": pc1}}), Target()))
+    house.join()
+    house.report("pc1/0", 0)
+    assert house.sent == {"pc1/0": [None] * 3, "pc1/1": [None]}
+
+
+def test_on_a_node_with_two_cards_nobody_is_expected_on_either_before_it_has_opened_it() -> None:
+    pc1 = REFERENCE.nodes["pc1"].model_copy(update={"workers": 4, "gpus": 2})
+    house = House(plan_slots(REFERENCE.model_copy(update={"nodes": {"pc1": pc1}}), Target()))
+    house.join()
+    house.scenes["pc1/0"].slot = replace(house.scenes["pc1/0"].slot, device=card(house.plans["pc1/0"], "GPU-2"))
+    house.report("pc1/1", 0)
+    house.report("pc1/2", 0)
+    assert house.sent["pc1/2"][-1] == house.caps()["pc1/2"]
+    assert house.sent["pc1/3"] == [0]

@@ -1,0 +1,262 @@
+"""Slots from a configuration, and what stands in their way on live nodes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from orchestrator.config.capacity import MAX_WORKERS_PER_CARD
+from orchestrator.config.load import load_config
+from orchestrator.config.schema import Config
+from orchestrator.core.budget import node_budget
+from orchestrator.core.fleet import NodeFact, Reservation
+from orchestrator.core.placement import Missing, SlotPlan, Target, memory_settings, plan_slots, refusals, unnamed
+from workers.settings import MemorySettings
+from workers.units import GIB, MIB
+
+REFERENCE = load_config(str(Path(__file__).parents[2] / "cluster.yaml"))
+PC1 = NodeFact(name="pc1", node_id="a", address="10.0.0.1", cpus=56.0, gpus=1.0)
+PC2 = NodeFact(name="pc2", node_id="b", address="10.0.0.2", cpus=12.0, gpus=1.0)
+
+
+def config(nodes: dict[str, dict[str, object]], **sections: object) -> Config:
+    """Return a configuration with these nodes, each an unknown card of any size unless it says otherwise."""
+    usual: dict[str, object] = {"gpu": "card", "workers": 1, "vram_per_worker_gib": 1.0}
+    return Config.model_validate({"nodes": {name: {**usual, **node} for name, node in nodes.items()}, **sections})
+
+
+def fact(**changes: object) -> NodeFact:
+    usual: dict[str, object] = {"name": "pc1", "node_id": "a", "address": "10.0.0.1", "cpus": 56.0, "gpus": 1.0}
+    return NodeFact(**{**usual, **changes})  # type: ignore[arg-type]
+
+
+def test_the_reference_pair_is_seven_slots_and_three() -> None:
+    names = [plan.reservation.slot for plan in plan_slots(REFERENCE, Target())]
+    assert names == [f"pc1/{index}" for index in range(7)] + [f"pc2/{index}" for index in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("slot", "reservation", "budget_gib", "duty", "size", "gpu"),
+    [
+        ("pc1/6", Reservation(slot="pc1/6", node="pc1", num_cpus=8, num_gpus=0.1428), 3.33, 0.60, 8192, "rtx-3090"),
+        ("pc2/2", Reservation(slot="pc2/2", node="pc2", num_cpus=4, num_gpus=0.3333), 1.50, 0.70, 4096, "rtx-3070"),
+    ],
+)
+def test_a_worker_of_the_reference_pair_gets_the_numbers_of_its_guide(
+    slot: str, reservation: Reservation, budget_gib: float, duty: float, size: int, gpu: str
+) -> None:
+    plan = {plan.reservation.slot: plan for plan in plan_slots(REFERENCE, Target())}[slot]
+    spec = plan.spec
+    assert (plan.reservation, plan.gpu) == (reservation, gpu)
+    assert (spec.slot, spec.node, spec.device, spec.policy) == (slot, reservation.node, "cuda", "adaptive")
+    assert spec.budget_bytes == int(budget_gib * GIB)
+    assert (spec.duty, spec.workload.size, spec.workload.batch, spec.workload.dtype) == (duty, size, 128, "fp16")
+
+
+def test_the_reference_pair_fits_its_cards_in_bytes_and_in_steps() -> None:
+    plans = plan_slots(REFERENCE, Target())
+    for node, workers, total_gib, fraction in (("pc1", 7, 23.31, 0.99), ("pc2", 3, 4.50, 0.75)):
+        specs = [plan.spec for plan in plans if plan.spec.node == node]
+        assert round(sum(spec.budget_bytes for spec in specs) / GIB, 2) == total_gib
+        assert {spec.card_budget_bytes for spec in specs} == {sum(spec.budget_bytes for spec in specs)}
+        assert {(spec.workers_on_host, spec.memory_fraction) for spec in specs} == {(workers, fraction)}
+        steps = [Fraction(repr(plan.reservation.num_gpus)) for plan in plans if plan.spec.node == node]
+        assert sum(steps) <= 1
+        assert sum(steps) + steps[0] > 1, "one worker more than planned would fit on the card"
+
+
+def test_every_worker_draws_its_own_numbers_and_the_same_in_the_next_run() -> None:
+    def seeds() -> list[int]:
+        return [plan.spec.workload.seed for plan in plan_slots(REFERENCE, Target())]
+
+    assert len(set(seeds())) == 10
+    assert seeds() == seeds()
+
+
+def test_the_seed_of_the_configuration_moves_all_seeds() -> None:
+    plans = plan_slots(config({"pc1": {"workers": 2}}, workload={"seed": 40}), Target())
+    assert [plan.spec.workload.seed for plan in plans] == [40, 41]
+
+
+def test_the_memory_section_reaches_every_worker_in_bytes() -> None:
+    expected = MemorySettings(
+        first_fraction=0.2,
+        retry_reduction=0.1,
+        floor_bytes=100 * MIB,
+        size_decay=0.7,
+        size_floor=256,
+        batch_step=16,
+        batch_floor=32,
+        emergency_size=128,
+        cleanup_every=15,
+        failures_per_minute=6,
+        leave_free_bytes=128 * MIB,
+    )
+    assert memory_settings(REFERENCE) == expected
+    assert {plan.spec.memory for plan in plan_slots(REFERENCE, Target())} == {expected}
+
+
+@pytest.mark.parametrize(
+    ("ground", "gpus", "device"),
+    [
+        (Target(), 1, "cuda"),
+        (Target(), 0, "cpu"),
+        (Target(device="cpu"), 1, "cpu"),
+        (Target(device="cuda"), 0, "cuda"),
+    ],
+)
+def test_the_device_is_the_grounds_or_follows_from_the_cards(ground: Target, gpus: int, device: str) -> None:
+    (plan,) = plan_slots(config({"pc1": {"gpus": gpus}}), ground)
+    assert plan.spec.device == device
+
+
+def test_nodes_on_one_machine_share_its_cores_and_its_memory() -> None:
+    plans = plan_slots(REFERENCE, Target(device="cpu", one_machine=True))
+    total_bytes = 7 * int(3.33 * GIB) + 3 * int(1.5 * GIB)
+    assert {(plan.spec.workers_on_host, plan.spec.card_budget_bytes) for plan in plans} == {(10, total_bytes)}
+    # What Ray admits is still each node's own.
+    assert Counter(plan.reservation.num_gpus for plan in plans) == {0.1428: 7, 0.3333: 3}
+
+
+def test_a_rehearsal_changes_only_where_workers_stand() -> None:
+    real, rehearsed = plan_slots(REFERENCE, Target()), plan_slots(REFERENCE, Target(device="cpu", one_machine=True))
+    assert [plan.reservation for plan in real] == [plan.reservation for plan in rehearsed]
+    assert [plan.spec.workload for plan in real] == [plan.spec.workload for plan in rehearsed]
+    assert [plan.spec.budget_bytes for plan in real] == [plan.spec.budget_bytes for plan in rehearsed]
+
+
+def test_a_cluster_that_is_all_there_is_not_refused() -> None:
+    bystander = fact(name="pc9", node_id="c", cpus=0.0, gpus=0.0)
+    assert refusals(REFERENCE, iter([PC2, bystander, PC1, fact(name=None)])) == ()
+
+
+@pytest.mark.parametrize(
+    ("live", "expected"),
+    [
+        pytest.param([PC2], [("pc1", Missing.NODE, "no live node has the label node=pc1")], id="missing"),
+        pytest.param(
+            [PC2, fact(name=None)], [("pc1", Missing.NODE, "no live node has the label node=pc1")], id="unnamed"
+        ),
+        pytest.param(
+            [fact(cpus=16.0), PC2],
+            [("pc1", Missing.CPUS, "pc1 offers 16 CPUs, the plan needs 7 workers x 8 = 56")],
+            id="too few CPUs",
+        ),
+        pytest.param(
+            [PC1, fact(name="pc2", cpus=12.0, gpus=0.0)],
+            [("pc2", Missing.GPUS, "pc2 offers 0 GPUs, the plan needs 1")],
+            id="no GPU",
+        ),
+        pytest.param(
+            [fact(cpus=55.5, gpus=0.5), PC2],
+            [
+                ("pc1", Missing.CPUS, "pc1 offers 55.5 CPUs, the plan needs 7 workers x 8 = 56"),
+                ("pc1", Missing.GPUS, "pc1 offers 0.5 GPUs, the plan needs 1"),
+            ],
+            id="too little of everything",
+        ),
+        pytest.param(
+            [PC1, fact(address="10.0.0.0", node_id="z", cpus=0.0), PC2],
+            [("pc1", Missing.TWICE, "2 live nodes have the label node=pc1: 10.0.0.0, 10.0.0.1")],
+            id="twice",
+        ),
+        pytest.param(
+            [],
+            [
+                ("pc1", Missing.NODE, "no live node has the label node=pc1"),
+                ("pc2", Missing.NODE, "no live node has the label node=pc2"),
+            ],
+            id="nothing",
+        ),
+    ],
+)
+def test_what_is_missing_is_refused_with_the_sum(
+    live: list[NodeFact], expected: list[tuple[str, Missing, str]]
+) -> None:
+    assert [(refusal.node, refusal.missing, refusal.text) for refusal in refusals(REFERENCE, live)] == expected
+
+
+def test_nodes_without_a_label_are_named_by_their_address() -> None:
+    live = [PC1, fact(name=None, address="10.0.0.9"), fact(name=None, address="10.0.0.3"), fact(name="other")]
+    assert unnamed(live) == ("10.0.0.3", "10.0.0.9")
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    """Draw a configuration of a few nodes with and without cards, of sizes nobody knows."""
+    names = draw(
+        st.lists(st.from_regex(r"[a-z0-9]([a-z0-9_.-]{0,6}[a-z0-9])?", fullmatch=True), min_size=1, max_size=4)
+    )
+    nodes: dict[str, dict[str, object]] = {}
+    for name in names:
+        gpus = draw(st.integers(0, 4))
+        nodes[name] = {
+            "gpus": gpus,
+            "workers": draw(st.integers(max(1, gpus), max(1, gpus) * 12)),
+            "cpus_per_worker": draw(st.integers(1, 16)),
+            "vram_per_worker_gib": draw(st.floats(0.01, 100)),
+        }
+    return config(nodes, workload={"seed": draw(st.integers(0, 2**32 - 1))})
+
+
+grounds = st.builds(Target, device=st.sampled_from([None, "cpu", "cuda"]), one_machine=st.booleans())
+
+
+def by_node(plans: Iterable[SlotPlan]) -> dict[str, list[SlotPlan]]:
+    found: dict[str, list[SlotPlan]] = {}
+    for plan in plans:
+        found.setdefault(plan.spec.node, []).append(plan)
+    return found
+
+
+@settings(deadline=None)
+@given(drawn=configs(), target=grounds)
+def test_slots_stand_in_the_order_of_the_configuration_under_names_that_stay(drawn: Config, ground: Target) -> None:
+    plans = plan_slots(drawn, ground)
+    expected = [f"{name}/{index}" for name, node in drawn.nodes.items() for index in range(node.workers)]
+    assert [plan.reservation.slot for plan in plans] == [plan.spec.slot for plan in plans] == expected
+    assert len(set(expected)) == len(expected)
+    assert plan_slots(drawn, ground) == plans
+    # One worker more on the last node moves nobody else.
+    *_, last = drawn.nodes
+    data = drawn.model_dump()
+    data["nodes"][last]["workers"] += 1
+    assert [plan.reservation.slot for plan in plan_slots(Config.model_validate(data), ground)][: len(plans)] == expected
+
+
+@settings(deadline=None)
+@given(drawn=configs(), target=grounds)
+def test_the_sums_of_a_node_agree_with_its_workers(drawn: Config, ground: Target) -> None:
+    plans = plan_slots(drawn, ground)
+    everything = sum(plan.spec.budget_bytes for plan in plans)
+    for name, node_plans in by_node(plans).items():
+        budget = node_budget(name, drawn.nodes[name], drawn)
+        assert sum(plan.reservation.num_cpus for plan in node_plans) == budget.cpus_total
+        assert len(node_plans) <= max(1, budget.gpus) * MAX_WORKERS_PER_CARD
+        steps = sum(Fraction(repr(plan.reservation.num_gpus)) for plan in node_plans)
+        assert steps <= budget.gpus
+        for plan in node_plans:
+            shared = [other.spec.budget_bytes for other in node_plans][: budget.workers_per_card]
+            assert plan.spec.card_budget_bytes == (everything if ground.one_machine else sum(shared))
+            assert plan.spec.workers_on_host == (len(plans) if ground.one_machine else len(node_plans))
+    assert len({plan.spec.workload.seed for plan in plans}) == len(plans)
+
+
+@settings(deadline=None)
+@given(drawn=configs(), data=st.data())
+def test_a_cluster_started_with_the_planned_numbers_is_never_refused_and_one_short_of_them_always(
+    drawn: Config, data: st.DataObject
+) -> None:
+    budgets = [node_budget(name, node, drawn) for name, node in drawn.nodes.items()]
+    live = [fact(name=budget.node, cpus=float(budget.cpus_total), gpus=float(budget.gpus)) for budget in budgets]
+    assert refusals(drawn, live) == ()
+    short = data.draw(st.integers(0, len(live) - 1))
+    poorer = [fact(name=one.name, cpus=one.cpus - (index == short), gpus=one.gpus) for index, one in enumerate(live)]
+    (refusal,) = refusals(drawn, poorer)
+    assert (refusal.node, refusal.missing) == (live[short].name, Missing.CPUS)

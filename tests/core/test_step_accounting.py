@@ -1,0 +1,152 @@
+"""The books of a slot: how many steps a slice may do, and that each slice is under way, counted or lost, and once."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.core import step_accounting
+from orchestrator.core.slot import Counters, Flight, NodeJoined, Slot
+from tests.core.scene import Scene, report_of
+
+#: What the head counts itself; everything else comes from reports.
+HEADS_OWN = {"restarts", "steps_lost_upper_bound"}
+
+rates = st.floats(0.01, 1e6)
+slices_s = st.floats(0.1, 60)
+
+
+def slot_after(steps_ok: int, wall_s: float) -> Slot:
+    return Slot(slot="pc1/0", report=report_of("pc1/0", 0, 0, steps_ok=steps_ok, wall_s=wall_s))
+
+
+def flight(sequence: int, step_limit: int = 1) -> Flight:
+    return Flight(sequence=sequence, duration_s=1.0, submitted_at_s=0.0, step_limit=step_limit)
+
+
+def worked(rate: float, duration_s: float, step_limit: int) -> tuple[int, float]:
+    """Do steps of 1/rate seconds as a worker does: until the time is over or the limit is reached."""
+    steps = min(step_limit, max(1, math.ceil(duration_s * rate)))
+    return steps, steps / rate
+
+
+@pytest.mark.parametrize("slot", [Slot(slot="pc1/0"), slot_after(1000, 1.0)], ids=["new", "fast"])
+@pytest.mark.parametrize("duration_s", [0.0, -1.0])
+def test_a_slice_of_no_duration_may_do_one_step(slot: Slot, duration_s: float) -> None:
+    assert step_accounting.step_limit(slot, duration_s) == 1
+
+
+def test_a_slot_that_knows_no_speed_may_do_four_steps() -> None:
+    assert step_accounting.step_limit(Slot(slot="pc1/0"), 60.0) == 4
+    assert step_accounting.step_limit(slot_after(10, 0.0), 60.0) == 4
+
+
+@given(rate=rates, duration_s=slices_s)
+def test_a_worker_of_steady_speed_is_never_limited(rate: float, duration_s: float) -> None:
+    """Nor is one whose last slice was of another length, such as the proof."""
+    for last_s in (0.0, duration_s / 10, duration_s):
+        steps, wall_s = worked(rate, last_s, 10**9)
+        limit = step_accounting.step_limit(slot_after(steps, wall_s), duration_s)
+        assert limit > math.ceil(duration_s * rate)
+
+
+@given(steps_ok=st.integers(0, 10**9), wall_s=st.floats(1e-6, 1e6), duration_s=slices_s)
+def test_the_bound_is_at_most_twice_what_is_likely_and_five_more(
+    steps_ok: int, wall_s: float, duration_s: float
+) -> None:
+    likely = duration_s * steps_ok / wall_s
+    limit = step_accounting.step_limit(slot_after(steps_ok, wall_s), duration_s)
+    assert max(4, 2 * likely) <= limit * (1 + 1e-9)
+    assert limit <= (2 * likely + 5) * (1 + 1e-9)
+
+
+@given(steps_ok=st.integers(0, 10**6), wall_s=st.floats(1e-3, 100), duration_s=slices_s, longer=st.floats(1, 10))
+def test_more_time_or_more_speed_is_never_fewer_steps(
+    steps_ok: int, wall_s: float, duration_s: float, longer: float
+) -> None:
+    limit = step_accounting.step_limit(slot_after(steps_ok, wall_s), duration_s)
+    assert step_accounting.step_limit(slot_after(steps_ok, wall_s), duration_s * longer) >= limit
+    assert step_accounting.step_limit(slot_after(steps_ok + 1, wall_s), duration_s) >= limit
+    assert step_accounting.step_limit(slot_after(steps_ok, wall_s * longer), duration_s) <= limit
+
+
+def limited_slices(rates_of_slices: list[float], slice_s: float, proof_s: float) -> list[bool]:
+    """Run a worker of these speeds as the lifecycle does, two slices sent ahead; return which its limit cut short."""
+    slot = slot_after(1, proof_s)
+    sent = deque([step_accounting.step_limit(slot, slice_s)] * 2)
+    cut: list[bool] = []
+    for rate in rates_of_slices:
+        limit = sent.popleft()
+        steps, wall_s = worked(rate, slice_s, limit)
+        cut.append(steps < math.ceil(slice_s * rate))
+        sent.append(step_accounting.step_limit(slot_after(steps, wall_s), slice_s))
+    return cut
+
+
+@given(rate=st.floats(0.1, 1e4), slice_s=st.floats(0.5, 10), times=st.floats(1, 1000))
+def test_a_workload_that_becomes_a_thousand_times_faster_is_limited_for_two_slices_at_most(
+    rate: float, slice_s: float, times: float
+) -> None:
+    cut = limited_slices([rate] * 5 + [rate * times] * 10, slice_s, proof_s=1 / rate)
+    assert sum(cut[5:]) <= 2
+    assert not any(cut[7:])
+
+
+@given(rate=st.floats(0.1, 1e6), opening_s=st.floats(0, 100))
+def test_a_slow_start_does_not_hold_a_worker_back_for_long(rate: float, opening_s: float) -> None:
+    """The proof takes as long as opening the device does, and says little about the speed of a step."""
+    cut = limited_slices([rate] * 10, 1.0, proof_s=opening_s + 1 / rate)
+    assert not any(cut[2:])
+
+
+@given(limits=st.lists(st.integers(1, 10**6), max_size=2), before=st.integers(0, 10**9))
+def test_what_is_given_up_adds_its_limits_and_is_under_way_no_more(limits: list[int], before: int) -> None:
+    flights = tuple(flight(index, limit) for index, limit in enumerate(limits))
+    slot = Slot(slot="pc1/0", in_flight=flights, counters=Counters(steps_ok=5, steps_lost_upper_bound=before))
+    assert step_accounting.steps_at_risk(slot) == sum(limits)
+    lost = step_accounting.all_lost(slot)
+    assert lost.in_flight == ()
+    assert lost.counters == Counters(steps_ok=5, steps_lost_upper_bound=before + sum(limits))
+    assert step_accounting.all_lost(lost) == lost
+    assert replace(lost, in_flight=flights, counters=slot.counters) == slot, "nothing else changes"
+
+
+def test_a_slice_that_was_counted_is_under_way_no_more_and_the_other_still_is() -> None:
+    first, second = flight(3), flight(4)
+    slot = Slot(slot="pc1/0", incarnation=2, in_flight=(first, second))
+    assert step_accounting.flight_of(slot, 2, 3) is first
+    closed = step_accounting.without(slot, first)
+    assert closed.in_flight == (second,)
+    assert step_accounting.flight_of(closed, 2, 3) is None
+    assert step_accounting.flight_of(closed, 2, 4) is second
+    assert closed.counters == slot.counters
+
+
+@pytest.mark.parametrize(("incarnation", "sequence"), [(1, 3), (3, 3), (2, 2), (2, 5)])
+def test_a_slice_of_another_name_is_not_under_way(incarnation: int, sequence: int) -> None:
+    slot = Slot(slot="pc1/0", incarnation=2, in_flight=(flight(3), flight(4)))
+    assert step_accounting.flight_of(slot, incarnation, sequence) is None
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Counters) if field.name not in HEADS_OWN])
+def test_each_number_of_a_report_is_added_to_its_own_sum_and_to_no_other(name: str) -> None:
+    before = Counters(**{field.name: index for index, field in enumerate(fields(Counters))})
+    after = step_accounting.counted(before, report_of("pc1/0", 0, 0, **{name: 100}))
+    assert after == replace(before, **{name: getattr(before, name) + 100})
+
+
+def test_a_report_of_nothing_changes_no_sum() -> None:
+    before = Counters(steps_ok=3, restarts=2, steps_lost_upper_bound=7, work_flop=1e12)
+    assert step_accounting.counted(before, report_of("pc1/0", 0, 0)) == before
+
+
+def test_a_report_that_took_no_time_to_speak_of_does_not_break_the_sum() -> None:
+    scene = Scene()
+    scene.feed(NodeJoined())
+    scene.feed(scene.report(steps_ok=1, wall_s=5e-324))
+    assert [flight.step_limit for flight in scene.slot.in_flight] == [2**57 + 4] * 2

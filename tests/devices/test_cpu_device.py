@@ -1,0 +1,287 @@
+"""The CPU device: its cap is the kernel's, and what is released really goes back to the kernel."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+
+from workers import oom
+from workers.devices.cpu import CpuDevice
+from workers.devices.emergency import EmergencyProduct
+from workers.errors import ContextCorruptedError, IncompatibleError
+from workers.settings import FailureKind, WorkerSpec
+
+InChild: TypeAlias = Callable[..., Any]
+MakeSpec: TypeAlias = Callable[..., WorkerSpec]
+Found: TypeAlias = dict[str, Any]
+
+MIB = 2**20
+BUDGET_BYTES = 160 * MIB
+
+#: malloc's header page for each mapping, and what Python takes for itself meanwhile.
+SLACK_BYTES = MIB
+
+
+def vm_data_bytes() -> int:
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData:"))
+
+
+def block(size_bytes: int) -> torch.Tensor:
+    return torch.empty(size_bytes, dtype=torch.uint8)
+
+
+def fill(block_bytes: int) -> tuple[list[torch.Tensor], oom.Failure]:
+    """Take blocks until one is refused; does not end where no cap is enforced."""
+    blocks: list[torch.Tensor] = []
+    while True:
+        try:
+            blocks.append(block(block_bytes))
+        except RuntimeError as error:
+            return blocks, oom.classify(error)
+
+
+def limit_bytes() -> int:
+    return resource.getrlimit(resource.RLIMIT_DATA)[0]
+
+
+# --- the wall ----------------------------------------------------------------------------------------------------
+
+
+def up_to_the_wall(spec: WorkerSpec) -> Found:
+    lifted_bytes = limit_bytes()
+    device = CpuDevice(spec)
+    free_bytes = device.free_bytes()
+    with device.enforced():
+        opened_bytes = vm_data_bytes()
+        blocks, failure = fill(MIB)
+        refused_at_bytes = vm_data_bytes()
+        enforced_bytes = limit_bytes()
+    memory = device.memory()
+    with device.enforced():
+        del blocks
+    return {
+        "info": device.info,
+        "free_bytes": free_bytes,
+        "obtained_bytes": refused_at_bytes - opened_bytes,
+        "failure": failure,
+        "memory": memory,
+        "above_bytes": enforced_bytes - opened_bytes,
+        "lifted_again": limit_bytes() == lifted_bytes,
+        "free_again_bytes": device.free_bytes(),
+    }
+
+
+@pytest.fixture(scope="module")
+def wall(in_child: InChild, make_spec: MakeSpec) -> Found:
+    return in_child(up_to_the_wall, make_spec(budget_bytes=BUDGET_BYTES))
+
+
+class TestWall:
+    def test_the_kernel_refuses_at_the_cap_and_not_before(self, wall: Found) -> None:
+        cap_bytes = wall["info"].cap_bytes
+        # A block is refused when it would pass the cap, so the last one may be missing.
+        assert 0.99 * cap_bytes - MIB <= wall["obtained_bytes"] <= cap_bytes
+
+    def test_torch_says_so_in_its_own_words(self, wall: Found) -> None:
+        assert wall["failure"].kind is FailureKind.DEFINITE
+        assert "DefaultCPUAllocator" in wall["failure"].text
+
+    def test_the_cap_is_read_back_from_the_kernel(self, wall: Found) -> None:
+        assert wall["info"].cap_bytes == pytest.approx(wall["above_bytes"], abs=SLACK_BYTES)
+
+    def test_context_and_cap_make_the_budget(self, wall: Found) -> None:
+        assert wall["info"].cap_bytes + wall["info"].context_bytes == pytest.approx(BUDGET_BYTES, abs=4096)
+        assert wall["info"].context_source.startswith("measured")
+
+    def test_what_it_calls_free_is_the_cap_less_the_margin(self, wall: Found) -> None:
+        margin_bytes = 2 * MIB + wall["info"].threads * MIB
+        assert wall["free_bytes"] == pytest.approx(wall["info"].cap_bytes - margin_bytes, abs=SLACK_BYTES)
+        assert wall["free_again_bytes"] == pytest.approx(wall["free_bytes"], abs=SLACK_BYTES)
+
+    def test_what_it_reports_at_the_wall(self, wall: Found) -> None:
+        memory = wall["memory"]
+        assert memory.free_bytes == 0
+        assert memory.allocated_bytes == pytest.approx(wall["obtained_bytes"], abs=SLACK_BYTES)
+        assert memory.reserved_bytes == memory.allocated_bytes
+        assert memory.peak_bytes >= memory.allocated_bytes
+
+
+def in_between(spec: WorkerSpec) -> Found:
+    device = CpuDevice(spec)
+    cap_bytes = device.info.cap_bytes
+    beside = block(2 * cap_bytes)  # what Ray or Python may take between two steps
+    free_bytes = device.free_bytes()
+    with device.enforced():
+        blocks, _ = fill(MIB)
+        obtained_bytes = sum(each.nbytes for each in blocks)
+        del blocks
+    del beside
+    with device.enforced():
+        blocks, _ = fill(MIB)
+        obtained_later_bytes = sum(each.nbytes for each in blocks)
+    return {"cap": cap_bytes, "free": free_bytes, "obtained": obtained_bytes, "later": obtained_later_bytes}
+
+
+class TestBetweenSteps:
+    @pytest.fixture(scope="module")
+    @staticmethod
+    def found(in_child: InChild, make_spec: MakeSpec) -> Found:
+        return in_child(in_between, make_spec(budget_bytes=BUDGET_BYTES))
+
+    def test_the_limit_is_lifted(self, wall: Found) -> None:
+        assert wall["lifted_again"]
+
+    def test_what_others_take_is_not_charged(self, found: Found) -> None:
+        assert found["free"] >= 0.95 * found["cap"]
+        assert 0.98 * found["cap"] - MIB <= found["obtained"] <= found["cap"]
+
+    def test_what_others_give_back_raises_nothing(self, found: Found) -> None:
+        assert 0.98 * found["cap"] - MIB <= found["later"] <= found["cap"]
+
+
+# --- giving back -------------------------------------------------------------------------------------------------
+
+
+def give_and_take(spec: WorkerSpec, block_bytes: int) -> Found:
+    device = CpuDevice(spec)
+    # Several times: glibc raises its threshold after the first large block is freed, unless it was told not to, and
+    # what a thousand tensor objects take on the small heaps comes with the first rounds.
+    seen = []
+    for _ in range(6):
+        with device.enforced():
+            before_bytes = vm_data_bytes()
+            blocks = [block(block_bytes) for _ in range(64 * MIB // block_bytes)]
+            held_bytes = vm_data_bytes()
+            # Every second one first: what lies between living blocks must go back too.
+            del blocks[::2]
+            half_bytes = vm_data_bytes()
+            del blocks
+        device.release()
+        left_bytes = vm_data_bytes() - before_bytes
+        seen.append({"taken": held_bytes - before_bytes, "half": half_bytes - before_bytes, "left": left_bytes})
+    return {"seen": seen}
+
+
+@pytest.mark.parametrize("block_bytes", [64 * 1024, 256 * 1024, MIB, 64 * MIB // 3])
+def test_released_memory_goes_back_to_the_kernel(in_child: InChild, make_spec: MakeSpec, block_bytes: int) -> None:
+    whole_bytes = 64 * MIB // block_bytes * block_bytes
+    # A mapping of its own costs a block at most two pages: the header's, and the rest of the last.
+    overhead_bytes = 64 * MIB // block_bytes * 8192 + SLACK_BYTES
+    *_, seen = in_child(give_and_take, make_spec(budget_bytes=BUDGET_BYTES), block_bytes)["seen"]
+    assert whole_bytes <= seen["taken"] <= whole_bytes + overhead_bytes
+    assert seen["half"] <= seen["taken"] * 0.55 + SLACK_BYTES
+    assert seen["left"] <= SLACK_BYTES
+
+
+# --- the emergency product ---------------------------------------------------------------------------------------
+
+
+def emergency_at_the_wall(spec: WorkerSpec) -> Found:
+    device = CpuDevice(spec)
+    with device.enforced():
+        blocks = [block(MIB)]
+        # Nothing here may need memory of its own: a few pages are left, and Python gets no more either.
+        for block_bytes in (MIB, 64 * 1024):
+            try:
+                while True:
+                    blocks.append(block(block_bytes))
+            except (RuntimeError, MemoryError):
+                continue
+        before_bytes = vm_data_bytes()
+        for _ in range(50):
+            device.emergency()
+        after_bytes = vm_data_bytes()
+        room_bytes = limit_bytes() - before_bytes
+        del blocks
+    return {"before": before_bytes, "after": after_bytes, "room": room_bytes}
+
+
+def test_the_emergency_product_runs_at_the_wall_and_takes_nothing(in_child: InChild, make_spec: MakeSpec) -> None:
+    found = in_child(emergency_at_the_wall, make_spec(budget_bytes=BUDGET_BYTES))
+    assert found["room"] < 128 * 1024, "this was not the wall"
+    assert found["after"] == found["before"]
+
+
+def test_a_wrong_product_is_noticed() -> None:
+    product = EmergencyProduct(128, torch.device("cpu"))
+    product.run()
+    product._left.mul_(1.5)
+    with pytest.raises(ContextCorruptedError, match="emergency product gave 384"):
+        product.run()
+
+
+# --- element types -----------------------------------------------------------------------------------------------
+
+
+def opened_with(spec: WorkerSpec) -> tuple[str, str, float]:
+    device = CpuDevice(spec)
+    left = torch.ones((64, 64), dtype=device.torch_dtype)
+    return device.info.dtype, str(device.torch_dtype), float((left @ left)[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("asked", "given"),
+    [("fp32", {"fp32"}), ("tf32", {"fp32"}), ("bf16", {"bf16"}), ("fp16", {"bf16", "fp32"})],
+)
+def test_says_which_type_it_really_uses(in_child: InChild, make_spec: MakeSpec, asked: str, given: set[str]) -> None:
+    name, torch_name, value = in_child(opened_with, make_spec(dtype=asked))
+    assert name in given
+    assert torch_name == {"fp32": "torch.float32", "bf16": "torch.bfloat16"}[name]
+    assert value == 64.0
+
+
+# --- a process that grows ----------------------------------------------------------------------------------------
+
+
+def leaking(spec: WorkerSpec) -> Found:
+    device = CpuDevice(spec)
+    with device.enforced():
+        kept = [block(8 * MIB)]  # other threads' stacks, say, that came up during a step
+    device.rebase()
+    free_after_drift_bytes = device.free_bytes()
+    for _ in range(6):  # what a workload that never lets go does to every recovery
+        with device.enforced():
+            more, _ = fill(8 * MIB)
+            kept += more
+        device.rebase()
+    return {
+        "free_after_drift": free_after_drift_bytes,
+        "cap": device.info.cap_bytes,
+        "kept": sum(each.nbytes for each in kept),
+        "free": device.free_bytes(),
+    }
+
+
+class TestRebase:
+    @pytest.fixture(scope="module")
+    @staticmethod
+    def found(in_child: InChild, make_spec: MakeSpec) -> Found:
+        return in_child(leaking, make_spec(budget_bytes=BUDGET_BYTES))
+
+    def test_a_little_growth_of_the_process_is_not_charged_to_the_worker(self, found: Found) -> None:
+        assert found["free_after_drift"] >= 0.95 * found["cap"]
+
+    def test_a_leak_cannot_raise_the_cap_for_ever(self, found: Found) -> None:
+        assert found["kept"] <= found["cap"] + 64 * MIB
+        assert found["free"] < 16 * MIB
+
+
+def refused(spec: WorkerSpec) -> str:
+    try:
+        CpuDevice(spec)
+    except IncompatibleError as error:
+        return str(error)
+    return ""
+
+
+def test_a_budget_under_the_floor_is_refused_with_the_sum(in_child: InChild, make_spec: MakeSpec) -> None:
+    sentence = in_child(refused, make_spec(budget_bytes=50 * MIB, floor_bytes=100 * MIB))
+    assert "50.0 MiB" in sentence
+    assert "100.0 MiB" in sentence
+    assert "nodes.pc1.vram_per_worker_gib" in sentence

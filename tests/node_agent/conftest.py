@@ -1,0 +1,243 @@
+"""Real agent processes over a fake NVML, a stand-in for NVIDIA's control daemon, and the proof that nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from workers.host.processes import is_alive
+from workers.learned_limits.store import STATE_DIR_VARIABLE
+from workers.node_agent.client import AgentClient
+from workers.node_agent.protocol import AgentOrders
+from workers.nvml.fake.prepare import prepare
+from workers.settings import FakeSensors
+
+#: Asks the cards of a fake NVML for their power limits, in watts; a process has one NVML for ever.
+_LIMITS = """
+import json, sys
+import pynvml
+from workers.nvml.fake.library import load
+from workers.settings import FakeSensors
+load(FakeSensors(**json.loads(sys.argv[1])))
+pynvml.nvmlInit()
+handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+print(json.dumps([pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000 for handle in handles]))
+"""
+
+#: Has a agent, tells what it did, and waits to be killed.
+_PARENT = """
+import sys, time
+from workers.node_agent.client import AgentClient
+from workers.node_agent.protocol import AgentOrders
+agent = AgentClient(AgentOrders.from_json(sys.argv[1]))
+print(agent.outcome().to_json(), flush=True)
+time.sleep(600)
+"""
+
+#: Behaves like nvidia-cuda-mps-control as far as NVIDIA's documents say, with a socket of its own kind.
+_STAND_IN = """#!{python}
+import json, os, signal, socket, sys
+from pathlib import Path
+
+pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
+manner = Path(__file__).with_name("manner")
+manner = manner.read_text() if manner.exists() else ""
+if sys.argv[1:] == ["-f"]:
+    logs = Path(os.environ["CUDA_MPS_LOG_DIRECTORY"])
+    if manner == "crash":
+        (logs / "control.log").write_text("starting\\nUser does not have permission\\n\\n")
+        sys.exit(1)
+    if manner == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(str(pipes / "control"))
+    server.listen()
+    (pipes / "nvidia-cuda-mps-control.pid").write_text(str(os.getpid()))
+    Path(__file__).with_name("environment.json").write_text(json.dumps(dict(os.environ)))
+    while True:
+        client, _ = server.accept()
+        command = client.recv(1000).decode()
+        with Path(__file__).with_name("commands").open("a") as file:
+            file.write(f"{{pipes}} {{command}}\\n")
+        if manner == "mute":
+            continue
+        client.sendall(b"ok")
+        client.close()
+        if command.split()[0] == "quit" and manner != "stubborn":
+            sys.exit(0)
+client = socket.socket(socket.AF_UNIX)
+client.settimeout(0.5)
+try:
+    client.connect(str(pipes / "control"))
+    client.sendall(sys.stdin.readline().strip().encode())
+    client.recv(1000)
+except OSError:
+    print("Cannot find MPS control daemon process")
+    sys.exit(1)
+"""
+
+
+def card(number: int = 1, **changes: Any) -> dict[str, Any]:  # noqa: ANN401 - any key of the script
+    """Return a card of a fake NVML with a power limit of 350 W."""
+    return {
+        "name": "NVIDIA GeForce RTX 3090",
+        "uuid": f"GPU-{number}aaaaaaa-0000-0000-0000-000000000000",
+        "total_bytes": 24 * 2**30,
+        "compute_capability": "8.6",
+        "power_limit_w": 350,
+        "power_limit_default_w": 350,
+        "power_limit_min_w": 100,
+        "power_limit_max_w": 366,
+        **changes,
+    }
+
+
+def wait_for(ask: Callable[[], Any], what: str, within_s: float = 60.0) -> Any:  # noqa: ANN401 - whatever was asked
+    """Wait until there is an answer; the time is only there to end a test that will never pass."""
+    until_s = time.monotonic() + within_s
+    while time.monotonic() < until_s:
+        answer = ask()
+        if answer:
+            return answer
+        time.sleep(0.02)
+    raise AssertionError(f"no {what} within {within_s} s")
+
+
+def is_gone(process: psutil.Process) -> bool:
+    """Whether a process has ended; whoever adopted it may not have noticed yet."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """End a process the hard way, and reap it."""
+    process.kill()
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+class Node:
+    """A machine with a fake NVML: its agents, and what they leave."""
+
+    def __init__(self, fake: FakeSensors, state: Path) -> None:
+        self.fake = fake
+        self.records = state / "kept"
+        self.parents: list[subprocess.Popen[str]] = []
+        self.agents: list[AgentClient] = []
+
+    def orders(self, **changes: Any) -> AgentOrders:  # noqa: ANN401 - any field of the orders
+        """Return orders for this machine."""
+        fields = {"node": "pc1", "run_id": "20261120-120000-abcd", "card_count": 1, "fake": self.fake, **changes}
+        return AgentOrders(**fields)
+
+    def agent(self, **changes: Any) -> AgentClient:  # noqa: ANN401 - any field of the orders
+        """Start a agent as a child of this process."""
+        self.agents.append(AgentClient(self.orders(**changes)))
+        return self.agents[-1]
+
+    def parent(self, **changes: Any) -> subprocess.Popen[str]:  # noqa: ANN401 - any field of the orders
+        """Start a agent as the child of a process of its own, which can be killed."""
+        command = [sys.executable, "-c", _PARENT, self.orders(**changes).to_json()]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.parents.append(process)
+        return process
+
+    def limits_w(self) -> list[float]:
+        """Ask the cards."""
+        done = subprocess.run(
+            [sys.executable, "-c", _LIMITS, json.dumps(asdict(self.fake))],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        return list(json.loads(done.stdout))
+
+    def record(self) -> dict[str, Any]:
+        """Return what the one agent of this machine has written down."""
+        (path,) = self.records.glob("*.json")
+        return dict(json.loads(path.read_text(encoding="ascii")))
+
+    def is_clean(self) -> bool:
+        """Say whether nothing is written down any more."""
+        return not list(self.records.glob("*.json"))
+
+    def kill_guard(self) -> None:
+        """End the one agent of this machine the hard way."""
+        told = self.record()
+        os.kill(told["pid"], signal.SIGKILL)
+        wait_for(lambda: not is_alive(told["pid"], told["started"]), "end of the agent")
+
+
+@pytest.fixture(scope="session")
+def library_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the library is built. Without a C compiler this fails, and so does every test that needs it."""
+    return tmp_path_factory.mktemp("nvml")
+
+
+@pytest.fixture
+def node(library_folder: Path, tmp_path: Path, state_dir: Path, nothing_left: None) -> Iterator[Callable[..., Node]]:
+    """Make ready a machine with some cards."""
+    made: list[Node] = []
+
+    def ready(*cards: dict[str, Any]) -> Node:
+        path = tmp_path / f"{tmp_path.name}.json"
+        path.write_text(json.dumps({"cards": cards or [card()]}))
+        made.append(Node(prepare(path, library_folder), state_dir))
+        return made[-1]
+
+    yield ready
+    for each in made:
+        for process in each.parents:
+            kill(process)
+        for agent in each.agents:
+            agent.end()
+
+
+@pytest.fixture
+def nothing_left(state_dir: Path) -> Iterator[None]:
+    """Fail if a process is left after the test that knows its state folder: agents and daemons do."""
+
+    def left() -> list[psutil.Process]:
+        return [process for process in psutil.process_iter() if _knows(process, str(state_dir))]
+
+    yield
+    try:
+        wait_for(lambda: not left(), "end of the processes we started")
+    finally:
+        for process in left():
+            process.kill()
+
+
+def _knows(process: psutil.Process, state: str) -> bool:
+    try:
+        return process.pid != os.getpid() and process.environ().get(STATE_DIR_VARIABLE) == state
+    except psutil.Error:
+        return False
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_left: None) -> Path:
+    """Put a stand-in for nvidia-cuda-mps-control first on the PATH; return its folder."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    program = folder / "nvidia-cuda-mps-control"
+    program.write_text(_STAND_IN.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "nobody"))
+    return folder

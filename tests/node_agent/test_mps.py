@@ -1,0 +1,283 @@
+"""An MPS daemon is there for the length of a run: one that runs is used, one of our own is ended, else it is said why.
+
+There is no MPS here, so NVIDIA's program is a stand-in on the PATH; everything else is real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.node_agent.conftest import Node, card, is_gone, kill, wait_for
+from workers.host.processes import start_time
+from workers.node_agent import mps
+from workers.node_agent.protocol import AgentOrders, AgentOutcome
+from workers.nvml.queries import CardIdentity
+
+Ready = Callable[..., Node]
+
+PID_FILE = "nvidia-cuda-mps-control.pid"
+
+
+def commands(stand_in: Path, pipes: str) -> list[str]:
+    """Return what the daemon of a pipe directory was told."""
+    path = stand_in / "commands"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [line.partition(" ")[2] for line in lines if line.startswith(f"{pipes} ")]
+
+
+def alive(pid: int) -> bool:
+    """Say whether a process is there, and not only its exit code."""
+    return start_time(pid) is not None
+
+
+def environment_of_the_daemon(stand_in: Path) -> dict[str, str]:
+    return dict(json.loads((stand_in / "environment.json").read_text()))
+
+
+@pytest.fixture
+def strangers_daemon(stand_in: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[psutil.Process]:
+    """A daemon that somebody else has started, in the pipe directory that the environment names."""
+    folder = tmp_path_factory.mktemp("theirs")
+    environment = {
+        **os.environ,
+        "CUDA_MPS_PIPE_DIRECTORY": str(folder),
+        "CUDA_MPS_LOG_DIRECTORY": str(folder),
+        "ORCHESTRATOR_STATE_DIR": "",
+    }
+    process = subprocess.Popen([mps.CONTROL, "-f"], env=environment, text=True)
+    wait_for((folder / PID_FILE).exists, "daemon of somebody else")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(folder))
+        yield psutil.Process(process.pid)
+    kill(process)
+
+
+def test_an_own_daemon_is_started_and_told_to_quit(
+    node: Ready, stand_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "10")
+    pc = node()
+    agent = pc.agent(mps=True)
+    outcome = agent.outcome()
+    assert outcome.mps_problem is None
+    pipes = outcome.pipe_directory
+    assert pipes is not None
+    assert commands(stand_in, pipes) == ["get_server_list"]
+    told = environment_of_the_daemon(stand_in)
+    assert told["CUDA_MPS_PIPE_DIRECTORY"] == pipes
+    assert Path(told["CUDA_MPS_LOG_DIRECTORY"]).parent == Path(pipes).parent
+    assert told["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    # They would hide cards from every client, or limit all of them.
+    assert {"CUDA_VISIBLE_DEVICES", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"}.isdisjoint(told)
+    assert stat.S_IMODE(Path(pipes).parent.stat().st_mode) == 0o700
+    assert len(f"{pipes}/control_privileged") < 107
+    pid = int((Path(pipes) / PID_FILE).read_text())
+    assert outcome.notes == (f"pc1: an MPS daemon runs for this run, process {pid}",)
+    assert agent.end() == ("pc1: the MPS daemon of the run has ended",)
+    assert commands(stand_in, pipes)[-1] == "quit"
+    assert not alive(pid)
+    assert not Path(pipes).parent.exists()
+    assert pc.is_clean()
+
+
+def test_a_daemon_that_runs_is_used_and_left_alone(
+    node: Ready, stand_in: Path, strangers_daemon: psutil.Process
+) -> None:
+    pc = node()
+    agent = pc.agent(mps=True)
+    outcome = agent.outcome()
+    pipes = os.environ["CUDA_MPS_PIPE_DIRECTORY"]
+    assert outcome == AgentOutcome(
+        pipe_directory=pipes, notes=(f"pc1: the MPS daemon in {pipes} is used, and left running",)
+    )
+    assert agent.end() == ()
+    assert strangers_daemon.is_running()
+    assert commands(stand_in, pipes) == ["get_server_list"]
+
+
+def test_only_the_own_daemon_is_ended(node: Ready, stand_in: Path, strangers_daemon: psutil.Process) -> None:
+    theirs = os.environ.pop("CUDA_MPS_PIPE_DIRECTORY")
+    os.environ["CUDA_MPS_PIPE_DIRECTORY"] = "/nonexistent"
+    agent = node().agent(mps=True)
+    own = agent.outcome().pipe_directory
+    agent.end()
+    assert own is not None
+    assert commands(stand_in, own)[-1] == "quit"
+    assert commands(stand_in, theirs) == []
+    assert strangers_daemon.is_running()
+
+
+def test_without_the_program_it_says_so(node: Ready, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    agent = node().agent(mps=True)
+    outcome = agent.outcome()
+    assert outcome.pipe_directory is None
+    assert "nvidia-cuda-mps-control is not on the PATH; it comes with the driver" in str(outcome.mps_problem)
+    assert agent.end() == ()
+
+
+def test_a_daemon_that_ends_at_once_is_quoted(node: Ready, stand_in: Path) -> None:
+    (stand_in / "manner").write_text("crash")
+    pc = node()
+    agent = pc.agent(mps=True)
+    outcome = agent.outcome()
+    assert outcome.pipe_directory is None
+    assert outcome.mps_problem == ("nvidia-cuda-mps-control ended with status 1: User does not have permission")
+    assert agent.end() == ()
+    assert pc.is_clean()
+
+
+def test_a_daemon_that_does_not_answer_is_ended(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mps, "_START_S", 1.5)
+    monkeypatch.setattr(mps, "_END_S", 0.2)
+    (stand_in / "manner").write_text("mute")
+    daemon = mps.new_daemon(f"test-{os.getpid()}")
+    with pytest.raises(mps.MpsError, match="nvidia-cuda-mps-control does not answer"):
+        mps.start(daemon)
+    assert not Path(daemon.folder).exists()
+    assert [child for child in psutil.Process().children() if not is_gone(child)] == []
+
+
+def test_a_daemon_that_does_not_quit_is_ended_by_its_process(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mps, "_END_S", 0.2)
+    (stand_in / "manner").write_text("stubborn")
+    daemon = mps.start(mps.new_daemon(f"test-{os.getpid()}"))
+    assert daemon.pid is not None
+    mps.end(daemon)
+    assert not alive(daemon.pid)
+    assert not Path(daemon.folder).exists()
+    assert commands(stand_in, daemon.pipe_directory)[-1] == "quit"
+
+
+def test_a_folder_that_is_there_already_is_not_taken_over(stand_in: Path) -> None:
+    daemon = mps.new_daemon(f"test-{os.getpid()}")
+    Path(daemon.folder).mkdir()
+    try:
+        with pytest.raises(mps.MpsError, match=f"{daemon.folder} is in use by another run"):
+            mps.start(daemon)
+    finally:
+        Path(daemon.folder).rmdir()
+
+
+def test_the_folder_is_short_enough_for_a_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", f"/tmp/{'x' * 200}")
+    assert mps.new_daemon("pc1-ab12cd34").folder == "/tmp/orch-mps-pc1-ab12cd34"
+    monkeypatch.setattr("tempfile.tempdir", "/var/tmp")
+    assert mps.new_daemon("pc1-ab12cd34").folder == "/var/tmp/orch-mps-pc1-ab12cd34"
+
+
+def test_the_daemon_ends_when_the_parent_is_killed(node: Ready, stand_in: Path) -> None:
+    pc = node()
+    parent = pc.parent(mps=True, power_limit_w=280.0)
+    assert parent.stdout is not None
+    outcome = AgentOutcome.from_json(parent.stdout.readline())
+    pid = pc.record()["daemon"]["pid"]
+    kill(parent)
+    wait_for(pc.is_clean, "record of the agent to go")
+    assert not alive(pid)
+    assert outcome.pipe_directory is not None
+    assert commands(stand_in, outcome.pipe_directory)[-1] == "quit"
+    assert pc.limits_w() == [350.0]
+
+
+def test_the_daemon_of_a_killed_guard_is_ended_by_the_next(node: Ready, stand_in: Path) -> None:
+    pc = node()
+    first = pc.agent(mps=True).outcome()
+    pid = pc.record()["daemon"]["pid"]
+    pc.kill_guard()
+    assert psutil.Process(pid).is_running()
+    second = pc.agent(mps=True)
+    outcome = second.outcome()
+    assert outcome.notes[0] == "left by a run that was killed: pc1: the MPS daemon of the run has ended"
+    assert outcome.pipe_directory == first.pipe_directory  # the same run, so that its workers find it again
+    assert not alive(pid)
+    second.end()
+    assert pc.is_clean()
+
+
+def test_a_daemon_whose_guard_was_killed_while_it_started_is_ended_too(stand_in: Path) -> None:
+    daemon = mps.start(mps.new_daemon(f"test-{os.getpid()}"))
+    assert daemon.pid is not None
+    mps.end(mps.Daemon(folder=daemon.folder))
+    assert not alive(daemon.pid)
+    assert not Path(daemon.folder).exists()
+
+
+AMPERE = CardIdentity(index=0, uuid="GPU-1", name="RTX 3090", compute_capability=(8, 6))
+PASCAL = CardIdentity(index=1, uuid="GPU-2", name="GTX 1080", compute_capability=(6, 1))
+
+
+@pytest.mark.parametrize(
+    ("system", "kernel", "cards", "modes", "words"),
+    [
+        ("linux", "5.15.153.1-microsoft-standard-WSL2", [AMPERE], {}, "MPS does not run under WSL2"),
+        ("linux", "4.4.0-19041-Microsoft", [AMPERE], {}, "MPS does not run under WSL2"),
+        ("win32", "10", [AMPERE], {}, "MPS runs on Linux only, and this is win32"),
+        ("darwin", "23.1.0", [], {}, "MPS runs on Linux only, and this is darwin"),
+        ("linux", "6.8.0", [], {}, "there is no card for MPS to share"),
+        ("linux", "6.8.0", [AMPERE, PASCAL], {}, "GTX 1080 is older than Volta"),
+        ("linux", "6.8.0", [AMPERE], {0: 2}, "RTX 3090 is in compute mode PROHIBITED; type: sudo nvidia-smi -i 0"),
+        ("linux", "6.8.0", [AMPERE], {0: 3}, None),
+        ("linux", "6.8.0", [AMPERE], {0: None}, None),
+    ],
+)
+def test_where_it_cannot_work_it_says_why(
+    stand_in: Path,
+    system: str,
+    kernel: str,
+    cards: list[CardIdentity],
+    modes: Mapping[int, int | None],
+    words: str | None,
+) -> None:
+    found = mps.obstacle(system=system, kernel=kernel, cards=cards, compute_modes=modes)
+    assert found is None if words is None else words in str(found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"compute_mode": 2}, "is in compute mode PROHIBITED"), ({"compute_capability": "6.1"}, "is older than Volta")],
+)
+def test_the_cards_of_the_node_are_looked_at(node: Ready, stand_in: Path, changes: dict[str, Any], words: str) -> None:
+    pc = node(card(1), card(2, **changes))
+    assert words in str(pc.agent(mps=True, cards=("1",)).outcome().mps_problem)
+    assert pc.agent(mps=True, cards=("0",)).outcome().mps_problem is None
+
+
+def test_a_client_is_told_before_cuda_starts() -> None:
+    assert mps.client_environment("/tmp/p", 0.6, round(3.33 * 2**30)) == {
+        "CUDA_MPS_PIPE_DIRECTORY": "/tmp/p",
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "60",
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=3410M",
+    }
+    assert mps.client_environment("/tmp/p", None, None) == {"CUDA_MPS_PIPE_DIRECTORY": "/tmp/p"}
+    assert mps.client_environment("/tmp/p", 0.125, 2**20)["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "12.5"
+    assert mps.client_environment("/tmp/p", None, 2**20 + 1)["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=2M"
+
+
+def test_a_client_does_not_start_without_its_daemon(stand_in: Path, tmp_path: Path) -> None:
+    with pytest.raises(mps.MpsError, match=f"the MPS control daemon in {tmp_path} is gone"):
+        mps.await_daemon(str(tmp_path), 0.1)
+    (tmp_path / PID_FILE).write_text("1")
+    mps.await_daemon(str(tmp_path), 0.0)
+
+
+def test_orders_and_outcomes_survive_the_pipe(node: Ready) -> None:
+    orders = node().orders(mps=True, power_limit_w=280.5, cards=("GPU-1", "1"))
+    assert AgentOrders.from_json(orders.to_json()) == orders
+    outcome = AgentOutcome(pipe_directory="/tmp/é", mps_problem="a\nb", notes=("x",))
+    assert AgentOutcome.from_json(outcome.to_json()) == outcome
+    for line in ("", "3", "{}", '{"notes": 3}'):
+        with pytest.raises(ValueError, match=r"no orders|Expecting"):
+            AgentOrders.from_json(line)
+        with pytest.raises(ValueError, match=r"no outcome|Expecting"):
+            AgentOutcome.from_json(line)

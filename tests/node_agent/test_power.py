@@ -1,0 +1,274 @@
+"""Power limits are set, read back and put back, however a run ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.node_agent.conftest import Node, card, is_gone, kill, wait_for
+from workers.host.processes import is_alive
+from workers.learned_limits.store import STATE_DIR_VARIABLE
+from workers.node_agent.client import AgentClient
+
+Ready = Callable[..., Node]
+
+
+def test_a_limit_is_set_read_back_and_put_back_at_the_end(node: Ready) -> None:
+    pc = node(card(1), card(2))
+    agent = pc.agent(power_limit_w=280.0)
+    outcome = agent.outcome()
+    assert outcome.power_problem is None
+    assert outcome.notes == ("pc1's NVIDIA GeForce RTX 3090: power limit 280 W until the run ends (before: 350 W)",)
+    assert pc.limits_w() == [280.0, 350.0]  # the node lends one card
+    assert agent.end() == ("pc1's NVIDIA GeForce RTX 3090: power limit back at 350 W",)
+    assert pc.limits_w() == [350.0, 350.0]
+    assert pc.is_clean()
+
+
+def test_the_cards_of_a_node_are_those_it_lends(node: Ready, monkeypatch: pytest.MonkeyPatch) -> None:
+    pc = node(card(1), card(2), card(3))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
+    agent = pc.agent(power_limit_w=200.0, card_count=2)
+    agent.outcome()
+    assert pc.limits_w() == [200.0, 350.0, 200.0]
+    agent.end()
+    agent = pc.agent(power_limit_w=210.0, cards=(card(2)["uuid"],))
+    agent.outcome()
+    assert pc.limits_w() == [350.0, 210.0, 350.0]
+    agent.end()
+    assert pc.limits_w() == [350.0, 350.0, 350.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit_w", "words"),
+    [
+        ({}, 99.9, "nodes.pc1.power_limit_w 99.9 is out of range: pc1's NVIDIA GeForce RTX 3090 takes 100 to 366 W"),
+        ({}, 367.0, "nodes.pc1.power_limit_w 367 is out of range"),
+        ({"fails": {"set_power_limit": "no_permission"}}, 280.0, "can only be set by root: start Ray as root on pc1"),
+        ({"fails": {"set_power_limit": "unknown"}}, 280.0, "cannot be set: Unknown Error"),
+        ({"power_limit_w": None}, 280.0, "pc1: the power limit of card 0 cannot be set: Not Supported"),
+        ({"lost_after_calls": 0}, 280.0, "pc1: the power limit of card 0 cannot be set: GPU is lost"),
+    ],
+)
+def test_a_limit_that_cannot_be_set_is_refused_in_words(
+    node: Ready, changes: dict[str, Any], limit_w: float, words: str
+) -> None:
+    pc = node(card(1, **changes))
+    agent = pc.agent(power_limit_w=limit_w)
+    outcome = agent.outcome()
+    assert words in str(outcome.power_problem)
+    assert "\n" not in str(outcome.power_problem)
+    assert pc.is_clean()
+    assert agent.end() == ()
+
+
+def test_a_limit_that_one_card_refuses_is_set_on_none(node: Ready) -> None:
+    pc = node(card(1), card(2, fails={"set_power_limit": "no_permission"}))
+    agent = pc.agent(power_limit_w=280.0, card_count=2)
+    assert "only be set by root" in str(agent.outcome().power_problem)
+    assert pc.limits_w() == [350.0, 350.0]
+    assert agent.end() == ()
+    assert pc.is_clean()
+
+
+def test_the_limit_that_a_card_has_is_left_alone(node: Ready) -> None:
+    """Nobody needs to be root for that."""
+    pc = node(card(1, fails={"set_power_limit": "no_permission"}))
+    agent = pc.agent(power_limit_w=350.0)
+    outcome = agent.outcome()
+    assert (outcome.power_problem, outcome.notes) == (None, ("pc1: power limit 350 W, as it was",))
+    assert pc.is_clean()
+    assert agent.end() == ()
+
+
+def test_without_orders_nothing_is_set(node: Ready) -> None:
+    pc = node()
+    agent = pc.agent()
+    assert agent.outcome().notes == ()
+    assert agent.end() == ()
+    assert pc.limits_w() == [350.0]
+
+
+def test_the_guard_outlives_its_parent_and_undoes(node: Ready) -> None:
+    pc = node()
+    parent = pc.parent(power_limit_w=280.0)
+    assert parent.stdout is not None
+    assert "280 W" in parent.stdout.readline()
+    agent = psutil.Process(pc.record()["pid"])
+    assert os.getsid(agent.pid) != os.getsid(parent.pid)
+    assert parent.pid not in [process.pid for process in agent.parents()]
+    kill(parent)
+    wait_for(pc.is_clean, "record of the agent to go")
+    assert pc.limits_w() == [350.0]
+    wait_for(lambda: is_gone(agent), "end of the agent")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_guard_that_is_asked_to_end_undoes_first(node: Ready, number: signal.Signals) -> None:
+    pc = node()
+    agent = pc.agent(power_limit_w=280.0)
+    agent.outcome()
+    os.kill(pc.record()["pid"], number)
+    assert agent.end() == ("pc1's NVIDIA GeForce RTX 3090: power limit back at 350 W",)
+    assert pc.limits_w() == [350.0]
+
+
+def test_what_a_killed_guard_left_is_put_back_by_the_next(node: Ready) -> None:
+    pc = node()
+    first = pc.agent(power_limit_w=280.0)
+    first.outcome()
+    pc.kill_guard()
+    assert first.end() == ()
+    assert pc.limits_w() == [280.0]
+    second = pc.agent()
+    assert second.outcome().notes == (
+        "left by a run that was killed: pc1's NVIDIA GeForce RTX 3090: power limit back at 350 W",
+    )
+    assert pc.limits_w() == [350.0]
+    assert pc.is_clean()
+    second.end()
+
+
+def test_the_next_guard_takes_what_was_there_before_the_killed_one_for_the_original(node: Ready) -> None:
+    pc = node()
+    pc.agent(power_limit_w=280.0).outcome()
+    pc.kill_guard()
+    second = pc.agent(power_limit_w=300.0)
+    assert "(before: 350 W)" in second.outcome().notes[-1]
+    assert pc.limits_w() == [300.0]
+    second.end()
+    assert pc.limits_w() == [350.0]
+
+
+def test_a_guard_of_another_machine_is_none_of_ours(node: Ready) -> None:
+    """A home folder may be shared."""
+    pc = node()
+    pc.agent(power_limit_w=280.0).outcome()
+    pc.kill_guard()
+    (path,) = pc.records.glob("*.json")
+    path.write_text(path.read_text().replace(f'"host": "{pc.record()["host"]}"', '"host": "elsewhere"'))
+    agent = pc.agent()
+    assert agent.outcome().notes == ()
+    agent.end()
+    assert pc.limits_w() == [280.0]
+    assert path.exists()
+
+
+def test_what_somebody_else_has_set_meanwhile_stays(node: Ready) -> None:
+    pc = node()
+    agent = pc.agent(power_limit_w=280.0)
+    agent.outcome()
+    Path(f"{pc.fake.script_path}.limit-0").write_text("320000\n")
+    assert agent.end() == (
+        "pc1's NVIDIA GeForce RTX 3090: power limit left at 320 W, which somebody else has set meanwhile",
+    )
+    assert pc.limits_w() == [320.0]
+    assert pc.is_clean()
+
+
+def test_what_cannot_be_put_back_is_told_and_stays_written_down(node: Ready, library_folder: Path) -> None:
+    pc = node()
+    pc.agent(power_limit_w=280.0).outcome()
+    pc.kill_guard()
+    refusing = node(card(1, fails={"set_power_limit": "no_permission"}))  # the same script: root no more
+    agent = refusing.agent()
+    (sentence,) = agent.outcome().notes
+    assert "could not be put back: Insufficient Permissions; type: sudo nvidia-smi -i GPU-1aaaaaaa" in sentence
+    assert sentence.endswith("-pl 350")
+    agent.end()
+    assert not pc.is_clean()
+
+
+def test_two_runs_do_not_set_the_same_card(node: Ready) -> None:
+    pc = node()
+    first = pc.agent(power_limit_w=280.0)
+    first.outcome()
+    second = pc.agent(power_limit_w=200.0)
+    pid = pc.record()["pid"]
+    assert f"another run has set a power limit on its cards (the agent is process {pid})" in str(
+        second.outcome().power_problem
+    )
+    second.end()
+    assert pc.limits_w() == [280.0]
+    first.end()
+    assert pc.limits_w() == [350.0]
+
+
+def test_a_guard_that_is_started_again_waits_for_the_one_before(node: Ready) -> None:
+    pc = node()
+    parent = pc.parent(power_limit_w=280.0)
+    assert parent.stdout is not None
+    parent.stdout.readline()
+    again = pc.agent(power_limit_w=280.0)
+    kill(parent)
+    assert "(before: 350 W)" in again.outcome().notes[-1]
+    assert pc.limits_w() == [280.0]
+    again.end()
+    assert pc.limits_w() == [350.0]
+
+
+def test_the_record_is_for_nobody_else(node: Ready) -> None:
+    pc = node()
+    agent = pc.agent(power_limit_w=280.0)
+    agent.outcome()
+    (path,) = pc.records.glob("*.json")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(pc.records.stat().st_mode) == 0o700
+    told = pc.record()
+    assert is_alive(told["pid"], told["started"])
+    assert told["power"] == [{"uuid": card()["uuid"], "before_mw": 350_000, "set_mw": 280_000}]
+    agent.end()
+
+
+def test_nothing_is_changed_that_cannot_be_written_down(
+    node: Ready, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pc = node()
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(STATE_DIR_VARIABLE, str(tmp_path / "file"))
+    agent = pc.agent(power_limit_w=280.0, mps=True)
+    outcome = agent.outcome()
+    assert "nothing is changed that could not be written down" in str(outcome.power_problem)
+    assert outcome.mps_problem == outcome.power_problem
+    agent.end()
+    assert pc.limits_w() == [350.0]
+
+
+def test_what_is_no_record_is_left_alone(node: Ready) -> None:
+    pc = node()
+    pc.records.mkdir(parents=True)
+    for name, text in {"a": "", "b": "[]", "c": '{"schema": 2}', "d": '{"schema": 1, "power": [{}]}'}.items():
+        (pc.records / f"{name}.json").write_text(text)
+    agent = pc.agent(power_limit_w=280.0)
+    assert agent.outcome().power_problem is None
+    agent.end()
+    assert len(list(pc.records.glob("?.json"))) == 4
+
+
+def test_without_a_driver_the_guard_says_so(nothing_left: None) -> None:
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("this machine has a driver")
+    from workers.node_agent.protocol import AgentOrders
+
+    agent = AgentClient(AgentOrders(node="pc1", run_id="x", card_count=1, power_limit_w=280.0))
+    assert "pc1: its driver does not answer: NVML Shared Library Not Found" in str(agent.outcome().power_problem)
+    assert agent.end() == ()
+
+
+def test_what_is_left_can_be_put_back_by_hand(nothing_left: None) -> None:
+    command = [sys.executable, "-m", "workers.node_agent.agent", "--undo"]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60, check=True
+    )
+    has_driver = Path("/dev/nvidiactl").exists()
+    assert ("nothing is left of runs that were killed" in done.stdout) == has_driver
+    assert ("the driver of this machine does not answer" in done.stdout) != has_driver

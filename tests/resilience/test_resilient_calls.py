@@ -1,0 +1,606 @@
+"""`resilient` as it is written and called: what it accepts, what it refuses and how, and what it leaves alone.
+
+Running out of memory is real here too, if cheap: no machine has the exbibyte that `out_of_memory` asks for, so Python
+raises its own `MemoryError` at once. That memory is given back is for `test_resilient.py`, under a cap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import inspect
+import pickle
+import subprocess
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workers import OutOfBatchError, Retry, resilient
+from workers.settings import FailureKind
+from workers.testing import injected_error
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collect_only_what_is_new() -> Iterator[None]:
+    """Each recovery collects garbage, and all that torch has loaded makes it a long search."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def out_of_memory() -> None:
+    bytearray(2**60)
+
+
+def items(batch_size: int, fits: int = 10) -> int:
+    """Return the batch size if that fits."""
+    if batch_size > fits:
+        out_of_memory()
+    return batch_size
+
+
+@resilient(starting_batch_size=16)
+def of_a_module(batch_size: int, fits: int) -> int:
+    """Return the batch size."""
+    return items(batch_size, fits)
+
+
+# --- the ways to write it ----------------------------------------------------------------------------------------
+
+
+def test_bare() -> None:
+    @resilient
+    def train(batch_size: int, model: str) -> tuple[int, str]:
+        return batch_size, model
+
+    assert train("m") == (128, "m")
+
+
+def test_with_options() -> None:
+    @resilient(starting_batch_size=512)
+    def train(batch_size: int, model: str, *, rate: float = 0.1) -> tuple[int, str, float]:
+        return batch_size, model, rate
+
+    assert train("m", rate=0.5) == (512, "m", 0.5)
+    assert train(model="m") == (512, "m", 0.1)
+
+
+def test_as_a_call() -> None:
+    assert resilient(items, starting_batch_size=8)() == 8
+    assert resilient(items, 8)() == 8
+    assert resilient(function=items, starting_batch_size=8)() == 8
+
+
+def test_the_function_keeps_its_name_and_loses_its_first_parameter() -> None:
+    assert of_a_module.__name__ == "of_a_module"
+    assert of_a_module.__doc__ == "Return the batch size."
+    assert list(inspect.signature(of_a_module).parameters) == ["fits"]
+
+
+def test_whatever_can_be_called_can_be_wrapped() -> None:
+    class Model:
+        def __call__(self, batch_size: int) -> int:
+            return batch_size
+
+        def step(self, batch_size: int, add: int) -> int:
+            return batch_size + add
+
+    assert resilient(Model(), 4)() == 4
+    assert resilient(Model().step, 4)(1) == 5
+    assert resilient(functools.partial(items, fits=3), 4)() <= 3
+    assert resilient(range, 4)() == range(4)
+
+
+def test_any_number_of_arguments() -> None:
+    @resilient(starting_batch_size=2)
+    def anything(*args: object, **kwargs: object) -> tuple[object, object]:
+        return args, kwargs
+
+    assert anything("a", "b", c=1) == ((2, "a", "b"), {"c": 1})
+
+
+# --- shrinking and what is remembered ----------------------------------------------------------------------------
+
+
+def test_it_begins_at_the_top_and_shrinks() -> None:
+    told: list[Retry] = []
+    work = resilient(items, 64, on_retry=told.append)
+    assert work.batch_size is None
+    size = work(fits=10)
+    assert 5 <= size <= 10
+    assert work.batch_size == size
+    assert told[0].batch_size == 64
+    assert [retry.next_batch_size for retry in told] == [*(retry.batch_size for retry in told[1:]), size]
+    assert all(retry.next_batch_size < retry.batch_size for retry in told)
+    assert told[0].reason == "MemoryError"
+
+
+def test_the_next_call_begins_where_the_last_one_ended() -> None:
+    told: list[Retry] = []
+    work = resilient(items, 64, on_retry=told.append)
+    size = work(fits=10)
+    told.clear()
+    assert work(fits=10) == size
+    assert told == []
+
+
+def test_reset_forgets() -> None:
+    work = resilient(items, 64)
+    work(fits=10)
+    work.reset()
+    assert work.batch_size is None
+    assert work(fits=64) == 64
+
+
+def test_sizes_are_multiples() -> None:
+    tried: list[int] = []
+
+    @resilient(starting_batch_size=100, multiple_of=8, smallest_batch_size=3)
+    def work(batch_size: int) -> int:
+        tried.append(batch_size)
+        return items(batch_size, 3)
+
+    assert work() == 3
+    assert tried[0] == 100
+    assert all(size % 8 == 0 for size in tried[1:-1])
+
+
+def test_what_on_retry_raises_ends_the_call() -> None:
+    def enough(retry: Retry) -> None:
+        raise StopIteration(retry.next_batch_size)
+
+    with pytest.raises(StopIteration):
+        resilient(items, 64, on_retry=enough)(fits=10)
+
+
+# --- the end of a call that finds nothing ------------------------------------------------------------------------
+
+
+class TestNothingFits:
+    @pytest.fixture
+    @staticmethod
+    def error() -> OutOfBatchError:
+        with pytest.raises(OutOfBatchError) as caught:
+            resilient(items, 8, smallest_batch_size=2)(fits=0)
+        return caught.value
+
+    def test_the_smallest_size_was_really_tried(self, error: OutOfBatchError) -> None:
+        assert error.tried[0] == 8
+        assert error.tried[-1] == 2
+
+    def test_it_says_what_happened_and_what_to_do(self, error: OutOfBatchError) -> None:
+        assert str(error).startswith("items ran out of memory at its smallest batch size too; tried 8, ")
+        assert "2 (MemoryError). Free memory" in str(error)
+        assert str(error).endswith("or lower smallest_batch_size=2")
+
+    def test_it_is_an_out_of_memory_for_whoever_called(self, error: OutOfBatchError) -> None:
+        assert isinstance(error, RuntimeError)
+        assert isinstance(error, MemoryError)
+
+    def test_it_survives_pickling(self, error: OutOfBatchError) -> None:
+        copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
+        assert (type(copy), str(copy), copy.tried) == (OutOfBatchError, str(error), error.tried)
+
+    def test_nothing_of_the_attempts_hangs_on_it(self, error: OutOfBatchError) -> None:
+        assert error.__context__ is None
+        assert error.__cause__ is None
+        functions = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+        assert "items" not in functions
+
+
+def test_an_outer_function_shrinks_when_an_inner_one_finds_nothing() -> None:
+    @resilient(starting_batch_size=8, smallest_batch_size=4)
+    def inner(batch_size: int, taken: int) -> int:
+        return items(batch_size, fits=20 - taken)
+
+    @resilient(starting_batch_size=32)
+    def outer(batch_size: int) -> tuple[int, int]:
+        return batch_size, inner(batch_size)
+
+    outer_size, inner_size = outer()
+    assert outer_size <= 16
+    assert inner_size <= 20 - outer_size
+
+
+# --- errors that are not ours ------------------------------------------------------------------------------------
+
+
+class BugError(ValueError):
+    """An error of the user's own."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BugError("a bug"),
+        KeyboardInterrupt(),
+        SystemExit(3),
+        injected_error(FailureKind.OTHER),
+        injected_error(FailureKind.CONTEXT_CORRUPTED),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_other_errors_pass_at_once_and_unchanged(error: BaseException) -> None:
+    calls: list[int] = []
+
+    def deep() -> None:
+        raise error
+
+    @resilient
+    def work(batch_size: int) -> None:
+        calls.append(batch_size)
+        deep()
+
+    with pytest.raises(type(error)) as caught:
+        work()
+    assert caught.value is error
+    assert caught.value.__context__ is None
+    assert [frame.name for frame in traceback.extract_tb(error.__traceback__)][-2:] == ["work", "deep"]
+    assert calls == [128]
+
+
+def test_an_error_leaves_what_was_learned() -> None:
+    @resilient(starting_batch_size=64)
+    def work(batch_size: int, *, broken: bool) -> int:
+        if broken:
+            raise BugError
+        return items(batch_size)
+
+    size = work(broken=False)
+    with pytest.raises(BugError):
+        work(broken=True)
+    assert work.batch_size == size
+    assert work(broken=False) == size
+
+
+def probably(times: int) -> tuple[list[int], Callable[[], str]]:
+    """Make a function that runs out of memory so many times, going by its words; return its calls and it."""
+    calls: list[int] = []
+
+    @resilient
+    def work(batch_size: int) -> str:
+        calls.append(batch_size)
+        if len(calls) <= times:
+            raise injected_error(FailureKind.PROBABLE)
+        return "done"
+
+    return calls, work
+
+
+def test_a_probable_out_of_memory_is_believed_twice_in_a_row() -> None:
+    calls, work = probably(2)
+    assert work() == "done"
+    assert len(calls) == 3
+
+
+def test_the_third_one_in_a_row_is_an_error() -> None:
+    calls, work = probably(3)
+    with pytest.raises(RuntimeError, match="CUBLAS_STATUS_ALLOC_FAILED"):
+        work()
+    assert len(calls) == 3
+
+
+def test_a_bug_met_while_the_caller_handles_an_out_of_memory_is_still_a_bug() -> None:
+    """Python chains the caller's out-of-memory to it, and the chain is searched for one."""
+    calls: list[int] = []
+
+    @resilient
+    def work(batch_size: int) -> None:
+        calls.append(batch_size)
+        try:
+            {}["inner"]
+        except KeyError as error:
+            raise BugError("a bug") from error
+
+    try:
+        out_of_memory()
+    except MemoryError:
+        with pytest.raises(BugError) as caught:
+            work()
+    assert calls == [128]
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert isinstance(caught.value.__cause__.__context__, MemoryError)  # as Python chained it
+
+
+def test_an_out_of_memory_met_there_is_still_survived() -> None:
+    try:
+        {}["outer"]
+    except KeyError:
+        assert resilient(items, 64)(fits=10) <= 10
+
+
+# --- calls that are refused --------------------------------------------------------------------------------------
+
+
+@resilient
+def train(batch_size: int, model: str, rate: float = 0.1) -> tuple[int, str]:
+    return batch_size, model
+
+
+def test_a_batch_size_by_hand_is_refused_with_the_call_it_should_be() -> None:
+    with pytest.raises(TypeError, match=r"^train was given 3 arguments and has room for 2, .* train\(model, rate\)$"):
+        train(64, "m", 0.1)  # type: ignore[call-arg, arg-type]
+    with pytest.raises(TypeError, match=r"^train was given batch_size, but .*: train\(model=…\)$"):
+        train(batch_size=64, model="m")  # type: ignore[call-arg]
+
+
+def test_a_missing_argument_is_pythons_own_error() -> None:
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'model'"):
+        train()  # type: ignore[call-arg]
+
+
+def takes_nothing() -> None: ...
+
+
+def takes_names(*, batch_size: int) -> None: ...
+
+
+class OfAClass:
+    def no_size(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "example"),
+    [
+        (takes_nothing, r"def takes_nothing\(batch_size\)"),
+        (takes_names, r"def takes_names\(batch_size\)"),
+        (OfAClass.no_size, r"def no_size\(self, batch_size\)"),
+    ],
+)
+def test_a_function_without_room_for_a_batch_size_is_refused(function: Callable[..., object], example: str) -> None:
+    with pytest.raises(TypeError, match=f"takes no argument that could be its batch size.*{example}"):
+        resilient(function)
+
+
+async def coroutine(batch_size: int) -> int:
+    await asyncio.sleep(0)
+    return batch_size
+
+
+def generator(batch_size: int) -> Iterator[int]:
+    yield batch_size
+
+
+async def async_generator(batch_size: int) -> AsyncIterator[int]:
+    yield batch_size
+
+
+class Async:
+    async def __call__(self, batch_size: int) -> int:
+        return batch_size
+
+
+@pytest.mark.parametrize("function", [coroutine, generator, async_generator, Async()])
+def test_a_body_that_runs_later_is_refused(function: Callable[..., object]) -> None:
+    with pytest.raises(TypeError, match="its body runs after the call has returned"):
+        resilient(function)
+    with pytest.raises(TypeError, match="decorate the plain function that does one step"):
+        resilient(starting_batch_size=2)(function)
+
+
+def test_an_option_in_the_functions_place_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"@resilient\(starting_batch_size=512\)"):
+        resilient(64)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"starting_batch_size": 0}, "starting_batch_size of items must be at least 1, not 0"),
+        ({"smallest_batch_size": 0}, "smallest_batch_size of items must be at least 1"),
+        ({"multiple_of": -8}, "multiple_of of items must be at least 1"),
+        ({"failures_per_minute": 0}, "failures_per_minute of items must be at least 1"),
+        ({"smallest_batch_size": 129}, r"\(129\) must not be above its starting_batch_size \(128\)"),
+        ({"max_wait_s": -1.0}, "max_wait_s of items must be 0 or more seconds"),
+        ({"max_wait_s": float("nan")}, "max_wait_s of items must be 0 or more seconds"),
+    ],
+)
+def test_options_that_leave_nothing_to_try_are_refused(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        resilient(items, **options)
+
+
+@pytest.mark.parametrize("size", [64.0, "64", True, None])
+def test_a_size_must_be_a_whole_number(size: object) -> None:
+    with pytest.raises(TypeError, match="starting_batch_size of resilient must be a whole number"):
+        resilient(starting_batch_size=size)
+
+
+# --- methods -----------------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    def __init__(self, fits: int) -> None:
+        self.fits = fits
+
+    @resilient(starting_batch_size=64)
+    def step(self, batch_size: int, add: int = 0) -> int:
+        return items(batch_size, self.fits) + add
+
+    @classmethod
+    @resilient(starting_batch_size=32)
+    def of_the_class(cls, batch_size: int) -> tuple[type, int]:
+        return cls, batch_size
+
+    @staticmethod
+    @resilient(starting_batch_size=32)
+    def on_its_own(batch_size: int, add: int) -> int:
+        return batch_size + add
+
+
+class TestMethods:
+    def test_the_object_comes_first_and_the_batch_size_second(self) -> None:
+        assert Trainer(fits=100).step() == 64
+        assert Trainer(fits=100).step(1) == 65
+        assert Trainer.step(Trainer(fits=100), add=2) == 66
+
+    def test_each_object_learns_for_itself(self) -> None:
+        small, large = Trainer(fits=10), Trainer(fits=100)
+        size = small.step()
+        assert size <= 10
+        assert large.step() == 64
+        assert small.step() == size
+
+    def test_reset_forgets_what_every_object_learned(self) -> None:
+        trainer = Trainer(fits=10)
+        trainer.step()
+        trainer.fits = 100
+        trainer.step.reset()
+        assert trainer.step() == 64
+
+    def test_the_method_tells_the_size_of_its_last_call(self) -> None:
+        trainer = Trainer(fits=100)
+        trainer.step()
+        assert trainer.step.batch_size == 64
+
+    def test_a_batch_size_by_hand_is_refused_here_too(self) -> None:
+        with pytest.raises(TypeError, match=r"^Trainer.step was given 2 arguments and has room for 1.*step\(add\)$"):
+            Trainer(fits=100).step(64, 1)  # type: ignore[call-arg]
+
+    def test_class_methods_and_static_methods(self) -> None:
+        assert Trainer.of_the_class() == (Trainer, 32)
+        assert Trainer(fits=1).on_its_own(1) == 33
+
+    @pytest.mark.parametrize("kind", [staticmethod, classmethod])
+    def test_they_go_above(self, kind: type) -> None:
+        with pytest.raises(TypeError, match=f"put @{kind.__name__} above @resilient"):
+            resilient(kind(items))
+
+    def test_no_object_is_kept_alive(self) -> None:
+        trainer = Trainer(fits=10)
+        trainer.step()
+        gone = weakref.ref(trainer)
+        del trainer
+        gc.collect()
+        assert gone() is None
+
+    def test_an_object_that_cannot_be_followed_shares_what_is_known(self) -> None:
+        class Slotted:
+            __slots__ = ()
+
+            @resilient(starting_batch_size=64)
+            def step(self, batch_size: int) -> int:
+                return items(batch_size)
+
+        assert Slotted().step() == Slotted().step() <= 10
+
+
+# --- processes and threads ---------------------------------------------------------------------------------------
+
+
+def test_a_function_of_a_module_travels_by_its_name() -> None:
+    assert pickle.loads(pickle.dumps(of_a_module)) is of_a_module  # noqa: S301 - our own
+
+
+#: Ray sends what was defined in the main script by value, with all it refers to.
+BY_VALUE = """
+import sys
+from ray import cloudpickle
+from workers import resilient
+
+@resilient(starting_batch_size=64)
+def work(batch_size):
+    return bytearray(2**60 if batch_size > 10 else batch_size)
+
+work()
+copy = cloudpickle.loads(cloudpickle.dumps(work))
+assert copy is not work and copy.batch_size == work.batch_size
+assert len(copy()) <= 10
+"""
+
+
+@pytest.mark.torch
+def test_a_function_of_the_main_script_travels_by_value() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", BY_VALUE], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_threads_may_share_a_function() -> None:
+    results: list[int] = []
+
+    def many() -> None:
+        results.extend(work(fits=10) for _ in range(50))
+
+    work = resilient(items, 64, failures_per_minute=1000)
+    threads = [threading.Thread(target=many) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 400
+    assert max(results) <= 10
+
+
+#: In a fresh process, since here all of it has been imported already.
+LAZY = """
+import sys
+import workers
+assert not {"torch", "ray", "workers.resilience.decorator", "workers.resilience.adaptive_size"} & set(sys.modules)
+assert {"resilient", "AdaptiveSize", "OutOfBatchError", "Retry"} <= set(dir(workers))
+import workers.resilience.decorator, workers.resilience.adaptive_size
+for _ in range(2):
+    from workers import AdaptiveSize, resilient
+    assert resilient is workers.resilient is workers.resilience.decorator.resilient
+    assert AdaptiveSize is workers.resilience.adaptive_size.AdaptiveSize
+assert not {"torch", "ray"} & set(sys.modules)
+assert not hasattr(workers, "unheard_of")
+"""
+
+
+def test_importing_the_package_loads_nothing_and_the_names_are_there() -> None:
+    done = subprocess.run([sys.executable, "-c", LAZY], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+#: Every line that says so is wrong, and only those are.
+TYPED = """
+from workers import AdaptiveSize, resilient
+
+@resilient
+def bare(batch_size: int, model: str) -> float:
+    return batch_size * 0.1
+
+@resilient(starting_batch_size=512)
+def with_options(batch_size: int, model: str, *, rate: float = 0.1) -> float:
+    return batch_size * rate
+
+class Trainer:
+    @resilient(starting_batch_size=64)
+    def step(self, batch_size: int, rows: list[int]) -> list[int]:
+        return rows[:batch_size]
+
+loss: float = bare("m") + with_options("m", rate=0.2)
+rows: list[int] = Trainer().step([1]) + Trainer.step(Trainer(), [1])
+size: int | None = bare.batch_size or Trainer().step.batch_size or AdaptiveSize(4).next()
+bare.reset()
+bare(64, "m")  # wrong
+bare(3)  # wrong
+with_options("m", rate="fast")  # wrong
+Trainer().step(64, [1])  # wrong
+name: str = bare("m")  # wrong
+resilient(starting_batch_size="many")  # wrong
+resilient.unheard_of  # wrong
+"""
+
+
+@pytest.mark.torch
+def test_a_type_checker_sees_the_function_without_its_batch_size(tmp_path: Path) -> None:
+    source = tmp_path / "typed.py"
+    source.write_text(TYPED, encoding="utf-8")
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", str(source)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    told = {int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error: " in line}
+    wrong = {number for number, line in enumerate(TYPED.splitlines(), start=1) if "# wrong" in line}
+    assert told == wrong, done.stdout
