@@ -85,7 +85,7 @@ class Books(RuleBasedStateMachine):
 
     @property
     def under_way(self) -> list[Name]:
-        return [name for name, fate in self.outcomes.items() if fate is FaultOutcome.UNDER_WAY]
+        return [name for name, fate in self.fates.items() if fate is FaultOutcome.UNDER_WAY]
 
     def do_steps(self, name: Name, share: float) -> None:
         """Let a process do this share of the good steps that the slice may still do."""

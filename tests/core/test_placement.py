@@ -103,7 +103,7 @@ def test_the_memory_section_reaches_every_worker_in_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ground", "gpus", "device"),
+    ("target", "gpus", "device"),
     [
         (Target(), 1, "cuda"),
         (Target(), 0, "cpu"),
@@ -111,8 +111,8 @@ def test_the_memory_section_reaches_every_worker_in_bytes() -> None:
         (Target(device="cuda"), 0, "cuda"),
     ],
 )
-def test_the_device_is_the_grounds_or_follows_from_the_cards(ground: Target, gpus: int, device: str) -> None:
-    (plan,) = plan_slots(config({"pc1": {"gpus": gpus}}), ground)
+def test_the_device_is_the_grounds_or_follows_from_the_cards(target: Target, gpus: int, device: str) -> None:
+    (plan,) = plan_slots(config({"pc1": {"gpus": gpus}}), target)
     assert plan.spec.device == device
 
 
@@ -217,23 +217,23 @@ def by_node(plans: Iterable[SlotPlan]) -> dict[str, list[SlotPlan]]:
 
 @settings(deadline=None)
 @given(drawn=configs(), target=grounds)
-def test_slots_stand_in_the_order_of_the_configuration_under_names_that_stay(drawn: Config, ground: Target) -> None:
-    plans = plan_slots(drawn, ground)
+def test_slots_stand_in_the_order_of_the_configuration_under_names_that_stay(drawn: Config, target: Target) -> None:
+    plans = plan_slots(drawn, target)
     expected = [f"{name}/{index}" for name, node in drawn.nodes.items() for index in range(node.workers)]
     assert [plan.reservation.slot for plan in plans] == [plan.spec.slot for plan in plans] == expected
     assert len(set(expected)) == len(expected)
-    assert plan_slots(drawn, ground) == plans
+    assert plan_slots(drawn, target) == plans
     # One worker more on the last node moves nobody else.
     *_, last = drawn.nodes
     data = drawn.model_dump()
     data["nodes"][last]["workers"] += 1
-    assert [plan.reservation.slot for plan in plan_slots(Config.model_validate(data), ground)][: len(plans)] == expected
+    assert [plan.reservation.slot for plan in plan_slots(Config.model_validate(data), target)][: len(plans)] == expected
 
 
 @settings(deadline=None)
 @given(drawn=configs(), target=grounds)
-def test_the_sums_of_a_node_agree_with_its_workers(drawn: Config, ground: Target) -> None:
-    plans = plan_slots(drawn, ground)
+def test_the_sums_of_a_node_agree_with_its_workers(drawn: Config, target: Target) -> None:
+    plans = plan_slots(drawn, target)
     everything = sum(plan.spec.budget_bytes for plan in plans)
     for name, node_plans in by_node(plans).items():
         budget = node_budget(name, drawn.nodes[name], drawn)
@@ -243,8 +243,8 @@ def test_the_sums_of_a_node_agree_with_its_workers(drawn: Config, ground: Target
         assert steps <= budget.gpus
         for plan in node_plans:
             shared = [other.spec.budget_bytes for other in node_plans][: budget.workers_per_card]
-            assert plan.spec.card_budget_bytes == (everything if ground.one_machine else sum(shared))
-            assert plan.spec.workers_on_host == (len(plans) if ground.one_machine else len(node_plans))
+            assert plan.spec.card_budget_bytes == (everything if target.one_machine else sum(shared))
+            assert plan.spec.workers_on_host == (len(plans) if target.one_machine else len(node_plans))
     assert len({plan.spec.workload.seed for plan in plans}) == len(plans)
 
 

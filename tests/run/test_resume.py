@@ -12,7 +12,7 @@ from orchestrator.config.load import config_from_text, dump_config, load_config
 from orchestrator.core.slot import Counters, Phase
 from orchestrator.errors import ConfigError, UsageError
 from orchestrator.run.environment import Mode
-from orchestrator.run.resume import past_of, stage_of
+from orchestrator.run.resume import environment_of, past_of
 from orchestrator.run.runner import Options, go_on
 from orchestrator.watch.archive import StoredRun
 from orchestrator.watch.records import RunFacts, SlotRecord
@@ -107,7 +107,7 @@ def test_records_that_lacked_something_still_do() -> None:
 
 
 def test_the_stage_is_that_of_the_run() -> None:
-    stage = stage_of(stored())
+    stage = environment_of(stored())
     assert stage.mode is Mode.REHEARSE
     assert stage.config == CONFIG
     assert (stage.target.device, stage.target.one_machine) == ("cpu", True)
@@ -115,20 +115,20 @@ def test_the_stage_is_that_of_the_run() -> None:
 
 def test_a_run_that_is_under_way_or_over_is_refused() -> None:
     with pytest.raises(UsageError, match="under way"):
-        stage_of(stored(outcome="running"))
+        environment_of(stored(outcome="running"))
     with pytest.raises(UsageError, match="report 20260101-000000-abcd"):
-        stage_of(stored(elapsed_s=299.9))
+        environment_of(stored(elapsed_s=299.9))
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "nodes: 7", 'a: "\\UFFFFFFFF"', "d: 2001-99-99", "[" * 100_000])
 def test_a_configuration_that_cannot_be_used_is_refused_with_its_run(text: str) -> None:
     with pytest.raises(ConfigError, match="the configuration of run 20260101-000000-abcd"):
-        stage_of(stored(facts=facts(config_yaml=text)))
+        environment_of(stored(facts=facts(config_yaml=text)))
 
 
 def test_a_mode_of_another_version_is_refused() -> None:
     with pytest.raises(UsageError, match="cluster, rehearse, local"):
-        stage_of(stored(facts=facts(mode="moon")))
+        environment_of(stored(facts=facts(mode="moon")))
 
 
 def test_a_configuration_survives_being_written_and_read() -> None:

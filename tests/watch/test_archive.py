@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from orchestrator.cluster.orphan_reaper import start_time
 from orchestrator.errors import ArchiveError, NothingStoredError, UsageError
-from orchestrator.run.resume import stage_of
+from orchestrator.run.resume import environment_of
 from orchestrator.watch import archive, opening
 from orchestrator.watch.archive import read_events, read_run
 from orchestrator.watch.folders import find_run, list_runs, summary_of
@@ -221,10 +221,10 @@ def test_what_is_offered_to_be_resumed_is_what_resuming_accepts(
     run = read_run(folder)
     run = replace(run, outcome="failed", elapsed_s=elapsed_s, facts=replace(run.facts, config_yaml=slow, mode="local"))
     if run.is_resumable:
-        assert stage_of(run).config.run.slice_s == 1.5
+        assert environment_of(run).config.run.slice_s == 1.5
     else:
         with pytest.raises(UsageError, match="has worked all of its 30 s"):
-            stage_of(run)
+            environment_of(run)
 
 
 def test_a_row_keeps_what_makes_sense_of_it(folder: Path, store: RunStore) -> None:
