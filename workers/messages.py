@@ -13,8 +13,12 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from workers.readings import SensorReading
-from workers.settings import FailureKind as FailureKind  # where users import it from (docs/resilient.md)
-from workers.settings import Scalar, StoredLimit, WorkerSpec
+from workers.settings import (
+    FailureKind,  # noqa: F401 - where users import it from (docs/resilient.md)
+    Scalar,
+    StoredLimit,
+    WorkerSpec,
+)
 
 #: A policy's state in a form that any store can keep; the policy alone knows what the keys mean.
 ResumeState: TypeAlias = Mapping[str, Scalar]
