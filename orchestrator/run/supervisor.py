@@ -8,7 +8,6 @@ begins to count and when it ends. One thread, no callbacks.
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from orchestrator.core.memory_broker.broker import MemoryBroker
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import Phase, Slot
 from orchestrator.errors import PreflightError
+from orchestrator.run.clock import Clock, SystemClock
 from orchestrator.run.fault_injection import FaultInjector
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.run_info import RunInfo, rules_of
@@ -45,11 +45,13 @@ _CATCH_UP_S = 2.0
 #: Ray's memory monitor and its process table know within a second; a new process reports after two or more.
 _EXPLAIN_WITHIN_S = 3.0
 
+_CLOCK = SystemClock()
+
 
 class Supervisor:
     """Runs one run from the first actor to the last report."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a part of a run that tests replace
         self,
         *,
         info: RunInfo,
@@ -60,6 +62,7 @@ class Supervisor:
         interrupted: Callable[[], bool],
         learned_limits: LearnedLimits,
         injector: FaultInjector | None = None,
+        clock: Clock = _CLOCK,
     ) -> None:
         """Prepare; nothing is placed before `run`.
 
@@ -73,6 +76,7 @@ class Supervisor:
             interrupted: Asked at every turn whether the user wants to stop.
             learned_limits: Takes in what workers learn.
             injector: Injects faults, if the user asked for them.
+            clock: Read for every timer and deadline; tests pass one in virtual time.
         """
         self._info = info
         self._config = config
@@ -82,6 +86,7 @@ class Supervisor:
         self._interrupted = interrupted
         self._learned_limits = learned_limits
         self._injector = injector
+        self._clock = clock
         self._rules = rules_of(config, info.past)
         self._slots = {name: info.past.slots.get(name, Slot(slot=name)) for name in self._plans}
         self._meters = {name: Meter() for name in self._plans}
@@ -91,7 +96,7 @@ class Supervisor:
         self._changed: set[str] = set(self._plans)
         self._unexplained: dict[str, float] = {}
         """Slots whose process has ended, nobody knows why -> until when to ask."""
-        self._began_s = self._looked_at_s = time.monotonic()
+        self._began_s = self._looked_at_s = self._clock.monotonic_s()
         self._ticks_from_s = self._began_s
         self._first_proven_s: float | None = None
         self._counting_since_s: float | None = None
@@ -119,13 +124,13 @@ class Supervisor:
 
     def snapshot(self) -> Snapshot:
         """The run as it is now."""
-        now_s = time.monotonic()
+        now_s = self._clock.monotonic_s()
         counting_since_s = self._counting_since_s if self._counting_since_s is not None else now_s
         elapsed_s = self._info.past.elapsed_s + now_s - counting_since_s
         return Snapshot(
             run_id=self._info.run_id,
             started_at=self._info.started_at_unix_s,
-            now_unix_s=time.time(),
+            now_unix_s=self._clock.unix_s(),
             elapsed_s=min(elapsed_s, self._info.duration_s),
             duration_s=self._info.duration_s,
             nodes_planned=tuple(self._config.nodes),
@@ -141,10 +146,10 @@ class Supervisor:
             return True
         if all(slot.phase is Phase.QUARANTINED for slot in self._slots.values()):
             return True
-        return self._ends_at_s is not None and time.monotonic() >= self._ends_at_s
+        return self._ends_at_s is not None and self._clock.monotonic_s() >= self._ends_at_s
 
     def _turn(self) -> None:
-        now_s = time.monotonic()
+        now_s = self._clock.monotonic_s()
         if now_s - self._nodes_at_s >= _NODES_EVERY_S:
             self._nodes_at_s = now_s
             self._watch_nodes(self._fleet.nodes())
@@ -158,7 +163,7 @@ class Supervisor:
             self._injector.shake_nodes(self._fleet, now_s)
         self._send_out()
         if not self._slots_busy():
-            time.sleep(_POLL_S)  # nothing is under way, so the next wait would come back at once
+            self._clock.sleep(_POLL_S)  # nothing is under way, so the next wait would come back at once
         self._show()
 
     def _tick(self) -> None:
@@ -167,7 +172,7 @@ class Supervisor:
         Then it was not the workers that were late, and what they reported meanwhile must come in first. The same look
         at the clock judges the gap and the timers: a stop between two looks would be charged to the workers.
         """
-        now_s = time.monotonic()
+        now_s = self._clock.monotonic_s()
         if now_s - self._looked_at_s > _SUSPENDED_S:
             self._ticks_from_s = now_s + _CATCH_UP_S
         self._looked_at_s = now_s
@@ -178,14 +183,14 @@ class Supervisor:
     def _send_out(self) -> None:
         """Write down what has changed, then perform what follows from it."""
         if self._changed:
-            now_s = time.monotonic()
+            now_s = self._clock.monotonic_s()
             self._outlets.store.slots(
                 record(plan, self._slots[name], self._meters[name], now_s)
                 for name, plan in self._plans.items()
                 if name in self._changed
             )
             self._changed.clear()
-        for name, lease_bytes in self._broker.look(self._slots, time.monotonic()).items():
+        for name, lease_bytes in self._broker.look(self._slots, self._clock.monotonic_s()).items():
             self._outlets.events.write("leased", slot=name, lease_bytes=lease_bytes)
         self._outlets.store.commit()
         outbox, self._outbox = self._outbox, []
@@ -196,7 +201,7 @@ class Supervisor:
         return any(slot.in_flight for slot in self._slots.values())
 
     def _show(self) -> None:
-        now_s = time.monotonic()
+        now_s = self._clock.monotonic_s()
         if now_s - self._snapshot_at_s < _SNAPSHOT_EVERY_S:
             return
         self._snapshot_at_s = now_s
@@ -206,7 +211,7 @@ class Supervisor:
         """The planned time begins when every worker whose node is there has answered, or has had its chance."""
         if self._ends_at_s is not None:
             return
-        now_s = time.monotonic()
+        now_s = self._clock.monotonic_s()
         here = [slot for slot in self._slots.values() if slot.phase is not Phase.ABSENT]
         answered = [slot for slot in here if slot.proven or slot.phase is Phase.QUARANTINED]
         if not answered:
@@ -249,7 +254,7 @@ class Supervisor:
 
     def _is_heard(self, node: str | None) -> bool:
         """Whether a worker on the node has just reported: then it is there, whatever keeps us from knocking."""
-        since_s = time.monotonic() - _HEARD_WITHIN_S
+        since_s = self._clock.monotonic_s() - _HEARD_WITHIN_S
         heard = [self._slots[name].heard_at_s for name in self._on_node(node)] if node is not None else []
         return any(at_s is not None and at_s > since_s for at_s in heard)
 
@@ -301,7 +306,7 @@ class Supervisor:
             self._learned_limits.take(spec, report, meter.best_tflops)
 
     def _feed(self, name: str, event: slots.Event, now_s: float | None = None) -> None:
-        before, now_s = self._slots[name], time.monotonic() if now_s is None else now_s
+        before, now_s = self._slots[name], self._clock.monotonic_s() if now_s is None else now_s
         after, commands = lifecycle.advance(before, event, now_s, self._rules, self._ends_at_s)
         if after is before and not commands:
             return
@@ -348,7 +353,7 @@ class Supervisor:
         return (
             None
             if self._injector is None
-            else self._injector.process_fault(self._slots[name], submit, time.monotonic())
+            else self._injector.process_fault(self._slots[name], submit, self._clock.monotonic_s())
         )
 
     def _drain(self) -> None:
@@ -357,8 +362,8 @@ class Supervisor:
             self._feed(name, slots.Drain())
         self._send_out()
         # One slice may just have begun, with another behind it.
-        deadline_s = time.monotonic() + 2 * self._rules.slice_s + self._config.run.stop_grace_s
-        while self._slots_busy() and time.monotonic() < deadline_s:
+        deadline_s = self._clock.monotonic_s() + 2 * self._rules.slice_s + self._config.run.stop_grace_s
+        while self._slots_busy() and self._clock.monotonic_s() < deadline_s:
             for outcome in self._fleet.wait(_POLL_S):
                 self._take(outcome)
             self._send_out()
@@ -370,7 +375,7 @@ class Supervisor:
         for name in self._slots:
             self._feed(name, slots.Close())
         if self._injector is not None:
-            self._injector.close(time.monotonic())
+            self._injector.close(self._clock.monotonic_s())
 
 
 def _card(plan: SlotPlan, slot: Slot) -> str:
