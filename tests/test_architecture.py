@@ -1,20 +1,63 @@
-"""The arrows between the rooms, seen from outside: what a fresh process has loaded after an import.
+"""What the layers may import, and how large they may get.
 
-The linter contracts in pyproject.toml read the source; these tests run it, and so also see what a package's
-`__init__`, a plug-in or a third party drags in.
+The contracts in pyproject.toml (`lint-imports`) read the source. Each of them is shown to fail on a planted import.
+Other tests import the folders in a fresh process and look at what was loaded, which also shows what a package's
+`__init__`, a plug-in or a third party loads.
 """
 
 from __future__ import annotations
 
-import ast
+import graphlib
 import json
+import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from typing import Any
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).parent.parent
+PACKAGES = ("orchestrator", "workers")
+
+#: For each contract the imports that it must refuse: the file that gets the line, and the module that it imports.
+PLANTED = {
+    "Layers of the head": [
+        ("orchestrator/doctor/finding.py", "orchestrator.cli.options"),
+        ("orchestrator/run/signals.py", "orchestrator.burn.phases"),
+        ("orchestrator/burn/phases.py", "orchestrator.doctor.finding"),
+        ("orchestrator/watch/cells.py", "orchestrator.run.signals"),
+        ("orchestrator/cluster/auth.py", "orchestrator.watch.cells"),
+        ("orchestrator/core/slot.py", "orchestrator.cluster.auth"),
+        ("orchestrator/config/duration.py", "orchestrator.core.slot"),
+        ("orchestrator/errors.py", "orchestrator.config.duration"),
+    ],
+    "Layers of the engine": [
+        ("workers/node_agent/protocol.py", "workers.engine.engine"),
+        ("workers/resilience/batches.py", "workers.node_agent.protocol"),
+        ("workers/devices/threads.py", "workers.resilience.batches"),
+        ("workers/policy/base.py", "workers.devices.threads"),
+        ("workers/host/processes.py", "workers.policy.base"),
+        ("workers/nvml/queries.py", "workers.host.processes"),
+        ("workers/learned_limits/limits.py", "workers.nvml.queries"),
+        ("workers/messages.py", "workers.oom"),
+    ],
+    "The engine knows neither Ray nor the head": [
+        ("workers/host/processes.py", "ray"),
+        ("workers/units.py", "orchestrator.errors"),
+    ],
+    "The head never imports torch": [("orchestrator/core/slot.py", "torch")],
+    "Only the cluster folder imports ray": [
+        ("orchestrator/run/signals.py", "ray"),
+        ("orchestrator/watch/cells.py", "ray"),
+    ],
+    "core and policy are pure: no clock, no randomness, no I/O, no torch": [
+        ("orchestrator/core/slot.py", "time"),
+        ("workers/policy/base.py", "random"),
+    ],
+}
 
 #: Imports the modules one after the other and says after which of them a forbidden one was there for the first time.
 PROBE = """
@@ -32,7 +75,7 @@ print(json.dumps(culprits))
 
 
 def modules_below(folder: str, *, without: str | None = None) -> list[str]:
-    """Find the importable modules of a package, or of all its rooms but one; `__main__` would run on import."""
+    """Find the importable modules of a package, or of all its folders but one; `__main__` would run on import."""
     found = []
     for path in sorted((ROOT / folder).rglob("*.py")):
         relative = path.relative_to(ROOT).with_suffix("")
@@ -52,9 +95,8 @@ def culprits(modules: list[str], *forbidden: str) -> dict[str, str]:
     return loaded
 
 
-@pytest.mark.parametrize("module", ["workers.policy.registry", "workers.messages", "workers.oom", "workers.errors"])
-def test_the_pure_part_of_the_engine_loads_neither_torch_nor_ray(module: str) -> None:
-    assert culprits([module], "torch", "ray") == {}
+def test_the_messages_and_errors_of_the_engine_load_neither_torch_nor_ray() -> None:
+    assert culprits(["workers.messages", "workers.oom", "workers.errors"], "torch", "ray") == {}
 
 
 def test_no_policy_loads_torch_or_ray() -> None:
@@ -65,19 +107,71 @@ def test_the_engine_knows_neither_ray_nor_the_head() -> None:
     assert culprits(modules_below("workers"), "ray", "orchestrator") == {}
 
 
-def test_the_head_outside_the_cluster_room_loads_neither_ray_nor_torch() -> None:
-    """The command line included: it may load the cluster room only when a verb needs it."""
+def test_the_head_outside_the_cluster_folder_loads_neither_ray_nor_torch() -> None:
+    """The command line included: it may load the cluster folder only when a verb needs it."""
     assert culprits(modules_below("orchestrator", without="orchestrator/cluster"), "ray", "torch") == {}
 
 
-def test_policies_name_no_clock_chance_log_or_device() -> None:
-    """Read from the source, because a fresh interpreter has loaded `time` already."""
-    impure = {"torch", "ray", "time", "datetime", "random", "secrets", "logging", "structlog", "os", "pathlib"}
-    for path in sorted((ROOT / "workers" / "policy").rglob("*.py")):
-        named: set[str] = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                named |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                named.add(node.module.partition(".")[0])
-        assert not named & impure, path
+def linted(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run lint-imports in a folder, on the packages that it holds, without a cache."""
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as main; main()", "--no-cache"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+def contracts() -> list[dict[str, Any]]:
+    """Return the contracts of pyproject.toml."""
+    found: list[dict[str, Any]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
+    return found
+
+
+def test_each_contract_has_a_planted_import() -> None:
+    assert [contract["name"] for contract in contracts()] == list(PLANTED)
+
+
+@pytest.mark.parametrize("contract", PLANTED)
+def test_a_contract_fails_on_a_planted_import(contract: str, tmp_path: Path) -> None:
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for file, module in PLANTED[contract]:
+        with (tmp_path / file).open("a", encoding="utf-8") as source:
+            source.write(f"\nimport {module}\n")
+    done = linted(tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"{contract} BROKEN" in done.stdout
+    _, _, explained = done.stdout.partition("Broken contracts")
+    section = explained.partition(f"\n{contract}\n")[2].partition("\n---")[0]
+    for file, module in PLANTED[contract]:
+        importer = file.removesuffix(".py").replace("/", ".")
+        assert f"{importer} -> {module} (" in section, section
+
+
+@pytest.mark.parametrize(
+    ("package", "contract"), [("orchestrator", "Layers of the head"), ("workers", "Layers of the engine")]
+)
+def test_every_folder_and_module_of_a_package_is_a_layer(package: str, contract: str) -> None:
+    """Else a new folder could import anything."""
+    (layers,) = (each["layers"] for each in contracts() if each["name"] == contract)
+    named = {name.strip() for layer in layers for name in layer.split("|")}
+    present = {f"{package}.{path.stem}" for path in (ROOT / package).iterdir() if path.suffix == ".py"}
+    present |= {f"{package}.{path.name}" for path in (ROOT / package).iterdir() if (path / "__init__.py").exists()}
+    assert present - {f"{package}.__init__", f"{package}.__main__"} == named
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = grimp.build_graph(*PACKAGES, cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    graphlib.TopologicalSorter(imports).prepare()  # raises CycleError, which names the circle
+
+
+def test_no_file_of_the_product_is_beyond_400_lines() -> None:
+    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix in {".py", ".c", ".h"}]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
+    assert {path: length for path, length in lengths.items() if length > 400} == {}
+
+
+@pytest.mark.parametrize(("package", "limit"), [("orchestrator", 4), ("workers", 8)])
+def test_few_modules_stand_beside_the_folders(package: str, limit: int) -> None:
+    assert len(list((ROOT / package).glob("*.py"))) <= limit
