@@ -25,7 +25,16 @@ from orchestrator.cluster import local_gpus
 from orchestrator.cluster.actor import WorkerActor
 from orchestrator.cluster.exit_cause import cause_of_death
 from orchestrator.cluster.liveness import Pulse
-from orchestrator.core.fleet import DeathCause, NodeFact, NodePower, Reservation, SliceFailure, SliceOutcome
+from orchestrator.core.fleet import (
+    DeathCause,
+    NodeFact,
+    NodePower,
+    Reservation,
+    SliceEnded,
+    SliceFailed,
+    SliceFailure,
+    SliceReported,
+)
 from orchestrator.errors import PreflightError, UsageError
 from workers.messages import Directive, Report
 
@@ -130,7 +139,7 @@ class RayFleet:
         ref = self._actors[directive.spec.slot].run_slice.remote(directive)
         self._flights[ref] = _Flight(directive.spec.slot, directive.incarnation, directive.sequence)
 
-    def wait(self, timeout_s: float) -> tuple[SliceOutcome, ...]:
+    def wait(self, timeout_s: float) -> tuple[SliceEnded, ...]:
         """See `Fleet.wait`."""
         if not self._flights:
             return ()
@@ -141,8 +150,8 @@ class RayFleet:
             return ()
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=True)
         done = set(ready)
-        outcomes = [(flight := self._flights.pop(ref), self._outcome(ref, flight)) for ref in refs if ref in done]
-        return tuple(outcome for flight, outcome in outcomes if outcome.report is not None or not flight.given_up)
+        ended = [(flight := self._flights.pop(ref), self._ended(ref, flight)) for ref in refs if ref in done]
+        return tuple(each for flight, each in ended if isinstance(each, SliceReported) or not flight.given_up)
 
     def forget(self, slot: str) -> None:
         """See `Fleet.forget`. Without `ray.cancel`: a queued slice would run all the same, seen with Ray 2.60."""
@@ -189,23 +198,20 @@ class RayFleet:
             raise UsageError(f"{node} belongs to the cluster; only a rehearsal can end and start its nodes")
         return self._power
 
-    def _outcome(self, ref: Any, flight: _Flight) -> SliceOutcome:  # noqa: ANN401 - Ray's reference type has no name
-        report: Report | None = None
-        failure, text = None, ""
+    def _ended(self, ref: Any, flight: _Flight) -> SliceEnded:  # noqa: ANN401 - Ray's reference type has no name
         try:
-            report = ray.get(ref)
+            report: Report = ray.get(ref)
         except RayError as error:
-            failure, text = _failure(error), _first_line(str(error))
-        if report is not None and report.device is not None and not flight.given_up:
+            return SliceFailed(
+                slot=flight.slot,
+                incarnation=flight.incarnation,
+                sequence=flight.sequence,
+                failure=_failure(error),
+                text=_first_line(str(error)),
+            )
+        if report.device is not None and not flight.given_up:
             self._pids[flight.slot] = report.device.pid
-        return SliceOutcome(
-            slot=flight.slot,
-            incarnation=flight.incarnation,
-            sequence=flight.sequence,
-            report=report,
-            failure=failure,
-            text=text,
-        )
+        return SliceReported(report=report)
 
 
 def _count_cards() -> int:

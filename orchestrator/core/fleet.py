@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from workers.messages import Directive, Report
 
@@ -45,15 +45,30 @@ class SliceFailure(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SliceOutcome:
-    """What became of one submitted slice: a report, or a failure and its text."""
+class SliceReported:
+    """A slice ended with a report, which names its slot, incarnation and sequence."""
+
+    report: Report
+
+    @property
+    def slot(self) -> str:
+        """The slot that was asked."""
+        return self.report.slot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceFailed:
+    """A slice ended without a report."""
 
     slot: str
     incarnation: int
     sequence: int
-    report: Report | None = None
-    failure: SliceFailure | None = None
-    text: str = ""
+    failure: SliceFailure
+    text: str
+    """In the cluster's words."""
+
+
+SliceEnded: TypeAlias = SliceReported | SliceFailed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +130,7 @@ class Fleet(Protocol):
         """Queue a slice behind those the slot's actor has."""
         ...
 
-    def wait(self, timeout_s: float) -> tuple[SliceOutcome, ...]:
+    def wait(self, timeout_s: float) -> tuple[SliceEnded, ...]:
         """Wait for the first slice that ends, then take along all that have."""
         ...
 

@@ -28,10 +28,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from orchestrator.core import restart_policy, step_accounting
-from orchestrator.core.fleet import SliceFailure
+from orchestrator.core.fleet import SliceFailed, SliceFailure, SliceReported
 from orchestrator.core.leak_detector import NO_WATCH, watched
 from orchestrator.core.restart_policy import Result
 from orchestrator.core.slot import (
+    Accept,
     CardQuarantined,
     Close,
     Command,
@@ -48,8 +49,6 @@ from orchestrator.core.slot import (
     Place,
     Restart,
     Rules,
-    SliceFailed,
-    SliceReported,
     Slot,
     Submit,
     Tick,
@@ -157,6 +156,13 @@ def _reported(slot: Slot, report: Report, now_s: float, rules: Rules, ends_at_s:
     flight = step_accounting.flight_of(slot, report.incarnation, report.sequence)
     if flight is None or report.slot != slot.slot:
         return slot, _refusal(SliceReported(report=report), slot)
+    slot, commands = _accepted(slot, flight, report, now_s, rules, ends_at_s)
+    return slot, (Accept(report=report), *commands)
+
+
+def _accepted(
+    slot: Slot, flight: Flight, report: Report, now_s: float, rules: Rules, ends_at_s: float | None
+) -> Result:
     worked_before = slot.report is not None
     slot = replace(
         step_accounting.without(slot, flight),

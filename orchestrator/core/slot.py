@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
-from orchestrator.core.fleet import DeathCause, SliceFailure
+from orchestrator.core.fleet import DeathCause, SliceFailed, SliceReported
 from orchestrator.core.leak_detector import NO_WATCH, LeakWatch
 from workers.messages import DeviceInfo, Report, ResumeState, WorkerState
 from workers.settings import Scalar
@@ -141,23 +141,6 @@ class CardQuarantined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SliceReported:
-    """A slice ended with a report."""
-
-    report: Report
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SliceFailed:
-    """A slice ended without one."""
-
-    incarnation: int
-    sequence: int
-    failure: SliceFailure
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DeathExplained:
     """The cluster has found out why the slot's last process ended."""
 
@@ -232,6 +215,13 @@ class EndRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Accept:
+    """Count a report as the slot's own: it belongs to a slice under way. Any other report is refused, with a note."""
+
+    report: Report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
     """Something for the event log."""
 
@@ -239,4 +229,4 @@ class Note:
     fields: tuple[tuple[str, Scalar], ...] = ()
 
 
-Command: TypeAlias = Place | Submit | Forget | Restart | Abandon | EndRun | Note
+Command: TypeAlias = Accept | Place | Submit | Forget | Restart | Abandon | EndRun | Note

@@ -18,7 +18,7 @@ from orchestrator.core.fleet import Fleet
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import Slot, Submit
 from orchestrator.watch.events import EventLog
-from workers.messages import ProcessFault
+from workers.messages import ProcessFault, Report
 
 
 def with_faults(plans: Sequence[SlotPlan], plan: ChaosPlan | None) -> tuple[SlotPlan, ...]:
@@ -49,9 +49,9 @@ class FaultInjector:
         self._began_unix_s = time.time()
         self._book = schedule.begin(self._book, now_s, ends_at_s)
 
-    def watch(self, before: Slot, after: Slot, now_s: float) -> None:
+    def watch(self, before: Slot, after: Slot, accepted: Report | None, now_s: float) -> None:
         """Take in what an event made of a slot."""
-        self._book = outcomes.watch(self._book, before, after, now_s)
+        self._book = outcomes.watch(self._book, before, after, accepted, now_s)
 
     def process_fault(self, slot: Slot, submit: Submit, now_s: float) -> ProcessFault | None:
         """Return what the slice that is about to be sent carries, if anything."""

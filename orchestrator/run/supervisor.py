@@ -15,7 +15,7 @@ from dataclasses import replace
 from orchestrator.config.schema import Config
 from orchestrator.core import circuit_breaker, lifecycle, membership
 from orchestrator.core import slot as slots
-from orchestrator.core.fleet import Fleet, NodeFact, SliceFailure, SliceOutcome
+from orchestrator.core.fleet import Fleet, NodeFact, SliceEnded, SliceFailed, SliceFailure, SliceReported
 from orchestrator.core.membership import NodeBook
 from orchestrator.core.memory_broker.broker import MemoryBroker
 from orchestrator.core.placement import SlotPlan
@@ -28,7 +28,7 @@ from orchestrator.run.run_info import RunInfo, rules_of
 from orchestrator.run.snapshot import Meter, record, row
 from orchestrator.watch.model import Snapshot
 from orchestrator.watch.sinks import Outlets
-from workers.messages import Directive, ProcessFault
+from workers.messages import Directive, ProcessFault, Report
 
 #: How long one wait for a report may last: the patience of Ctrl-C and of every timer.
 _POLL_S = 0.1
@@ -154,8 +154,8 @@ class Supervisor:
             self._nodes_at_s = now_s
             self._watch_nodes(self._fleet.nodes())
             self._ask_why(now_s)
-        for outcome in self._fleet.wait(_POLL_S):
-            self._take(outcome)
+        for ended in self._fleet.wait(_POLL_S):
+            self._take(ended)
         self._tick()
         self._spare_sick_cards(now_s)
         self._begin_counting()
@@ -273,37 +273,27 @@ class Supervisor:
             for slot in cards[card]:
                 self._feed(slot.slot, slots.CardQuarantined(reason=reason))
 
-    def _take(self, outcome: SliceOutcome) -> None:
-        if outcome.report is None:
-            failure = outcome.failure
-            assert failure is not None, "an outcome has a report or a failure"  # noqa: S101 - internal invariant
-            if failure is not SliceFailure.UNSENT:
+    def _take(self, ended: SliceEnded) -> None:
+        match ended:
+            case SliceReported(report=report):
+                for happened in report.events:
+                    self._outlets.events.write(
+                        happened.name, slot=report.slot, worker_at_unix_s=happened.at_unix_s, **dict(happened.detail)
+                    )
+                if report.error is not None:
+                    self._outlets.events.write("workload_error", slot=report.slot, traceback=report.error)
+            case SliceFailed(failure=failure) if failure is not SliceFailure.UNSENT:
                 self._outlets.events.write(
-                    "slice_failed",
-                    slot=outcome.slot,
-                    failure=failure.value,
-                    text=outcome.text,
-                    sequence=outcome.sequence,
+                    "slice_failed", slot=ended.slot, failure=failure.value, text=ended.text, sequence=ended.sequence
                 )
-            event = slots.SliceFailed(
-                incarnation=outcome.incarnation, sequence=outcome.sequence, failure=failure, text=outcome.text
-            )
-            self._feed(outcome.slot, event)
-            return
-        report = outcome.report
-        for happened in report.events:
-            self._outlets.events.write(
-                happened.name, slot=report.slot, worker_at_unix_s=happened.at_unix_s, **dict(happened.detail)
-            )
-        if report.error is not None:
-            self._outlets.events.write("workload_error", slot=report.slot, traceback=report.error)
-        self._feed(outcome.slot, slots.SliceReported(report=report))
-        if self._slots[outcome.slot].report is report:
-            meter = self._meters[outcome.slot]
-            meter.add(report)
-            spec = self._plans[outcome.slot].spec
-            meter.remember(self._learned_limits.best_tflops(spec, report))
-            self._learned_limits.take(spec, report, meter.best_tflops)
+        self._feed(ended.slot, ended)
+
+    def _accept(self, name: str, report: Report) -> None:
+        """Measure and learn from a report that counts."""
+        meter, spec = self._meters[name], self._plans[name].spec
+        meter.add(report)
+        meter.remember(self._learned_limits.best_tflops(spec, report))
+        self._learned_limits.take(spec, report, meter.best_tflops)
 
     def _feed(self, name: str, event: slots.Event, now_s: float | None = None) -> None:
         before, now_s = self._slots[name], self._clock.monotonic_s() if now_s is None else now_s
@@ -311,13 +301,16 @@ class Supervisor:
         if after is before and not commands:
             return
         if self._injector is not None:
-            self._injector.watch(before, after, now_s)
+            accepted = next((command.report for command in commands if isinstance(command, slots.Accept)), None)
+            self._injector.watch(before, after, accepted, now_s)
         if after.counters.restarts > before.counters.restarts:
             self._unexplained[name] = now_s + _EXPLAIN_WITHIN_S
         self._slots[name] = after
         self._changed.add(name)
         for command in commands:
             match command:
+                case slots.Accept(report=report):
+                    self._accept(name, report)
                 case slots.Note():
                     self._outlets.events.write(command.name, slot=name, **dict(command.fields))
                 case slots.EndRun(reason=reason):
@@ -364,8 +357,8 @@ class Supervisor:
         # One slice may just have begun, with another behind it.
         deadline_s = self._clock.monotonic_s() + 2 * self._rules.slice_s + self._config.run.stop_grace_s
         while self._slots_busy() and self._clock.monotonic_s() < deadline_s:
-            for outcome in self._fleet.wait(_POLL_S):
-                self._take(outcome)
+            for ended in self._fleet.wait(_POLL_S):
+                self._take(ended)
             self._send_out()
             self._show()
         self._close()

@@ -28,7 +28,7 @@ from benches.common import Result, percentile
 from benches.outside import WITNESS, WITNESS_FOLDER, Ledger, Scene
 from orchestrator.cluster.orphan_reaper import start_time
 from orchestrator.config.load import dump_config, load_config
-from orchestrator.core.fleet import Fleet, SliceOutcome
+from orchestrator.core.fleet import Fleet, SliceEnded, SliceReported
 from orchestrator.run import environment as environments
 from orchestrator.run.environment import Environment
 from orchestrator.run.learned_limits import LearnedLimits
@@ -75,12 +75,12 @@ class Listening:
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the fleet has
         return getattr(self._fleet, name)
 
-    def wait(self, timeout_s: float) -> tuple[SliceOutcome, ...]:
+    def wait(self, timeout_s: float) -> tuple[SliceEnded, ...]:
         """See `Fleet.wait`."""
         outcomes = self._fleet.wait(timeout_s)
         now_s = time.monotonic()
         for outcome in outcomes:
-            report = outcome.report
+            report = outcome.report if isinstance(outcome, SliceReported) else None
             if report is not None and _runs(report) and report.device is not None:
                 self.first.setdefault((report.slot, report.device.pid), now_s)
                 self.pids[report.slot] = report.device.pid

@@ -16,7 +16,7 @@ from typing import Any
 
 from benches.common import Result, progress, spread
 from orchestrator.config.load import config_from_data
-from orchestrator.core.fleet import Fleet, SliceOutcome
+from orchestrator.core.fleet import Fleet, SliceEnded, SliceReported
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
 from workers.messages import DeviceInfo, Report
 
@@ -66,11 +66,11 @@ class Recording:
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the fleet has
         return getattr(self._fleet, name)
 
-    def wait(self, timeout_s: float) -> tuple[SliceOutcome, ...]:
+    def wait(self, timeout_s: float) -> tuple[SliceEnded, ...]:
         """See `Fleet.wait`."""
         outcomes = self._fleet.wait(timeout_s)
         now_s = time.perf_counter()
-        self.arrived += [(now_s, outcome.report) for outcome in outcomes if outcome.report is not None]
+        self.arrived += [(now_s, outcome.report) for outcome in outcomes if isinstance(outcome, SliceReported)]
         return outcomes
 
 

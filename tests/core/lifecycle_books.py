@@ -12,10 +12,11 @@ from typing import Any, TypeAlias
 
 from hypothesis.stateful import RuleBasedStateMachine
 
-from orchestrator.core.fleet import SliceFailure
+from orchestrator.core.fleet import SliceFailed, SliceFailure, SliceReported
 from orchestrator.core.lifecycle import advance
 from orchestrator.core.slot import (
     Abandon,
+    Accept,
     Command,
     EndRun,
     Event,
@@ -25,8 +26,6 @@ from orchestrator.core.slot import (
     Place,
     Restart,
     Rules,
-    SliceFailed,
-    SliceReported,
     Slot,
     Submit,
 )
@@ -103,7 +102,9 @@ class Books(RuleBasedStateMachine):
         for counter in SUMMED:
             self.expected[counter] += counts.get(counter, 0)
         self.last_resume = event.report.resume if event.report.resume is not None else self.last_resume
-        assert not refusals(self.feed(event))
+        commands = self.feed(event)
+        assert commands[0] == Accept(report=event.report)
+        assert not refusals(commands)
         assert self.slot.report is event.report
         assert self.slot.heard_at_s == self.now_s
 
@@ -144,6 +145,8 @@ class Books(RuleBasedStateMachine):
                 assert not self.abandoned, "an actor is ended once"
                 self.abandoned = True
                 self.lose()
+            case Accept(report=report):
+                assert self.fates[report.incarnation, report.sequence] is FaultOutcome.COUNTED
             case EndRun():
                 raise AssertionError("nothing here makes a run impossible")
             case Note(name=name_of_note):
@@ -179,7 +182,7 @@ def reported(slot: str, name: Name, counts: dict[str, int | float], **changes: A
 
 
 def failed(name: Name, failure: SliceFailure) -> SliceFailed:
-    return SliceFailed(incarnation=name[0], sequence=name[1], failure=failure, text="gone")
+    return SliceFailed(slot="pc1/0", incarnation=name[0], sequence=name[1], failure=failure, text="gone")
 
 
 def refusals(commands: tuple[Command, ...]) -> int:

@@ -8,17 +8,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from orchestrator.core.fleet import SliceFailure
+from orchestrator.core.fleet import SliceFailed, SliceFailure, SliceReported
 from orchestrator.core.lifecycle import advance
 from orchestrator.core.slot import (
+    Accept,
     Command,
     Event,
     NodeJoined,
     Note,
     Phase,
     Rules,
-    SliceFailed,
-    SliceReported,
     Slot,
     Submit,
     Tick,
@@ -100,8 +99,8 @@ class Scene:
         return list(commands)
 
     def deeds(self, event: Event, *, later_s: float = 0.0) -> list[Command]:
-        """As `feed`, without what is only for the log."""
-        return [command for command in self.feed(event, later_s=later_s) if not isinstance(command, Note)]
+        """As `feed`, without what only the books and the log need."""
+        return [command for command in self.feed(event, later_s=later_s) if not isinstance(command, Note | Accept)]
 
     def report(self, **changes: object) -> SliceReported:
         """Make the report of the running slice."""
@@ -111,6 +110,7 @@ class Scene:
     def failure(self, kind: SliceFailure = SliceFailure.DIED, **changes: Any) -> SliceFailed:  # noqa: ANN401 - of any field
         """Make the failure of the running slice."""
         usual: dict[str, Any] = {
+            "slot": self.slot.slot,
             "incarnation": self.slot.incarnation,
             "sequence": self.slot.in_flight[0].sequence,
             "failure": kind,

@@ -15,9 +15,10 @@ from orchestrator.core.chaos.outcomes import ended, watch
 from orchestrator.core.chaos.plan import ChaosPlan, parse_chaos
 from orchestrator.core.chaos.schedule import begin, chance, node_commands, open_book, strike_for
 from orchestrator.core.chaos.state import ChaosState, EndNode, Fault, FaultOutcome, KindTally, StartNode, faults, tally
-from orchestrator.core.fleet import SliceFailure
+from orchestrator.core.fleet import SliceFailed, SliceFailure, SliceReported
 from orchestrator.core.lifecycle import advance
 from orchestrator.core.slot import (
+    Accept,
     Close,
     Command,
     Drain,
@@ -27,8 +28,6 @@ from orchestrator.core.slot import (
     Phase,
     Restart,
     Rules,
-    SliceFailed,
-    SliceReported,
     Slot,
     Submit,
     Tick,
@@ -153,7 +152,7 @@ class Fleet:
                 process = self.processes[name]
                 process.up_at_s = float("inf")
                 for submit, _ in process.queue:
-                    self.later.append((self.now_s + 0.5, name, failed(submit)))
+                    self.later.append((self.now_s + 0.5, name, failed(name, submit)))
                 process.queue.clear()
                 self.later.append((self.now_s + RAY_NOTICES_S, name, NodeLeft()))
 
@@ -180,7 +179,7 @@ class Fleet:
                 lost = [submit, *(queued for queued, _ in process.queue)]
                 self.processes[name] = Process(up_at_s=self.now_s + START_S)
                 for each in lost:
-                    self.feed(name, failed(each))
+                    self.feed(name, failed(name, each))
                 return
             self.feed(name, self.report(name, submit, poisoned=process_fault is not None))
 
@@ -209,7 +208,8 @@ class Fleet:
         before = self.slots[name]
         after, commands = advance(before, event, self.now_s, self.rules, None)
         self.slots[name] = after
-        self.book = watch(self.book, before, after, self.now_s)
+        accepted = next((command.report for command in commands if isinstance(command, Accept)), None)
+        self.book = watch(self.book, before, after, accepted, self.now_s)
         for command in commands:
             self.perform(name, command)
 
@@ -227,9 +227,13 @@ class Fleet:
                 pass
 
 
-def failed(submit: Submit) -> SliceFailed:
+def failed(name: str, submit: Submit) -> SliceFailed:
     return SliceFailed(
-        incarnation=submit.incarnation, sequence=submit.sequence, failure=SliceFailure.DIED, text="the actor died"
+        slot=name,
+        incarnation=submit.incarnation,
+        sequence=submit.sequence,
+        failure=SliceFailure.DIED,
+        text="the actor died",
     )
 
 
@@ -282,7 +286,7 @@ def test_a_rate_is_that_of_steps(rate: float, expected: float) -> None:
     fleet = Fleet(parse_chaos("kill:every=1h"))
     book = begin(open_book(parse_chaos(f"kill:rate={rate}", 3), HOMES, "pc1"), 0.0)
     slot = fleet.slots["pc1/0"]
-    book = watch(book, Slot(slot="pc1/0"), slot, 0.0)
+    book = watch(book, Slot(slot="pc1/0"), slot, slot.report, 0.0)
     struck = 0
     for sequence in range(4000):
         submit = Submit(incarnation=0, sequence=sequence, duration_s=1.0, step_limit=10**6, resume=None)
@@ -346,7 +350,7 @@ def test_a_death_before_the_struck_slice_is_not_the_strike() -> None:
     name, submit, _ = fleet.strikes[0]
     running = fleet.slots[name].in_flight[0].sequence
     assert running < submit.sequence
-    died = SliceFailed(incarnation=submit.incarnation, sequence=running, failure=SliceFailure.DIED, text="")
+    died = SliceFailed(slot=name, incarnation=submit.incarnation, sequence=running, failure=SliceFailure.DIED, text="")
     fleet.feed(name, died)
     fault = next(fault for fault in faults(fleet.book) if fault.target == name)
     assert (fault.fate, fault.became) == (FaultOutcome.MOOT, "overtaken: its process ended in an earlier slice first")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from orchestrator.core.slot import (
+    Accept,
     Close,
     Counters,
     Drain,
@@ -113,6 +114,7 @@ def test_a_report_counts_and_the_next_slice_goes_out_at_once() -> None:
         busy_s=0.5,
     )
     assert commands == [
+        Accept(report=event.report),
         Submit(incarnation=0, sequence=3, duration_s=1.0, step_limit=18, resume={"failures": 2}),
         Note(
             name="state",

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config.load import load_config
+from orchestrator.core.fleet import SliceReported
 from orchestrator.core.memory_broker.broker import MemoryBroker
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
-from orchestrator.core.slot import Command, NodeJoined, NodeLeft, SliceReported
+from orchestrator.core.slot import Command, NodeJoined, NodeLeft
 from tests.core.scene import CPU, MEMORY, MIB, Scene, submits
 from workers.messages import DeviceInfo, WorkerState
 

@@ -22,20 +22,27 @@ from workers.messages import FaultKind, Report, Verdict
 _STEP_FAULTS = frozenset({FaultKind.OOM, FaultKind.RAISE, FaultKind.FLIP})
 
 
-def watch(book: ChaosState, before: Slot, after: Slot, now_s: float) -> ChaosState:
-    """Take in what an event made of a slot; called at every one, before the commands that follow are performed."""
+def watch(book: ChaosState, before: Slot, after: Slot, accepted: Report | None, now_s: float) -> ChaosState:
+    """Take in what an event made of a slot; called at every one, before the commands that follow are performed.
+
+    Args:
+        book: As it was.
+        before: The slot before the event.
+        after: The slot after it.
+        accepted: The report that the event brought, if it was accepted.
+        now_s: Monotonic seconds.
+    """
     if after is before or book.over:
         return book
     slot, report = after.slot, after.report
-    new_report = report if report is not before.report else None
     died = after.counters.restarts > before.counters.restarts
     left = after.phase is Phase.ABSENT and before.phase is not Phase.ABSENT
     given_up = after.phase is Phase.QUARANTINED and before.phase is not Phase.QUARANTINED
-    silent = after.phase is Phase.STOPPED and bool(before.in_flight) and not after.in_flight and new_report is None
-    if new_report is not None:
-        book = _step_faults(book, after, new_report, given_up=given_up, now_s=now_s)
+    silent = after.phase is Phase.STOPPED and bool(before.in_flight) and not after.in_flight and accepted is None
+    if accepted is not None:
+        book = _step_faults(book, after, accepted, given_up=given_up, now_s=now_s)
     if died or left:
-        book = _gone(book, before, after, died=died, now_s=now_s)
+        book = _gone(book, before, after, accepted, died=died, now_s=now_s)
     elif silent and (sent := sent_to(book, slot)) is not None and _can_have_met(before, sent):
         book = _struck(book, before, sent, "no report when the run ended", now_s)
     if given_up:
@@ -67,7 +74,9 @@ def ended(book: ChaosState, now_s: float) -> ChaosState:
     return replace(book, over=True, sent=(), down=(), planned=())
 
 
-def _gone(book: ChaosState, before: Slot, after: Slot, *, died: bool, now_s: float) -> ChaosState:
+def _gone(
+    book: ChaosState, before: Slot, after: Slot, accepted: Report | None, *, died: bool, now_s: float
+) -> ChaosState:
     """The slot's process is gone: by the strike it was sent, or by something else."""
     down = down_around(book, after.slot)
     if down is not None:
@@ -75,9 +84,7 @@ def _gone(book: ChaosState, before: Slot, after: Slot, *, died: bool, now_s: flo
     sent = sent_to(book, after.slot)
     if sent is None or sent.last_heard_s is not None:
         return book
-    reported_well = (
-        after.report is not before.report and after.report is not None and after.report.verdict is Verdict.OK
-    )
+    reported_well = accepted is not None and accepted.verdict is Verdict.OK
     if not died or down is not None:
         first = "its node was lost"
     elif reported_well:
