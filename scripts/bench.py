@@ -15,6 +15,7 @@
     python scripts/bench.py thermal --cards 10
     python scripts/bench.py verify --checks 20000
     python scripts/bench.py watching --rounds 8
+    python scripts/bench.py head --workers 10 100 1000
 
 Every figure is a ratio inside one run, or stands beside one: this machine's seconds say nothing about another's.
 Exit code 0; 1 when a property is broken (a target that is missed is told, not punished); 2 for wrong arguments.
@@ -99,6 +100,10 @@ def _run(arguments: argparse.Namespace) -> Result:
             from benches import rejoin
 
             result = rejoin.run(arguments.cycles, arguments.quiet_s, arguments.cycle_s)
+        case "head":
+            from benches import head
+
+            result = head.run(arguments.workers, arguments.warm_up_s, arguments.window_s)
         case "policy" | "pool" | "pressure":
             result = _run_sizes(arguments)
         case _:
@@ -202,6 +207,11 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--inputs", type=_count, default=50_000, help="how many (default: %(default)s)")
     verb.add_argument("--seed", type=int, default=1, help="another one, other inputs (default: %(default)s)")
     verb.add_argument("--processes", type=_count, default=os.cpu_count(), help="(default: one for each core)")
+
+    verb = verbs.add_parser("head", help="processor time of the head and growth of its store, on a scripted fleet")
+    verb.add_argument("--workers", type=_count, nargs="+", default=[10, 100, 1000], help="(default: 10 100 1000)")
+    verb.add_argument("--warm-up-s", type=_positive, default=20.0, help="before the window (default: %(default)g)")
+    verb.add_argument("--window-s", type=_positive, default=15.0, help="of each figure (default: %(default)g)")
     _add_trials(verbs)
     _add_card(verbs)
     return parser

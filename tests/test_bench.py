@@ -45,7 +45,8 @@ def bench(*arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "verb", ["oom-storm", "overhead", "startup", "recovery", "soak", "kills", "head-kills", "rejoin", "pressure"]
+    "verb",
+    ["oom-storm", "overhead", "startup", "recovery", "soak", "kills", "head-kills", "rejoin", "pressure", "head"],
 )
 def test_every_verb_explains_itself(verb: str) -> None:
     command = [sys.executable, "scripts/bench.py", verb, "--help"]
@@ -67,6 +68,19 @@ def test_storm_in_a_plain_process() -> None:
     assert result["blocks_granted"] > 2000, "most refusals come after something was granted"
     assert result["emergency_products"] == 2
     assert len(result["rss_bytes"]) == 10
+
+
+def test_head() -> None:
+    result = bench("head", "--workers", "4", "40", "--warm-up-s", "2.5", "--window-s", "1.5")
+    small, large = result["rows"]
+    assert list(small) == ["workers", "core_pct", "core_pct_with_table", "store_bytes_per_s", "reports_per_s"]
+    assert (small["workers"], large["workers"]) == (4, 40)
+    for row in (small, large):
+        assert 0.5 * row["workers"] < row["reports_per_s"] < 1.5 * row["workers"], "each reports once a second"
+        assert row["core_pct"] > 0
+        assert row["core_pct_with_table"] > 0
+        assert row["store_bytes_per_s"] >= 0
+    assert large["core_pct"] < 20 * small["core_pct"], "ten times the workers, and not a hundred times the work"
 
 
 def test_recovery() -> None:
