@@ -1,112 +1,95 @@
-"""How a slot's process ends, and what then becomes of the slot: another process after a pause, or none. Pure.
+"""What becomes of a slot when its process ends: another process after a pause, or quarantine. Pure.
 
-Part of the lifecycle (`lifecycle.py` says which event leads here, and holds the rules).
+Part of the lifecycle: `lifecycle.py` and `slice_results.py` say which event leads here.
 """
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from typing import TypeAlias
 
 from orchestrator.core import step_accounting
 from orchestrator.core.fleet import DeathCause
-from orchestrator.core.slot import Abandon, Command, EndRun, Forget, Phase, Restart, Rules, Slot
+from orchestrator.core.slot import (
+    Abandon,
+    Command,
+    EndRun,
+    Forget,
+    Moment,
+    Phase,
+    Restart,
+    Slot,
+    Transition,
+)
 from workers.messages import WorkerState
 from workers.units import MIB
 
-Result: TypeAlias = tuple[Slot, tuple[Command, ...]]
 
+def died(slot: Slot, why: str, moment: Moment, *, before: tuple[Command, ...] = ()) -> Transition:
+    """Start another process after a pause that grows with each death, or give up.
 
-def died(slot: Slot, why: str, now_s: float, rules: Rules, *, before: tuple[Command, ...]) -> Result:
-    """Wait, longer each time, and start again, because the process is gone or must go; or give up."""
-    deaths = (*(recent(slot.deaths_at_s, now_s, rules) if slot.proven else slot.deaths_at_s), now_s)
-    slot = step_accounting.all_lost(slot)
-    slot = replace(
-        slot,
-        deaths_at_s=deaths,
-        silent_since_s=None,
-        ending=bool(before),
-        counters=replace(slot.counters, restarts=slot.counters.restarts + 1),
-    )
+    Args:
+        slot: Whose process is gone or must go.
+        why: For a person.
+        moment: Of the death.
+        before: Commands that end the process, if it still lives.
+    """
+    now_s, rules = moment.now_s, moment.rules
+    deaths = (*(recent(slot.deaths_at_s, moment) if slot.proven else slot.deaths_at_s), now_s)
+    slot = replace(_restarted(slot), deaths_at_s=deaths, silent_since_s=None, ending=bool(before))
     if len(deaths) >= rules.max_deaths:
         span_s = max(rules.death_window_s, now_s - deaths[0])
         return quarantine(slot, f"{len(deaths)} deaths in {span_s:.0f} s; the last: {why}")
-    wake_at_s = now_s + _pause_s(slot, rules)
+    wake_at_s = now_s + _pause_s(slot, moment)
     slot = replace(slot, phase=Phase.PAUSING, state=WorkerState.RESTARTING, reason=why, wake_at_s=wake_at_s)
     return stopped_if_draining(slot), (Forget(), *before)
 
 
-def _pause_s(slot: Slot, rules: Rules) -> float:
-    """Return how long to wait before the slot starts again.
-
-    The first death of a window is met at once; waiting begins when it happens again. Half of each pause is jitter, so
-    that workers that died together do not come back together.
-    """
-    if len(slot.deaths_at_s) == 1:
-        return 0.0
-    # 2.0**1024 would overflow.
-    doubled_s = rules.restart_backoff_s * 2.0 ** min(len(slot.deaths_at_s) - 2, 1000)
-    return _jittered(min(doubled_s, rules.restart_backoff_max_s), slot, rules)
-
-
-def _jittered(pause_s: float, slot: Slot, rules: Rules) -> float:
-    """Return between half of the pause and all of it (AWS Architecture Blog, "Exponential Backoff And Jitter")."""
-    drawn = hashlib.blake2b(f"{rules.seed}:{slot.slot}:{slot.counters.restarts}".encode(), digest_size=8)
-    return pause_s * (0.5 + 0.5 * int.from_bytes(drawn.digest(), "big") / 2**64)
-
-
-def impossible(slot: Slot, why: str, *, counting: bool) -> Result:
-    """What was asked for can never work here.
-
-    Before the run counts it is the plan that is wrong; later it is this place in it (a PC that joined late, another
-    card that came back), and the others' hours are not thrown away for it.
-    """
-    return quarantine(slot, why) if counting else (slot, (EndRun(reason=why),))
-
-
-def poisoned(slot: Slot, why: str, now_s: float, rules: Rules) -> Result:
-    """The process lives, but its device no longer answers it: end it and start another."""
-    return died(slot, why, now_s, rules, before=(Restart(),))
-
-
-def no_room(slot: Slot, why: str, now_s: float, rules: Rules) -> Result:
-    """The card is full even for a context: no death of the slot's making. Wait long, then try a fresh process."""
-    slot = step_accounting.all_lost(slot)
+def no_memory_for_context(slot: Slot, why: str, moment: Moment) -> Transition:
+    """Try a fresh process after the longest pause: the card has no memory left even for a context. Not a death."""
+    slot = _restarted(slot)
     slot = replace(
         slot,
         phase=Phase.PAUSING,
         state=WorkerState.EMERGENCY,
         reason=why,
         ending=True,
-        wake_at_s=now_s + _jittered(rules.restart_backoff_max_s, slot, rules),
-        counters=replace(slot.counters, restarts=slot.counters.restarts + 1),
+        wake_at_s=moment.now_s + _jittered(moment.rules.restart_backoff_max_s, slot, moment),
     )
     return stopped_if_draining(slot), (Forget(), Restart())
 
 
-def leaked(slot: Slot, growth_bytes: int, now_s: float) -> Result:
-    """Replace a process that takes more and more memory. No death: it did its work, and may do so again."""
-    slot = step_accounting.all_lost(slot)
+def leaked(slot: Slot, growth_bytes: int, moment: Moment) -> Transition:
+    """Replace a process that takes more and more memory. Not a death: it did its work."""
     slot = replace(
-        slot,
+        _restarted(slot),
         phase=Phase.PAUSING,
         state=WorkerState.RESTARTING,
         reason=f"{leak_words(growth_bytes)}; its process was replaced",
         ending=True,
-        wake_at_s=now_s,
-        counters=replace(slot.counters, restarts=slot.counters.restarts + 1),
+        wake_at_s=moment.now_s,
     )
     return slot, (Forget(), Restart())
 
 
 def leak_words(growth_bytes: int) -> str:
-    """Say what a leak looks like from here."""
+    """Say how much the memory of a process grew."""
     return f"its memory grew by {growth_bytes / MIB:.0f} MiB while its work stayed the same"
 
 
-def quarantine(slot: Slot, why: str) -> Result:
-    """Give the slot up until the user asks anew."""
+def impossible(slot: Slot, why: str, moment: Moment, *, worked_before: bool) -> Transition:
+    """Refuse what can never work in this slot.
+
+    Before the run counts, the plan is wrong and the run ends. Later it is this slot alone (a PC that joined late,
+    another card that came back): the slot is given up and the others go on.
+    """
+    if worked_before or moment.rules.has_counted or moment.ends_at_s is not None:
+        return quarantine(slot, why)
+    return slot, (EndRun(reason=why),)
+
+
+def quarantine(slot: Slot, why: str) -> Transition:
+    """Give the slot up until the user starts a new run."""
     slot = replace(
         step_accounting.all_lost(slot),
         phase=Phase.QUARANTINED,
@@ -118,19 +101,46 @@ def quarantine(slot: Slot, why: str) -> Result:
 
 
 def stopped_if_draining(slot: Slot) -> Slot:
-    """Wait for nothing any more if the run is ending."""
+    """Stop the slot instead of letting it wait, if the run is ending."""
     return replace(slot, phase=Phase.STOPPED, wake_at_s=None) if slot.draining else slot
 
 
-def recent(deaths_at_s: tuple[float, ...], now_s: float, rules: Rules) -> tuple[float, ...]:
+def recent(deaths_at_s: tuple[float, ...], moment: Moment) -> tuple[float, ...]:
     """Return the deaths of the window that ends now."""
-    return tuple(at for at in deaths_at_s if at > now_s - rules.death_window_s)
+    return tuple(at for at in deaths_at_s if at > moment.now_s - moment.rules.death_window_s)
 
 
 def explained(slot: Slot, cause: DeathCause) -> Slot:
-    """Say what a person can do something about; the rest of what Ray tells is in the event log."""
+    """Say in the slot's reason that the PC's RAM was full; other causes are only in the event log."""
     text = "Ray ended its process because the PC's RAM was nearly full"
     told = slot.reason.endswith(text) or slot.state not in {WorkerState.RESTARTING, WorkerState.QUARANTINED}
     if not cause.host_memory or told:
         return slot
     return replace(slot, reason=text if slot.state is WorkerState.RESTARTING else f"{slot.reason}; {text}")
+
+
+def _restarted(slot: Slot) -> Slot:
+    """Give up what is under way and count a restart."""
+    slot = step_accounting.all_lost(slot)
+    return replace(slot, counters=replace(slot.counters, restarts=slot.counters.restarts + 1))
+
+
+def _pause_s(slot: Slot, moment: Moment) -> float:
+    """Return how long to wait before the slot starts again.
+
+    No pause after the first death of a window. Half of each later pause is jitter, so that workers that died together
+    do not come back together.
+    """
+    if len(slot.deaths_at_s) == 1:
+        return 0.0
+    rules = moment.rules
+    # 2.0**1024 would overflow.
+    doubled_s = rules.restart_backoff_s * 2.0 ** min(len(slot.deaths_at_s) - 2, 1000)
+    return _jittered(min(doubled_s, rules.restart_backoff_max_s), slot, moment)
+
+
+def _jittered(pause_s: float, slot: Slot, moment: Moment) -> float:
+    """Return between half of the pause and all of it (AWS Architecture Blog, "Exponential Backoff And Jitter")."""
+    seed = f"{moment.rules.seed}:{slot.slot}:{slot.counters.restarts}"
+    drawn = hashlib.blake2b(seed.encode(), digest_size=8)
+    return pause_s * (0.5 + 0.5 * int.from_bytes(drawn.digest(), "big") / 2**64)

@@ -1,6 +1,6 @@
-"""The words of a slot's life: its state, what can happen to it, and what can be asked of the supervisor.
+"""The values of the lifecycle: a slot, the events that can happen to it, the commands that can follow.
 
-Frozen values without behaviour. What follows from what is in `lifecycle.py`.
+Frozen values without behaviour. `lifecycle.py` says which event leads to which commands.
 """
 
 from __future__ import annotations
@@ -112,6 +112,17 @@ class Slot:
     device: DeviceInfo | None = None
     """The last that any report told of: one of a broken process tells of none."""
     counters: Counters = Counters()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """What a transition depends on besides the slot and the event."""
+
+    now_s: float
+    """Monotonic seconds."""
+    rules: Rules
+    ends_at_s: float | None
+    """When the run shall end; `None` before the planned time has begun."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,3 +241,6 @@ class Note:
 
 
 Command: TypeAlias = Accept | Place | Submit | Forget | Restart | Abandon | EndRun | Note
+
+#: The slot after an event, and what the supervisor is to do about it, in this order.
+Transition: TypeAlias = tuple[Slot, tuple[Command, ...]]

@@ -63,6 +63,7 @@ class Supervisor:
         learned_limits: LearnedLimits,
         injector: FaultInjector | None = None,
         clock: Clock = _CLOCK,
+        strict: bool = False,
     ) -> None:
         """Prepare; nothing is placed before `run`.
 
@@ -77,6 +78,8 @@ class Supervisor:
             learned_limits: Takes in what workers learn.
             injector: Injects faults, if the user asked for them.
             clock: Read for every timer and deadline; tests pass one in virtual time.
+            strict: Whether an event that the lifecycle does not allow ends the run (tests), or is written to the event
+                log and otherwise ignored.
         """
         self._info = info
         self._config = config
@@ -87,6 +90,7 @@ class Supervisor:
         self._learned_limits = learned_limits
         self._injector = injector
         self._clock = clock
+        self._strict = strict
         self._rules = rules_of(config, info.past)
         self._slots = {name: info.past.slots.get(name, Slot(slot=name)) for name in self._plans}
         self._meters = {name: Meter() for name in self._plans}
@@ -108,6 +112,7 @@ class Supervisor:
 
         Raises:
             PreflightError: A worker found that the plan can never work on its machine.
+            IllegalEventError: With `strict`, an event came that the lifecycle does not allow.
         """
         try:
             while not self._over():
@@ -297,7 +302,13 @@ class Supervisor:
 
     def _feed(self, name: str, event: slots.Event, now_s: float | None = None) -> None:
         before, now_s = self._slots[name], self._clock.monotonic_s() if now_s is None else now_s
-        after, commands = lifecycle.advance(before, event, now_s, self._rules, self._ends_at_s)
+        try:
+            after, commands = lifecycle.advance(before, event, now_s, self._rules, self._ends_at_s)
+        except lifecycle.IllegalEventError as error:
+            if self._strict:
+                raise
+            self._outlets.events.write("illegal_event", slot=name, phase=error.phase.value, refused=error.event)
+            return
         if after is before and not commands:
             return
         if self._injector is not None:

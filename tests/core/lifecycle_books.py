@@ -17,10 +17,14 @@ from orchestrator.core.lifecycle import advance
 from orchestrator.core.slot import (
     Abandon,
     Accept,
+    CardQuarantined,
     Command,
     EndRun,
     Event,
     Forget,
+    NodeJoined,
+    NodeLeft,
+    NodeRefused,
     Note,
     Phase,
     Place,
@@ -32,6 +36,17 @@ from orchestrator.core.slot import (
 from tests.core.scene import report_of
 
 FINAL = {Phase.QUARANTINED, Phase.STOPPED}
+
+#: What the membership and the circuit breaker never tell a slot of a phase. Everything else may happen at any time.
+ILLEGAL: set[tuple[Phase, type[Event]]] = {
+    (Phase.ABSENT, NodeLeft),
+    (Phase.ABSENT, CardQuarantined),
+    (Phase.WORKING, NodeJoined),
+    (Phase.WORKING, NodeRefused),
+    (Phase.PAUSING, NodeJoined),
+    (Phase.PAUSING, NodeRefused),
+    (Phase.STOPPED, CardQuarantined),
+}
 
 #: What a report adds to; the rest of the counters is the head's own.
 SUMMED = (

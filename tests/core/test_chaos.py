@@ -139,10 +139,16 @@ class Fleet:
         due = [item for item in self.later if item[0] <= self.now_s]
         self.later = [item for item in self.later if item[0] > self.now_s]
         for _, name, event in due:
-            self.feed(name, event)
+            if self.is_news(name, event):
+                self.feed(name, event)
         for name, process in self.processes.items():
             self.work(name, process)
             self.feed(name, Tick())
+
+    def is_news(self, name: str, event: Event) -> bool:
+        """Whether the membership would tell it: a node joins after it was away, and leaves after it was there."""
+        absent = self.slots[name].phase is Phase.ABSENT
+        return absent if isinstance(event, NodeJoined) else not (absent and isinstance(event, NodeLeft))
 
     def end_node(self, node: str) -> None:
         assert node not in self.down, "a node is ended while it is down"

@@ -74,14 +74,6 @@ def test_the_report_of_the_proof_fills_the_pipeline() -> None:
     )
 
 
-def test_a_node_that_joins_twice_is_one_node() -> None:
-    scene = Scene()
-    scene.feed(NodeJoined())
-    before = scene.slot
-    assert scene.feed(NodeJoined(), later_s=1) == []
-    assert scene.slot == before
-
-
 def test_a_report_counts_and_the_next_slice_goes_out_at_once() -> None:
     scene = Scene()
     scene.feed(NodeJoined())
@@ -229,7 +221,6 @@ def test_a_node_that_leaves_takes_its_slots_along() -> None:
     assert scene.slot.reason == "its node has left the cluster"
     assert scene.slot.counters == Counters(steps_ok=3, steps_lost_upper_bound=8)
     before = scene.slot
-    assert scene.feed(NodeLeft()) == []
     assert scene.feed(Tick(), later_s=1e6) == []
     assert scene.slot == before
 
@@ -266,20 +257,6 @@ def test_a_refused_node_changes_only_the_reason_of_a_slot_that_waits(known: bool
     assert (scene.slot.phase, scene.slot.state, scene.slot.counters) == (before.phase, before.state, before.counters)
     scene.feed(NodeJoined())
     assert (scene.slot.phase, scene.slot.reason) == (Phase.WORKING, "its process is starting")
-
-
-@pytest.mark.parametrize("phase", [Phase.WORKING, Phase.PAUSING, Phase.QUARANTINED, Phase.STOPPED])
-def test_a_refused_node_means_nothing_to_a_slot_that_does_not_wait_for_it(phase: Phase) -> None:
-    scene = Scene(max_deaths=1 if phase is Phase.QUARANTINED else 6)
-    scene.work()
-    if phase is Phase.STOPPED:
-        scene.feed(Close())
-    elif phase is not Phase.WORKING:
-        scene.feed(scene.failure())
-    before = scene.slot
-    assert before.phase is phase
-    assert scene.feed(NodeRefused(reason="pc1 offers 4 CPUs")) == []
-    assert scene.slot == before
 
 
 def test_a_state_is_noted_when_it_changes_and_only_then() -> None:

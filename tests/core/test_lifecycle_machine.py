@@ -9,12 +9,13 @@ from __future__ import annotations
 import pickle
 from dataclasses import fields, replace
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from orchestrator.core.fleet import DeathCause, SliceFailure
-from orchestrator.core.lifecycle import advance
+from orchestrator.core.lifecycle import IllegalEventError, advance
 from orchestrator.core.slot import (
     Accept,
     CardQuarantined,
@@ -34,7 +35,7 @@ from orchestrator.core.slot import (
     Submit,
     Tick,
 )
-from tests.core.lifecycle_books import FINAL, SUMMED, Books, FaultOutcome, failed, reported
+from tests.core.lifecycle_books import FINAL, ILLEGAL, SUMMED, Books, FaultOutcome, failed, reported
 from tests.core.scene import CPU, MEMORY, MIB
 from workers.messages import Verdict, WorkerState
 
@@ -78,12 +79,13 @@ class LifecycleMachine(Books):
 
     # What a cluster may do
 
+    @precondition(lambda self: not self.node_is_there)
     @rule()
     def node_joins(self) -> None:
         self.node_is_there = True
         self.feed(NodeJoined())
 
-    @precondition(lambda self: self.slot.phase is not Phase.ABSENT)
+    @precondition(lambda self: self.node_is_there)
     @rule(
         reason=st.sampled_from(["its node has left the cluster", "its node does not answer"]),
         refused=st.booleans(),
@@ -98,34 +100,29 @@ class LifecycleMachine(Books):
         if not stays_away:
             self.node_joins()
 
-    @precondition(lambda self: self.slot.phase is Phase.ABSENT)
-    @rule(joins=st.booleans())
-    def node_that_is_gone_leaves_again_or_joins(self, joins: bool) -> None:
-        before = self.slot
-        assert self.feed(NodeLeft(reason="its node does not answer")) == ()
-        assert self.slot == before
-        if joins:
-            self.node_joins()
-
+    @precondition(lambda self: not self.node_is_there)
     @rule()
     def node_is_refused(self) -> None:
         before = self.slot
         assert self.feed(NodeRefused(reason="pc1 offers 4 CPUs")) == ()
-        if before.phase is Phase.ABSENT:
-            assert self.slot.reason == "pc1 offers 4 CPUs"
-        else:
-            assert self.slot == before
+        assert self.slot.reason == (before.reason if before.phase in FINAL else "pc1 offers 4 CPUs")
 
-    @precondition(lambda self: len(self.history) > 10)
+    @precondition(lambda self: len(self.history) > 10 and self.slot.phase in {Phase.WORKING, Phase.PAUSING})
     @rule(sick=seldom)
-    def card_may_be_condemned(self, sick: bool) -> None:
-        if not sick:
-            return
-        was = self.slot.phase
-        self.feed(CardQuarantined(reason="pc1's card: all 2 workers keep dying"))
-        if was not in FINAL:
+    def card_may_be_quarantined(self, sick: bool) -> None:
+        if sick:
+            self.feed(CardQuarantined(reason="pc1's card: all 2 workers keep dying"))
             assert self.slot.phase is Phase.QUARANTINED
             assert self.slot.reason == "pc1's card: all 2 workers keep dying"
+
+    @rule(event=st.sampled_from([NodeJoined(), NodeLeft(), NodeRefused(reason="few"), CardQuarantined(reason="sick")]))
+    def event_is_impossible(self, event: Event) -> None:
+        """The cluster and the breaker say nothing that contradicts what they said before; if they do, it is noticed."""
+        before = self.slot
+        if (before.phase, type(event)) in ILLEGAL:
+            with pytest.raises(IllegalEventError, match=before.phase.value):
+                self.feed(event)
+            assert self.slot == before
 
     @precondition(lambda self: self.submitted)
     @rule(data=st.data(), share=st.floats(0, 1))

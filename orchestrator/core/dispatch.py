@@ -1,0 +1,70 @@
+"""Which slices a slot is sent next, and when the running one is overdue. Pure; part of the lifecycle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from orchestrator.core import step_accounting
+from orchestrator.core.leak_detector import NO_WATCH
+from orchestrator.core.slot import Command, Flight, Moment, Phase, Slot, Submit, Transition
+
+#: Slices under way in a working slot.
+_PIPELINE = 2
+
+#: A slice shorter than this share of the usual one is not worth sending.
+_SHORTEST = 0.1
+
+
+def begin(slot: Slot, moment: Moment, *, new_process: bool) -> tuple[Slot, Submit]:
+    """Send the first slice of a process: one step. `new_process` counts another incarnation."""
+    slot = replace(
+        slot,
+        phase=Phase.WORKING,
+        incarnation=slot.incarnation + (1 if new_process else 0),
+        proven=False,
+        wake_at_s=None,
+        working_since_s=moment.now_s,
+        heard_at_s=None,
+        leak=NO_WATCH,
+        leak_told=False,
+    )
+    return _send(slot, 0.0, moment)
+
+
+def fill(slot: Slot, moment: Moment) -> Transition:
+    """Keep the pipeline full, with slices that end when the run does."""
+    commands: list[Command] = []
+    slice_s, ends_at_s = moment.rules.slice_s, moment.ends_at_s
+    while len(slot.in_flight) < _PIPELINE:
+        duration_s = slice_s
+        if ends_at_s is not None:
+            begins_at_s = moment.now_s + sum(flight.duration_s for flight in slot.in_flight)
+            duration_s = min(duration_s, ends_at_s - begins_at_s)
+        if duration_s < _SHORTEST * slice_s:
+            break
+        slot, command = _send(slot, duration_s, moment)
+        commands.append(command)
+    return slot, tuple(commands)
+
+
+def overdue_s(slot: Slot, moment: Moment) -> float:
+    """Return the seconds since the running slice should have ended; negative while it need not have."""
+    if not slot.in_flight:
+        return 0.0
+    running = slot.in_flight[0]
+    began_s = max(running.submitted_at_s, slot.heard_at_s if slot.heard_at_s is not None else 0.0)
+    return moment.now_s - began_s - running.duration_s
+
+
+def _send(slot: Slot, duration_s: float, moment: Moment) -> tuple[Slot, Submit]:
+    step_limit = step_accounting.step_limit(slot, duration_s)
+    sequence = slot.next_sequence
+    flight = Flight(sequence=sequence, duration_s=duration_s, submitted_at_s=moment.now_s, step_limit=step_limit)
+    command = Submit(
+        incarnation=slot.incarnation,
+        sequence=sequence,
+        duration_s=duration_s,
+        step_limit=step_limit,
+        resume=slot.resume,
+    )
+    return replace(slot, in_flight=(*slot.in_flight, flight), next_sequence=slot.next_sequence + 1), command

@@ -1,0 +1,146 @@
+"""What the end of a slice does to its slot: a report, or a failure without one. Pure; part of the lifecycle.
+
+`lifecycle.py` says in which phase which function here is called. What is sent next is in `dispatch.py`, whether the
+process is replaced in `restart_policy.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from orchestrator.core import dispatch, restart_policy, step_accounting
+from orchestrator.core.fleet import SliceFailed, SliceFailure, SliceReported
+from orchestrator.core.leak_detector import watched
+from orchestrator.core.slot import (
+    Accept,
+    Flight,
+    Forget,
+    Moment,
+    Note,
+    Phase,
+    Restart,
+    Slot,
+    Transition,
+)
+from workers.messages import Report, Verdict, WorkerState
+
+#: After a restart the actor cannot be reached for a second or two; asking again this often costs next to nothing.
+_RETRY_UNREACHABLE_S = 0.2
+
+#: No new process fails sooner than this after its first slice was sent: it has to load torch before anything else.
+_REBIRTH_S = 0.5
+
+#: What a person needs to know of Ray's paragraphs, which are in the event log.
+_ENDED = {
+    SliceFailure.DIED: "its process ended: killed, or crashed",
+    SliceFailure.UNAVAILABLE: "its process ended: Ray lost the connection to it",
+    SliceFailure.UNSENT: "its process ended: it can no longer be reached",
+}
+
+
+def refused(slot: Slot, event: SliceReported, _: Moment) -> Transition:
+    """Note the report of a slice that is not under way, and count nothing of it."""
+    report = event.report
+    fields = (
+        ("incarnation", report.incarnation),
+        ("sequence", report.sequence),
+        ("steps_ok", report.steps_ok),
+        ("expected_incarnation", slot.incarnation),
+    )
+    return slot, (Note(name="report_refused", fields=fields),)
+
+
+def reported(slot: Slot, event: SliceReported, moment: Moment) -> Transition:
+    """Count a report, then send more work, or replace or give up the process that sent it."""
+    report = event.report
+    flight = step_accounting.flight_of(slot, report.incarnation, report.sequence)
+    if flight is None or report.slot != slot.slot:
+        return refused(slot, event, moment)
+    slot, commands = _accepted(slot, flight, report, moment)
+    return slot, (Accept(report=report), *commands)
+
+
+def _accepted(slot: Slot, flight: Flight, report: Report, moment: Moment) -> Transition:
+    worked_before = slot.report is not None
+    slot = replace(
+        step_accounting.without(slot, flight),
+        proven=True,
+        ending=False,
+        heard_at_s=moment.now_s,
+        silent_since_s=None,
+        deaths_at_s=restart_policy.recent(slot.deaths_at_s, moment),
+        state=report.state,
+        reason=report.reason,
+        report=report,
+        device=report.device if report.device is not None else slot.device,
+        resume=report.resume if report.resume is not None else slot.resume,
+        counters=step_accounting.counted(slot.counters, report),
+        errors_in_a_row=slot.errors_in_a_row + 1 if report.error is not None else 0,
+        leak=watched(slot.leak, report),
+    )
+    if report.verdict is Verdict.INCOMPATIBLE:
+        return restart_policy.impossible(slot, report.reason, moment, worked_before=worked_before)
+    if slot.errors_in_a_row >= moment.rules.max_workload_errors:
+        why = f"the workload failed {slot.errors_in_a_row} times in a row: {report.reason}"
+        return restart_policy.quarantine(slot, why)
+    if report.verdict is Verdict.CONTEXT_CORRUPTED:
+        if report.device is None and report.oom_count > 0:
+            return restart_policy.no_memory_for_context(slot, report.reason, moment)
+        return restart_policy.died(slot, report.reason, moment, before=(Restart(),))
+    return _go_on(slot, moment)
+
+
+def _go_on(slot: Slot, moment: Moment) -> Transition:
+    """After a good report: more work, unless the run is ending or the process has taken too much memory."""
+    slot, notes = _leak_told(slot, moment)
+    if slot.draining:
+        return (slot if slot.in_flight else replace(slot, phase=Phase.STOPPED, wake_at_s=None)), notes
+    growth_bytes = slot.leak.growth_bytes or 0
+    limit_bytes = moment.rules.leak_limit_bytes
+    if limit_bytes is not None and growth_bytes >= limit_bytes:
+        return restart_policy.leaked(slot, growth_bytes, moment)
+    slot, commands = dispatch.fill(slot, moment)
+    return slot, (*notes, *commands)
+
+
+def _leak_told(slot: Slot, moment: Moment) -> Transition:
+    """Say that memory grows: in every reason, and once for each process in the event log."""
+    growth_bytes = slot.leak.growth_bytes or 0
+    flag_bytes = moment.rules.leak_flag_bytes
+    if flag_bytes is None or growth_bytes < flag_bytes:
+        return slot, ()
+    notes = () if slot.leak_told else (Note(name="leak", fields=(("growth_bytes", growth_bytes),)),)
+    reason = f"LEAK: {restart_policy.leak_words(growth_bytes)}" if slot.state is WorkerState.RUNNING else slot.reason
+    return replace(slot, leak_told=True, reason=reason), notes
+
+
+def failed(slot: Slot, event: SliceFailed, moment: Moment) -> Transition:
+    """Tell a process that has ended from one that cannot be reached yet, and from code that cannot work."""
+    flight = step_accounting.flight_of(slot, event.incarnation, event.sequence)
+    if flight is None:
+        return slot, ()  # slices of one process fail together, and the first failure gave up the others
+    if event.failure is SliceFailure.UNSENT:
+        slot = step_accounting.without(slot, flight)
+    if event.failure is SliceFailure.UNBUILDABLE:
+        if slot.report is None:
+            why = f"{slot.slot}: cannot be started: {event.text}"
+            return restart_policy.impossible(slot, why, moment, worked_before=False)
+        # It did work before: its process is in a bad way, not its code.
+        why = f"its process failed outside a step: {event.text}"
+        return restart_policy.died(slot, why, moment, before=(Restart(),))
+    # What fails at once was sent to the process that has just ended: Ray had not noticed yet.
+    now_s = moment.now_s
+    too_soon = slot.ending or (slot.working_since_s is not None and now_s - slot.working_since_s < _REBIRTH_S)
+    if slot.proven or (event.failure is SliceFailure.DIED and not too_soon):
+        return restart_policy.died(slot, _ENDED[event.failure], moment)
+    silent_since_s = slot.silent_since_s if slot.silent_since_s is not None else slot.working_since_s
+    if silent_since_s is not None and now_s - silent_since_s > moment.rules.start_timeout_s:
+        return restart_policy.quarantine(slot, f"no process came up in {moment.rules.start_timeout_s:.0f} s")
+    waiting = replace(
+        step_accounting.all_lost(slot),
+        phase=Phase.PAUSING,
+        silent_since_s=silent_since_s,
+        ending=False,
+        wake_at_s=now_s + _RETRY_UNREACHABLE_S,
+    )
+    return restart_policy.stopped_if_draining(waiting), (Forget(),)

@@ -1,0 +1,82 @@
+"""The table of the lifecycle: each phase and event is handled, ignored for a reason, or illegal; one of the three."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import get_args, get_type_hints
+
+import pytest
+
+from orchestrator.core import lifecycle
+from orchestrator.core.fleet import DeathCause, SliceFailed, SliceFailure, SliceReported
+from orchestrator.core.lifecycle import IllegalEventError, advance
+from orchestrator.core.slot import (
+    CardQuarantined,
+    Close,
+    DeathExplained,
+    Drain,
+    Event,
+    NodeJoined,
+    NodeLeft,
+    NodeRefused,
+    Phase,
+    Slot,
+    Tick,
+)
+from tests.core.lifecycle_books import ILLEGAL
+from tests.core.scene import RULES, Scene, report_of
+
+EVENTS: tuple[Event, ...] = (
+    NodeJoined(),
+    NodeLeft(),
+    NodeRefused(reason="pc1 offers 4 CPUs"),
+    CardQuarantined(reason="pc1's card: all 7 workers keep dying"),
+    SliceReported(report=report_of("pc1/0", 7, 7)),
+    SliceFailed(slot="pc1/0", incarnation=7, sequence=7, failure=SliceFailure.DIED, text="gone"),
+    DeathExplained(cause=DeathCause(host_memory=True, text="RAM")),
+    Tick(),
+    Drain(),
+    Close(),
+)
+CELLS = list(product(Phase, EVENTS))
+
+
+def in_phase(phase: Phase) -> Slot:
+    scene = Scene(max_deaths=1 if phase is Phase.QUARANTINED else 6)
+    if phase is not Phase.ABSENT:
+        scene.work()
+    if phase in {Phase.PAUSING, Phase.QUARANTINED}:
+        scene.feed(scene.failure())
+    if phase is Phase.STOPPED:
+        scene.feed(Close())
+    assert scene.slot.phase is phase
+    return scene.slot
+
+
+def test_every_pair_of_phase_and_event_is_handled_or_ignored_or_illegal() -> None:
+    assert {type(event) for event in EVENTS} == set(get_args(Event)), "the list above has one of each"
+    every = {(phase, type(event)) for phase, event in CELLS}
+    handled, ignored = set(lifecycle._HANDLERS), set(lifecycle._IGNORED)
+    assert handled & ignored == set()
+    assert every - handled - ignored == ILLEGAL
+    assert handled | ignored <= every
+
+
+def test_each_handler_takes_the_event_of_its_key() -> None:
+    for (phase, event), handler in lifecycle._HANDLERS.items():
+        assert list(get_type_hints(handler).values())[1] is event, (phase, event)
+
+
+@pytest.mark.parametrize(
+    ("phase", "event"), CELLS, ids=[f"{phase.value}-{type(event).__name__}" for phase, event in CELLS]
+)
+def test_an_event_is_refused_loudly_or_ignored_or_leads_to_a_slot(phase: Phase, event: Event) -> None:
+    slot = in_phase(phase)
+    key = (phase, type(event))
+    if key in ILLEGAL:
+        with pytest.raises(IllegalEventError, match=f"pc1/0: {type(event).__name__} cannot happen while {phase.value}"):
+            advance(slot, event, 2000.0, RULES, None)
+        return
+    after, commands = advance(slot, event, 2000.0, RULES, None)
+    if key in lifecycle._IGNORED:
+        assert (after, commands) == (slot, ())
