@@ -5,16 +5,20 @@ The options of each verb are frozen here, by name: changing one is a decision, t
 
 from __future__ import annotations
 
+import ast
+import io
 import json
 import re
 import subprocess
 import sys
+import tokenize
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer.main
+import yaml
 
 from orchestrator.cli.app import app
 from orchestrator.watch.cells import UNICODE
@@ -24,6 +28,8 @@ from workers.messages import WorkerState
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "docs" / "examples" / "mlp_workload.py"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PACKAGES = ("orchestrator", "workers")
+SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 OPTIONS = {
     "run": {
@@ -183,8 +189,36 @@ def test_the_readme_explains_every_state_and_column() -> None:
         assert re.search(rf"^\| .*{re.escape(title)}.* \|", readme, re.MULTILINE), column.title
 
 
-def test_the_readme_stays_short() -> None:
-    assert len(text_of(ROOT / "README.md").splitlines()) <= 280
+@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md"])
+def test_the_first_two_documents_stay_short(document: str) -> None:
+    assert len(text_of(ROOT / document).splitlines()) <= 200
+
+
+def test_the_glossary_stays_short() -> None:
+    (glossary,) = re.findall(r"^## Glossary\n(.*?)^## ", text_of(ROOT / "ARCHITECTURE.md"), re.DOTALL | re.MULTILINE)
+    assert len(re.findall(r"^\| (?!word|---)", glossary, re.MULTILINE)) <= 15
+
+
+def test_every_decision_is_in_the_index_and_has_its_parts() -> None:
+    folder = ROOT / "docs" / "decisions"
+    pages = sorted(page for page in folder.glob("*.md") if page.name != "README.md")
+    linked = re.findall(r"\]\(([\w-]+\.md)\)", text_of(folder / "README.md"))
+    assert sorted(linked) == [page.name for page in pages]
+    for page in pages:
+        assert re.findall(r"^## (.+)$", text_of(page), re.MULTILINE) == ["Context", "Decision", "Consequence"], (
+            page.name
+        )
+
+
+def test_every_module_and_configuration_key_named_in_prose_exists() -> None:
+    """In backticks, in documents and in the docstrings and comments of the product."""
+    missing = {
+        str(file.relative_to(ROOT)): names
+        for file in [*DOCUMENTS, *SOURCES]
+        if file.parent.name != "results"  # measurements keep the names that the code had on their day
+        and (names := [name for name in names_in(file) if not (is_key(name) or names_a_module(name))])
+    }
+    assert missing == {}
 
 
 @cache
@@ -231,3 +265,77 @@ def options_of(verb: str) -> set[str]:
     command = command_line().commands[verb]
     named = {name for parameter in command.params for name in parameter.opts}
     return named | {"--help"}
+
+
+def names_in(file: Path) -> list[str]:
+    """Return the file names, and the dotted names of modules and keys, that prose has in backticks."""
+    text = text_of(file) if file.suffix == ".md" else prose_of(file)
+    spans = re.findall(r"`([^`\n]+)`", without_blocks(text))
+    files = [name for span in spans for name in re.findall(r"(?<![\w./*-])[\w/]+\.py\b", span)]
+    dotted = [span for span in spans if re.fullmatch(r"[a-z_]+(?:\.\w+)+", span)]
+    known = {*PACKAGES, *folders(), *configuration()}
+    return [
+        *files,
+        *(
+            name
+            for name in dotted
+            if name.partition(".")[0] in known and not re.search(r"\.(py|yaml|sqlite|json)$", name)
+        ),
+    ]
+
+
+def is_key(name: str) -> bool:
+    """Whether this is a key of cluster.yaml; a key of a node may stand with or without the node's name."""
+    section, *rest = name.split(".")
+    value = configuration().get(section)
+    if section == "nodes":
+        value = next(iter(configuration()["nodes"].values()))
+        rest = rest[-1:]
+    return len(rest) == 1 and isinstance(value, dict) and rest[0] in value
+
+
+@cache
+def configuration() -> dict[str, Any]:
+    """Return the data of the cluster.yaml that is shipped."""
+    return dict(yaml.safe_load(text_of(ROOT / "cluster.yaml")))
+
+
+def names_a_module(name: str) -> bool:
+    """Whether a file of the project ends in this path, or a dotted name leads to a module or to a name in one."""
+    if name.endswith(".py"):
+        return any(f"/{path}".endswith(f"/{name}") for path in files_of_the_project())
+    modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in files_of_the_project()}
+    if any(f".{module}".endswith(f".{name}") for module in modules):
+        return True
+    home, _, last = name.rpartition(".")
+    homes = [module for module in modules if f".{module}".endswith(f".{home}")]
+    return any(re.search(rf"\b{last}\b", source_of(module)) for module in homes)
+
+
+def source_of(module: str) -> str:
+    """Return the source of a module or of a package's `__init__`."""
+    path = ROOT / module.replace(".", "/")
+    return text_of(path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py")
+
+
+@cache
+def files_of_the_project() -> tuple[str, ...]:
+    """Return the paths of all Python files that belong to the project."""
+    folders = [ROOT / name for name in (*PACKAGES, "tests", "scripts", "docs")]
+    return tuple(str(path.relative_to(ROOT)) for folder in folders for path in folder.rglob("*.py"))
+
+
+@cache
+def folders() -> frozenset[str]:
+    """Return the names of the folders of both packages: the first words of relative dotted names."""
+    return frozenset(Path(path).parent.name for path in files_of_the_project() if path.startswith(PACKAGES))
+
+
+def prose_of(file: Path) -> str:
+    """Return the docstrings and comments of a module."""
+    source = text_of(file)
+    tree = ast.parse(source)
+    strings = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    docstrings = [node.value for node in strings if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return "\n".join([*docstrings, *(token.string for token in tokens if token.type == tokenize.COMMENT)])

@@ -22,7 +22,7 @@ from workers.host.machine import look_around
 #: What a machine is called that nobody has named; the README's word for the first PC.
 _FIRST_NAME = "pc1"
 
-#: As `config.NodeName` has it: of Ray's labels, those that may be a key under `nodes:`.
+#: As `NodeName` of `config.schema` has it: of Ray's labels, those that may be a key under `nodes:`.
 _NODE_NAME = re.compile(r"[a-z0-9](?:[a-z0-9_.-]{0,61}[a-z0-9])?")
 
 

@@ -8,8 +8,8 @@ A failure that the next sample explains (memory was taken) teaches nothing else.
 the margins; two of them without a success near what was promised, and the signal is not believed until it proves
 itself, or says that there is far more than what steps contradicted: neither the signal nor a size is blamed then for
 what was under little memory. Once there have been as many failures within a minute as the bounds permit, nothing runs
-until the oldest is a minute ago. Does not know what a size means in tensors, and nothing of torch; `adaptive.py` makes
-a policy of it, `workers/resilience/adaptive_size.py` a class for any loop.
+until the oldest is a minute ago. Does not know what a size means in tensors, and nothing of torch; `policy.py` makes a
+policy of it, `workers/resilience/adaptive_size.py` a class for any loop.
 """
 
 from __future__ import annotations
