@@ -68,10 +68,10 @@ spec = WorkerSpec(
     slot="pc1/0", node="pc1", device="cpu", budget_bytes=budget_bytes, card_budget_bytes=budget_bytes,
     memory_fraction=0.9, workers_on_host=64, duty=None, policy="classic", memory=memory, workload=workload,
 )
-engine = Engine()
+engine = Engine(spec)
 for sequence in range(slices):
     report = engine.run_slice(
-        Directive(spec=spec, incarnation=0, sequence=sequence, duration_s=0.0, resume=None)
+        Directive(incarnation=0, sequence=sequence, duration_s=0.0, resume=None)
     )
     print(json.dumps({
         "verdict": report.verdict, "state": report.state, "reason": report.reason, "size": report.size,

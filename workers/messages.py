@@ -17,7 +17,6 @@ from workers.settings import (
     FailureKind,  # noqa: F401 - where users import it from (docs/resilient.md)
     Scalar,
     StoredLimit,
-    WorkerSpec,
 )
 
 #: A policy's state in a form that any store can keep; the policy alone knows what the keys mean.
@@ -86,13 +85,12 @@ class ProcessFault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Directive:
-    """One slice for one worker.
+    """One slice for one worker, which has had its `WorkerSpec` since its process began.
 
     `incarnation` counts the processes that have lived in the slot; a worker that sees a new one starts from
     `resume` instead of what it remembers. `sequence` counts the slices of the slot over the whole run.
     """
 
-    spec: WorkerSpec
     incarnation: int
     sequence: int
     duration_s: float

@@ -222,7 +222,7 @@ class StoredLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """All that a worker of one slot must know; the same for every directive of a run."""
+    """All that a worker of one slot must know; told once to each of its processes, and the same for all of a run."""
 
     slot: str
     node: str

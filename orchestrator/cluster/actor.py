@@ -1,8 +1,8 @@
 """The actor in a slot: the thinnest shell around one engine.
 
-Its constructor touches no device and takes no arguments, so that Ray can start it again anywhere at any time; cap,
-policy and resume state travel in each directive. It keeps no threads, no files and no clock. This is the one place
-where the head's code meets the engine's, and it runs in the worker's process.
+Its constructor only keeps the worker's specification and touches no device, so that Ray can start it again anywhere at
+any time, with the same arguments. The resume state travels in each directive. It keeps no threads, no files and no
+clock. This is the one place where the head's code meets the engine's, and it runs in the worker's process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _LAST_WORDS_S = 1.0
 class WorkerActor:
     """One worker process, driven by directives."""
 
-    def __init__(self) -> None:
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
         self._engine: Engine | None = None
         self._poisoned = False
 
@@ -47,13 +48,13 @@ class WorkerActor:
             time.sleep(_LAST_WORDS_S)
             os._exit(EXIT_POISONED)  # not sys.exit: nothing may touch the broken device on the way out
         if self._engine is None:
-            self._engine = _load_engine(directive.spec)
+            self._engine = load_engine(self._spec)
         report = self._engine.run_slice(directive)
         self._poisoned = report.verdict is Verdict.CONTEXT_CORRUPTED
         return report
 
 
-def _load_engine(spec: WorkerSpec) -> Engine:
+def load_engine(spec: WorkerSpec) -> Engine:
     """Load torch and the engine; what CUDA reads from the environment must be there before."""
     set_for_cuda(os.environ)
     if spec.mps_pipe_directory is not None:
@@ -64,4 +65,4 @@ def _load_engine(spec: WorkerSpec) -> Engine:
         mps.await_daemon(spec.mps_pipe_directory, _DAEMON_S)
     from workers.engine.engine import Engine  # noqa: PLC0415 - torch belongs in the worker, never in the head
 
-    return Engine()
+    return Engine(spec)

@@ -37,6 +37,7 @@ from orchestrator.core.fleet import (
 )
 from orchestrator.errors import PreflightError, UsageError
 from workers.messages import Directive, Report
+from workers.settings import WorkerSpec
 
 #: The label that names a node. Set by `ray start --labels=node=pc1`.
 NODE_LABEL = "node"
@@ -122,8 +123,12 @@ class RayFleet:
                 [f"{node} started no process in {_PROBE_TIMEOUT_S:.0f} s; see what holds it: ray status"]
             ) from error
 
-    def place(self, reservation: Reservation) -> None:
-        """See `Fleet.place`. Restarts for ever, never repeats a call: counting and patience are the head's."""
+    def place(self, reservation: Reservation, spec: WorkerSpec) -> None:
+        """See `Fleet.place`.
+
+        Ray hands the constructor's arguments to each new process of the actor. It restarts without a limit and never
+        repeats a call: counting and waiting are the head's.
+        """
         self._reservations[reservation.slot] = reservation
         actor_class = ray.remote(WorkerActor)
         self._actors[reservation.slot] = actor_class.options(
@@ -132,12 +137,12 @@ class RayFleet:
             label_selector={NODE_LABEL: reservation.node},
             max_restarts=-1,
             max_task_retries=0,
-        ).remote()
+        ).remote(spec)
 
-    def submit(self, directive: Directive) -> None:
+    def submit(self, slot: str, directive: Directive) -> None:
         """See `Fleet.submit`."""
-        ref = self._actors[directive.spec.slot].run_slice.remote(directive)
-        self._flights[ref] = _Flight(directive.spec.slot, directive.incarnation, directive.sequence)
+        ref = self._actors[slot].run_slice.remote(directive)
+        self._flights[ref] = _Flight(slot, directive.incarnation, directive.sequence)
 
     def wait(self, timeout_s: float) -> tuple[SliceEnded, ...]:
         """See `Fleet.wait`."""

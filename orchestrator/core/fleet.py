@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Protocol, TypeAlias
 
 from workers.messages import Directive, Report
+from workers.settings import WorkerSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,11 +123,11 @@ class Fleet(Protocol):
         """
         ...
 
-    def place(self, reservation: Reservation) -> None:
-        """Create the slot's actor; it starts when its node can take it."""
+    def place(self, reservation: Reservation, spec: WorkerSpec) -> None:
+        """Create the slot's actor; it starts when its node can take it. Each of its processes is told `spec` once."""
         ...
 
-    def submit(self, directive: Directive) -> None:
+    def submit(self, slot: str, directive: Directive) -> None:
         """Queue a slice behind those the slot's actor has."""
         ...
 

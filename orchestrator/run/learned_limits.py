@@ -20,7 +20,7 @@ from workers.settings import StoredLimit, WorkerSpec
 #: How often at most the store is written while a run goes on: a head that is killed loses no more.
 _SAVE_EVERY_S = 60.0
 
-#: So many candidates, the newest, travel to a worker with each directive.
+#: So many candidates, the newest, travel to each worker process.
 _SENT_MOST = 64
 
 

@@ -332,11 +332,11 @@ class Supervisor:
     def _perform(self, name: str, command: slots.Command) -> None:
         match command:
             case slots.Place():
-                self._fleet.place(self._plans[name].reservation)
+                self._fleet.place(self._plans[name].reservation, self._plans[name].spec)
             case slots.Submit():
                 self._fleet.submit(
+                    name,
                     Directive(
-                        spec=self._plans[name].spec,
                         incarnation=command.incarnation,
                         sequence=command.sequence,
                         duration_s=command.duration_s,
@@ -344,7 +344,7 @@ class Supervisor:
                         step_limit=command.step_limit,
                         process_fault=self._strike(name, command),
                         lease_bytes=self._broker.grant(self._slots[name], command.sequence),
-                    )
+                    ),
                 )
             case slots.Forget():
                 self._fleet.forget(name)

@@ -83,7 +83,7 @@ class Failed:
 def engine_seat(connection: Connection, spec: WorkerSpec, environment: Mapping[str, str]) -> None:
     """Serve orders with one engine."""
     os.environ.update(environment)  # before CUDA reads it
-    engine = Engine()
+    engine = Engine(spec)
     sequence = 0
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # whoever ordered is gone
         while True:
@@ -94,7 +94,7 @@ def engine_seat(connection: Connection, spec: WorkerSpec, environment: Mapping[s
             while not reports or time.monotonic() - began_s < order.seconds:
                 left_s = order.seconds - (time.monotonic() - began_s)
                 duration_s = max(0.0, min(order.slice_s, left_s))
-                directive = Directive(spec=spec, incarnation=0, sequence=sequence, duration_s=duration_s, resume=None)
+                directive = Directive(incarnation=0, sequence=sequence, duration_s=duration_s, resume=None)
                 sequence += 1
                 reports.append(engine.run_slice(directive))
                 if reports[-1].verdict is not Verdict.OK:

@@ -120,7 +120,7 @@ def run(rounds: int, seconds: float, size: int, dtype: str, slice_s: float) -> R
             raise RuntimeError(f"the worker did not come up: {first.last.reason}")
 
         def bare() -> float:
-            actor: Any = ray.remote(BareLoop).options(num_cpus=plan.seat.num_cpus, max_restarts=0).remote()
+            actor: Any = ray.remote(BareLoop).options(num_cpus=plan.reservation.num_cpus, max_restarts=0).remote()
             flop, took_s = ray.get(actor.run.remote(seconds, device.dtype, size, first.last.claim_bytes, device))
             ray.kill(actor)
             return float(flop) / float(took_s)

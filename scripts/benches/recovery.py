@@ -62,11 +62,11 @@ def run(errors: int, device: str, budget_bytes: int, size: int) -> Result:
         cleanup_every=0,
     )
     EverySecondStepFails.excess_bytes = 2 * budget_bytes
-    engine = Engine()
+    engine = Engine(spec)
     broken: list[str] = []
     ooms = 0
     for sequence in range(errors + 1):
-        report = engine.run_slice(Directive(spec=spec, incarnation=0, sequence=sequence, duration_s=0.0, resume=None))
+        report = engine.run_slice(Directive(incarnation=0, sequence=sequence, duration_s=0.0, resume=None))
         ooms += report.steps_oom
         if report.verdict is not Verdict.OK or report.steps_error or report.steps_ok != 1:
             broken.append(

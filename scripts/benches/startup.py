@@ -74,9 +74,9 @@ def bare_actors(config_path: str, overrides: Sequence[str]) -> None:
         actors: list[Any] = [
             ray.remote(Bare)
             .options(
-                num_cpus=plan.seat.num_cpus,
-                num_gpus=plan.seat.num_gpus,
-                label_selector={NODE_LABEL: plan.seat.node},
+                num_cpus=plan.reservation.num_cpus,
+                num_gpus=plan.reservation.num_gpus,
+                label_selector={NODE_LABEL: plan.reservation.node},
                 max_restarts=-1,
                 max_task_retries=0,
             )

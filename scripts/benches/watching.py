@@ -142,9 +142,7 @@ def _work(orders: Connection, spec: WorkerSpec, looks: bool) -> None:
 
     if not looks:
         thermal_control.open_sampler = lambda *_: _Eyeless()  # type: ignore[assignment]  # this process measures the rest
-    engine, sequence = Engine(), 0
+    engine, sequence = Engine(spec), 0
     while (seconds := orders.recv()) is not None:
-        orders.send(
-            engine.run_slice(Directive(spec=spec, incarnation=0, sequence=sequence, duration_s=seconds, resume=None))
-        )
+        orders.send(engine.run_slice(Directive(incarnation=0, sequence=sequence, duration_s=seconds, resume=None)))
         sequence += 1

@@ -125,11 +125,10 @@ def slices(
     spec: WorkerSpec, count: int, leases_bytes: Sequence[int | None] = (), resume: ResumeState | None = None
 ) -> list[Report]:
     """Run slices of one good step each in a fresh engine, with a lease for each of the first."""
-    engine = Engine()
+    engine = Engine(spec)
     return [
         engine.run_slice(
             Directive(
-                spec=spec,
                 incarnation=0,
                 sequence=sequence,
                 duration_s=0.0,
@@ -328,16 +327,14 @@ class TestRows:
 
 
 def jumping(spec: WorkerSpec, more_bytes: int) -> list[Report]:
-    engine = Engine()
+    engine = Engine(spec)
     reports = []
     for sequence in range(80):
         if sequence == 20:
             Rows.fixed_bytes += more_bytes
         if sequence == 40:
             time.sleep(5.5)  # for some seconds after a failure it is careful
-        reports.append(
-            engine.run_slice(Directive(spec=spec, incarnation=0, sequence=sequence, duration_s=0.0, resume=None))
-        )
+        reports.append(engine.run_slice(Directive(incarnation=0, sequence=sequence, duration_s=0.0, resume=None)))
     return reports
 
 

@@ -22,9 +22,9 @@ MakeSpec: TypeAlias = Callable[..., WorkerSpec]
 
 
 def slices(spec: WorkerSpec, count: int, duration_s: float) -> list[Report]:
-    engine = Engine()
+    engine = Engine(spec)
     return [
-        engine.run_slice(Directive(spec=spec, incarnation=0, sequence=sequence, duration_s=duration_s, resume=None))
+        engine.run_slice(Directive(incarnation=0, sequence=sequence, duration_s=duration_s, resume=None))
         for sequence in range(count)
     ]
 
@@ -32,10 +32,10 @@ def slices(spec: WorkerSpec, count: int, duration_s: float) -> list[Report]:
 def until_it_works(spec: WorkerSpec, folder: Path) -> list[Report]:
     """Run slices under a card that is hot for the first ten seconds."""
     spec = hot(spec, sensors(folder, temperature_c=[[0, 90], [10, 90], [10.001, 60]]))
-    engine, reports = Engine(), []
+    engine, reports = Engine(spec), []
     while not reports or reports[-1].steps_ok == 0:
         sequence = len(reports)
-        directive = Directive(spec=spec, incarnation=0, sequence=sequence, duration_s=0.5, resume=None)
+        directive = Directive(incarnation=0, sequence=sequence, duration_s=0.5, resume=None)
         reports.append(engine.run_slice(directive))
     return reports
 
@@ -122,7 +122,7 @@ class TestHeat:
 
 
 def looked_at(spec: WorkerSpec) -> tuple[str, bool]:
-    stats = SliceStats(directive=Directive(spec=spec, incarnation=0, sequence=0, duration_s=0.0, resume=None))
+    stats = SliceStats(slot=spec.slot, directive=Directive(incarnation=0, sequence=0, duration_s=0.0, resume=None))
     heat = open_thermal_control(spec, None)
     heat.look(stats)
     assert heat.reading is not None

@@ -47,11 +47,10 @@ def with_faults(spec: WorkerSpec, **faults: Any) -> WorkerSpec:  # noqa: ANN401 
 
 def slices(spec: WorkerSpec, durations_s: list[float], strikes: dict[int, ProcessFault]) -> list[Report]:
     """Run slices one after the other, as one process."""
-    engine = Engine()
+    engine = Engine(spec)
     return [
         engine.run_slice(
             Directive(
-                spec=spec,
                 incarnation=0,
                 sequence=sequence,
                 duration_s=duration_s,
@@ -133,8 +132,8 @@ class TestSteps:
 
 
 def wrapped(spec: WorkerSpec) -> bool:
-    engine = Engine()
-    engine.run_slice(Directive(spec=spec, incarnation=0, sequence=0, duration_s=0.0, resume=None))
+    engine = Engine(spec)
+    engine.run_slice(Directive(incarnation=0, sequence=0, duration_s=0.0, resume=None))
     assert engine._life is not None
     return isinstance(engine._life.workload, ChaoticWorkload)
 
@@ -161,8 +160,9 @@ faulthandler.enable()  # as Ray's own handlers do, it stands between a signal an
 folder, given = sys.argv[1:]
 sys.path.insert(0, folder)
 from workers.engine.engine import Engine
-engine = Engine()
-for directive in pickle.loads(Path(given).read_bytes()):
+spec, directives = pickle.loads(Path(given).read_bytes())
+engine = Engine(spec)
+for directive in directives:
     report = engine.run_slice(directive)
     print(report.sequence, report.verdict, report.steps_ok, flush=True)
 """
@@ -179,12 +179,12 @@ def start(tmp_path: Path, make_spec: MakeSpec) -> Any:  # noqa: ANN401 - a fixtu
         spec = with_faults(make_spec(name=BRIEF))
         process_fault = ProcessFault(kind=kind, at_share=0.5)
         directives = [
-            Directive(spec=spec, incarnation=0, sequence=0, duration_s=0.0, resume=None),
-            Directive(spec=spec, incarnation=0, sequence=1, duration_s=0.4, resume=None, process_fault=process_fault),
-            Directive(spec=spec, incarnation=0, sequence=2, duration_s=0.4, resume=None),
+            Directive(incarnation=0, sequence=0, duration_s=0.0, resume=None),
+            Directive(incarnation=0, sequence=1, duration_s=0.4, resume=None, process_fault=process_fault),
+            Directive(incarnation=0, sequence=2, duration_s=0.4, resume=None),
         ]
         given = tmp_path / "directives"
-        given.write_bytes(pickle.dumps(directives))
+        given.write_bytes(pickle.dumps((spec, directives)))
         child = subprocess.Popen(
             [sys.executable, "-c", STRUCK, str(Path(__file__).parent), str(given)],
             stdout=subprocess.PIPE,

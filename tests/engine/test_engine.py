@@ -38,16 +38,13 @@ REHEARSAL_BUDGET_BYTES = 213 * MIB
 
 def slice_of(
     engine: Engine,
-    spec: WorkerSpec,
     sequence: int = 0,
     *,
     duration_s: float = 0.0,
     incarnation: int = 0,
     resume: ResumeState | None = None,
 ) -> Report:
-    return engine.run_slice(
-        Directive(spec=spec, incarnation=incarnation, sequence=sequence, duration_s=duration_s, resume=resume)
-    )
+    return engine.run_slice(Directive(incarnation=incarnation, sequence=sequence, duration_s=duration_s, resume=resume))
 
 
 def vm_data_bytes() -> int:
@@ -201,8 +198,8 @@ def mine(workload: type) -> str:
 
 
 def fitting(spec: WorkerSpec) -> Found:
-    engine = Engine()
-    reports = [slice_of(engine, spec), slice_of(engine, spec, 1, duration_s=0.3)]
+    engine = Engine(spec)
+    reports = [slice_of(engine), slice_of(engine, 1, duration_s=0.3)]
     return {"reports": reports, "above_bytes": Probing.above_bytes}
 
 
@@ -245,15 +242,15 @@ class TestFits:
 
 
 def first_slice(spec: WorkerSpec, resume: ResumeState | None = None) -> Report:
-    return slice_of(Engine(), spec, resume=resume)
+    return slice_of(Engine(spec), resume=resume)
 
 
 def another_incarnation(spec: WorkerSpec, resume: ResumeState) -> list[Report]:
-    engine = Engine()
+    engine = Engine(spec)
     return [
-        slice_of(engine, spec),
-        slice_of(engine, spec, 1, incarnation=1, resume=resume),
-        slice_of(engine, spec, 2, incarnation=2, resume={"policy": "another"}),
+        slice_of(engine),
+        slice_of(engine, 1, incarnation=1, resume=resume),
+        slice_of(engine, 2, incarnation=2, resume={"policy": "another"}),
     ]
 
 
@@ -316,12 +313,12 @@ class TestTooLarge:
 def memory_returns(spec: WorkerSpec, says_its_need: bool) -> dict[str, list[Report]]:
     Hungry.says_its_need = says_its_need
     Hungry.need_bytes = 4 * spec.budget_bytes
-    engine = Engine()
-    starved = [slice_of(engine, spec, n) for n in range(PRESSURES_PER_BLIND_TRY + 2)]
+    engine = Engine(spec)
+    starved = [slice_of(engine, n) for n in range(PRESSURES_PER_BLIND_TRY + 2)]
     Hungry.need_bytes = spec.budget_bytes // 2
     fed = []
     for _ in range(PRESSURES_PER_BLIND_TRY + 1):
-        fed.append(slice_of(engine, spec, len(starved) + len(fed)))
+        fed.append(slice_of(engine, len(starved) + len(fed)))
         if fed[-1].state is WorkerState.RUNNING:
             break
     return {"starved": starved, "fed": fed}
@@ -371,9 +368,9 @@ class TestEmergency:
 
 def deep_failure(spec: WorkerSpec) -> Found:
     gc.disable()  # the frames must let go by themselves: a collector that happens to run would hide a cycle
-    engine = Engine()
+    engine = Engine(spec)
     Deep.block_bytes = int(0.7 * spec.budget_bytes)
-    report = slice_of(engine, spec)
+    report = slice_of(engine)
     return {
         "report": report,
         "alive": list(Deep.alive_in_recovery),
@@ -413,8 +410,8 @@ class TestNothingIsKept:
 def several(spec: WorkerSpec, slices: int, injector: OomInjector | None = None) -> list[Report]:
     if injector is not None:
         Injected.injector = injector
-    engine = Engine()
-    return [slice_of(engine, spec, n) for n in range(slices)]
+    engine = Engine(spec)
+    return [slice_of(engine, n) for n in range(slices)]
 
 
 class TestWorkloadErrors:
@@ -481,19 +478,19 @@ class TestWorkloadErrors:
 
 
 def rows_of_two(spec: WorkerSpec) -> list[Report]:
-    engine = Engine()
+    engine = Engine(spec)
     reports = []
     for sequence in range(3):
         Injected.injector = OomInjector(num=2, kind=FailureKind.PROBABLE)
-        reports.append(slice_of(engine, spec, sequence))
+        reports.append(slice_of(engine, sequence))
     return reports
 
 
 def injected_storm(spec: WorkerSpec, seed: int) -> tuple[list[Report], list[int]]:
     Injected.injector = OomInjector(num=12, skip=3, seed=seed)
     Injected.sizes.clear()
-    engine = Engine()
-    reports = [slice_of(engine, spec, n) for n in range(40)]
+    engine = Engine(spec)
+    reports = [slice_of(engine, n) for n in range(40)]
     return reports, list(Injected.sizes)
 
 
@@ -544,9 +541,9 @@ class TestMisfits:
 
 
 def dutiful(spec: WorkerSpec) -> list[Report]:
-    engine = Engine()
-    slice_of(engine, spec)
-    return [slice_of(engine, spec, 1 + n, duration_s=0.4) for n in range(5)]
+    engine = Engine(spec)
+    slice_of(engine)
+    return [slice_of(engine, 1 + n, duration_s=0.4) for n in range(5)]
 
 
 @pytest.mark.parametrize(("duty", "low", "high"), [(0.5, 0.35, 0.62), (None, 0.85, 1.0)])

@@ -24,12 +24,10 @@ MakeSpec: TypeAlias = Callable[..., WorkerSpec]
 
 def slices(spec: WorkerSpec, leases_bytes: Sequence[int | None], resume: ResumeState | None) -> list[Report]:
     """Run a slice for each lease; in a process of its own."""
-    engine = Engine()
+    engine = Engine(spec)
     return [
         engine.run_slice(
-            Directive(
-                spec=spec, incarnation=0, sequence=sequence, duration_s=0.0, resume=resume, lease_bytes=lease_bytes
-            )
+            Directive(incarnation=0, sequence=sequence, duration_s=0.0, resume=resume, lease_bytes=lease_bytes)
         )
         for sequence, lease_bytes in enumerate(leases_bytes)
     ]

@@ -290,13 +290,9 @@ class TestChecks:
 
 def slices(**changes: Any) -> list[Report]:  # noqa: ANN401 - fields of the spec
     spec: WorkerSpec = importlib.import_module("test_cuda").spec_of(**changes)
-    engine = Engine()
+    engine = Engine(replace(spec, policy="adaptive"))
     return [
-        engine.run_slice(
-            Directive(
-                spec=replace(spec, policy="adaptive"), incarnation=0, sequence=number, duration_s=seconds, resume=None
-            )
-        )
+        engine.run_slice(Directive(incarnation=0, sequence=number, duration_s=seconds, resume=None))
         for number, seconds in enumerate((0.0, 1.0, 1.0))
     ]
 

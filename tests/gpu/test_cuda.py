@@ -77,11 +77,9 @@ def mine(workload: type) -> str:
 
 
 def slice_of(
-    engine: Engine, spec: WorkerSpec, sequence: int = 0, *, duration_s: float = 0.0, resume: ResumeState | None = None
+    engine: Engine, sequence: int = 0, *, duration_s: float = 0.0, resume: ResumeState | None = None
 ) -> Report:
-    return engine.run_slice(
-        Directive(spec=spec, incarnation=0, sequence=sequence, duration_s=duration_s, resume=resume)
-    )
+    return engine.run_slice(Directive(incarnation=0, sequence=sequence, duration_s=duration_s, resume=resume))
 
 
 # --- the wall ----------------------------------------------------------------------------------------------------
@@ -167,8 +165,8 @@ class TestWall:
 
 
 def too_large(spec: WorkerSpec, resume: ResumeState | None) -> Found:
-    engine = Engine()
-    reports = [slice_of(engine, spec, resume=resume), slice_of(engine, spec, 1, duration_s=1.0)]
+    engine = Engine(spec)
+    reports = [slice_of(engine, resume=resume), slice_of(engine, 1, duration_s=1.0)]
     return {
         "reports": reports,
         "reserved_bytes": torch.cuda.memory_reserved(),
@@ -259,8 +257,8 @@ class Alternating(Workload):
 
 def alternating(spec: WorkerSpec) -> list[Report]:
     Alternating.block_bytes = int(0.6 * spec.budget_bytes)
-    engine = Engine()
-    return [slice_of(engine, spec, n) for n in range(12)]
+    engine = Engine(spec)
+    return [slice_of(engine, n) for n in range(12)]
 
 
 def test_memory_comes_back_after_every_failure(in_child: Callable[..., Any]) -> None:
@@ -292,8 +290,8 @@ class Asserting(Workload):
 
 
 def asserting(spec: WorkerSpec) -> Found:
-    engine = Engine()
-    return {"reports": [slice_of(engine, spec, n) for n in range(4)], "steps": Asserting.steps}
+    engine = Engine(spec)
+    return {"reports": [slice_of(engine, n) for n in range(4)], "steps": Asserting.steps}
 
 
 def test_a_device_assert_poisons_the_process_for_good(in_child: Callable[..., Any]) -> None:
@@ -355,7 +353,7 @@ class TestTypes:
 
 
 def first_slice(spec: WorkerSpec) -> Report:
-    return slice_of(Engine(), spec)
+    return slice_of(Engine(spec))
 
 
 def test_a_budget_that_the_context_eats_names_the_key(in_child: Callable[..., Any]) -> None:

@@ -19,7 +19,7 @@ from workers.errors import ContextCorruptedError, IncompatibleError
 from workers.messages import Directive, Report, ResumeState, Verdict, WorkerState
 from workers.oom import Failure
 from workers.policy.base import Decision, Emergency, Event, Release, Run, StepOk, StepOom
-from workers.settings import FailureKind
+from workers.settings import FailureKind, WorkerSpec
 from workers.workloads.base import StepResult
 
 #: How many probable out-of-memory errors in a row are believed. Their texts (cuBLAS, cuDNN) can also mean a bug of
@@ -33,8 +33,9 @@ _WORTH_TELLING = 1.1
 class Engine:
     """The worker of one slot, in this process."""
 
-    def __init__(self) -> None:
-        """Touch nothing: the device is opened by the first directive, which says how."""
+    def __init__(self, spec: WorkerSpec) -> None:
+        """Touch nothing: the first directive opens the device."""
+        self._spec = spec
         self._life: Session | None = None
         self._poisoned: str | None = None
 
@@ -44,7 +45,7 @@ class Engine:
         Returns:
             Always a report; its verdict says whether this process may go on.
         """
-        stats = SliceStats(directive=directive)
+        stats = SliceStats(slot=self._spec.slot, directive=directive)
         failure: Failure | None = None
         try:
             if self._poisoned is not None:
@@ -98,7 +99,7 @@ class Engine:
         """Open the device for the first directive; take over its resume state when the slot got a new incarnation."""
         session = self._life
         if session is None:
-            session = self._life = open_session(directive.spec, directive.incarnation, stats)
+            session = self._life = open_session(self._spec, directive.incarnation, stats)
             stats.event(
                 "device_opened",
                 device=session.device.info.name,

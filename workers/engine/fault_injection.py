@@ -57,7 +57,7 @@ class ChaoticWorkload(Workload):
         directive = stats.directive
         self._tally = stats
         self._told = {}
-        identity = (self._faults.seed, directive.spec.slot, directive.incarnation, directive.sequence)
+        identity = (self._faults.seed, stats.slot, directive.incarnation, directive.sequence)
         self._chance = random.Random("/".join(map(str, identity)))  # noqa: S311 - repeatable is what is wanted
         if self._strike is None and directive.process_fault is not None:
             self._strike = directive.process_fault

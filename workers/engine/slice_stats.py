@@ -16,6 +16,7 @@ from workers.settings import Scalar, StoredLimit
 class SliceStats:
     """The running counts of one slice. The only mutable thing a slice owns."""
 
+    slot: str
     directive: Directive
     state: WorkerState = WorkerState.WARMING
     reason: str = "opening the device"
@@ -68,7 +69,7 @@ class SliceStats:
     ) -> Report:
         """Close the slice."""
         return Report(
-            slot=self.directive.spec.slot,
+            slot=self.slot,
             incarnation=self.directive.incarnation,
             sequence=self.directive.sequence,
             verdict=verdict,
