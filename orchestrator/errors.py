@@ -1,8 +1,7 @@
 """Errors of the head, each with the exit code the program ends with.
 
-Covers what stops the head before or between runs. Does not cover what happens to a worker: that travels as a
-value in its report, never as an exception. Every error survives pickling, and its text is for the person who
-can act on it.
+Covers what stops the head before or between runs. Does not cover what happens to a worker: that is a value in its
+report, never an exception. Every error can be pickled, and its text says what the user can do.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import ClassVar
 
 
 def one_line(text: str) -> str:
-    """Return `text` with everything that could break a line or steer a terminal written as an escape."""
+    """Return `text` with line breaks and terminal control characters written as escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
@@ -41,7 +40,7 @@ class Problem:
 
 
 def _shortened(typed: str) -> str:
-    """Return what the user typed with the middle left out where it would bury the sentence."""
+    """Return what the user typed, without its middle if it is too long for a sentence."""
     return typed if len(typed) <= 200 else f"{typed[:120]}…{typed[-60:]}"
 
 

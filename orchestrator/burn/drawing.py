@@ -1,6 +1,6 @@
 """The result of a burn-in for people: a table for each phase, the reasons below it, one word at the end. No I/O.
 
-A verdict is a word before it is a colour.
+A verdict is a word and a colour; no information is in the colour alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from orchestrator.watch.phrases import counted
 
 _STYLES = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.NOT_JUDGED: "yellow"}
 
-#: Words are not spread over more columns than eyes like to follow.
+#: Longest line of text, so that it is easy to read.
 _WIDEST = 110
 
 _NODE_CELLS = 20

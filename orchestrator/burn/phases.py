@@ -64,7 +64,7 @@ def number_types(device: str, compute_capability: tuple[int, int] | None) -> tup
 
     Args:
         device: `cuda` or `cpu`.
-        compute_capability: Of the card, such as (8, 6); `None` if nobody knows.
+        compute_capability: Of the card, such as (8, 6); `None` if it is unknown.
     """
     if device == "cpu":
         return _PROCESSOR_TYPES

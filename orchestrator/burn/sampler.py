@@ -1,4 +1,4 @@
-"""Looks at a run as it goes and keeps what its verdict needs: a sample of every worker now and then, and its end.
+"""Watches a run and keeps what its verdict needs: samples of every worker, and its last snapshot.
 
 A watcher beside the one that shows the run. Does not judge, and sees nothing that the snapshot does not show.
 """
@@ -11,7 +11,7 @@ from typing import Final
 from orchestrator.burn.verdict import Measured, Sample
 from orchestrator.watch.model import Row, Snapshot
 
-#: A night of a thousand workers must fit into memory.
+#: Samples of a long run with a thousand workers must fit into memory.
 _SAMPLES_MOST: Final = 600
 
 _SAMPLE_EVERY_S: Final = 1.0
@@ -71,7 +71,7 @@ def _sample(row: Row, at_s: float) -> Sample:
         state=row.state,
         tflops=row.tflops,
         reserved_bytes=row.reserved_bytes,
-        # What is hot for a card is everyday life for a processor.
+        # Temperatures that are hot for a card are normal for a processor.
         temperature_c=row.temperature_c if row.temperature_of == "card" else None,
         throttle_pct=row.throttle_pct,
     )

@@ -53,7 +53,7 @@ class Wish:
 
 
 def burn(wish: Wish) -> int:
-    """Run the phases, say what came out, and return the exit code: 0 only if all of it passed.
+    """Run the phases, print the result, and return the exit code: 0 only if all of them passed.
 
     Raises:
         OrchestratorError: Nothing could be run. What ends a later run is a failure of its phase.
@@ -122,7 +122,7 @@ def _taken(take: Take, wish: Wish, *, is_first: bool) -> Taken:
         if is_first:
             raise
         error = str(failure)
-    except KeyboardInterrupt:  # the second Ctrl-C: the run is torn down, and what there is is told all the same
+    except KeyboardInterrupt:  # the second Ctrl-C: the run is torn down, and what was measured is still reported
         code = _INTERRUPTED
     folder = None if sampler.last is None else Path(take.config.run.dir) / sampler.last.run_id
     return Taken(

@@ -3,8 +3,8 @@
 Covers the guides' success metrics (VRAM > 90 %, below 80 C sustained, zero errors) and what "sustained" and "stable"
 mean here. Does not measure (`sampler.py`), and knows no clock: times are seconds since the work began. Pure.
 
-What nobody can tell is not judged, and that is never a pass: a phase whose very purpose could not be judged has no
-verdict.
+A metric that could not be measured is not judged, and that is never a pass: a phase whose purpose could not be judged
+has no verdict.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ def overall(verdicts: Iterable[Verdict]) -> Verdict:
 def error_count(row: Row, figures: Figures) -> int:
     """Return how many things went wrong with a worker, wrong results apart.
 
-    An out-of-memory that was survived is none, nor is the small product that proves the card alive after it: finding
-    the largest size that fits may cost one. Without memory for any step, a worker was not at work.
+    An out-of-memory error that was survived does not count, nor the emergency product after it: finding the largest
+    size that fits may cost one. A worker without memory for any step was not at work.
     """
     idle = row.state in _FALLEN or row.steps_ok == 0 or bool(figures.emergency_share)
     return row.steps_error + row.restarts + idle
@@ -242,7 +242,7 @@ def _share(flags: Iterable[bool]) -> float | None:
 
 
 def _windows(samples: Sequence[Sample], warm_up_s: float) -> list[float]:
-    """Return means that do not overlap; a worker that did nothing meanwhile did nothing."""
+    """Return means that do not overlap; a window without work has a mean of 0."""
     found: list[float] = []
     due_s = warm_up_s + _WINDOW_S
     known = any(sample.tflops is not None for sample in samples)

@@ -1,6 +1,6 @@
-"""The verbs and their options: what was typed, handed to who does it.
+"""The verbs and their options: parses the command line and calls the code of each verb.
 
-Does not know how anything is done, nor how an error reaches the user (`main.py`).
+Does not implement the verbs, nor decide how an error reaches the user (`main.py`).
 """
 
 from __future__ import annotations
@@ -333,7 +333,7 @@ def _runs_dir(config: str, overrides: list[str] | None, run_dir: str | None) -> 
 
 
 def _print(text: str) -> None:
-    """Print what may hold any text from a file: what the terminal cannot show must not stop the rest."""
+    """Print text that may come from a file: characters that the terminal cannot show must not stop the output."""
     encoding = sys.stdout.encoding or "utf-8"
     typer.echo(text.encode(encoding, "backslashreplace").decode(encoding))
 

@@ -19,7 +19,7 @@ from orchestrator.errors import NoClusterError, UsageError, one_line
 from orchestrator.run.stdio import own_screen
 from workers.host.machine import look_around
 
-#: What a machine is called that nobody has named; the README's word for the first PC.
+#: Name of a machine that has none yet; the README's name for the first PC.
 _FIRST_NAME = "pc1"
 
 #: As `NodeName` of `config.schema` has it: of Ray's labels, those that may be a key under `nodes:`.
@@ -106,9 +106,9 @@ def _write(path: Path, text: str, *, force: bool) -> None:
     try:
         if force:
             fresh.write_text(text, encoding="utf-8")
-            fresh.replace(path)  # whoever reads it meanwhile sees the old file or the new one
+            fresh.replace(path)  # a concurrent reader sees the old file or the new one
             return
-        with path.open("x", encoding="utf-8") as file:  # somebody else may have made it meanwhile
+        with path.open("x", encoding="utf-8") as file:  # another process may have made it meanwhile
             file.write(text)
     except FileExistsError:
         raise UsageError(f"{path} is there already; --force replaces it") from None

@@ -1,4 +1,4 @@
-"""What `limits` prints: what workers have learned about the sizes that fit, and what was let go of.
+"""What `limits` prints: what workers have learned about the sizes that fit, and what was deleted.
 
 Covers wording and layout. Does not cover keeping and matching (`workers/learned_limits/store.py`,
 `workers/learned_limits/limits.py`). Text from the store passes through `Glyphs.clean`: it may steer a terminal.
@@ -36,7 +36,7 @@ class Selection:
     """Which limits are meant: those whose card and workload contain these texts; `None` does not choose.
 
     Raises:
-        UsageError: A text is empty: it would mean all, where somebody meant some.
+        UsageError: A text is empty: it would select everything.
     """
 
     card: str | None = None
@@ -108,7 +108,7 @@ def limits_json(store: LimitStore, selection: Selection, now_unix_s: float) -> s
 
 
 def cleared_text(store: LimitStore, selection: Selection, now_unix_s: float, glyphs: Glyphs = UNICODE) -> str:
-    """Let go of the limits meant, and say how many there were.
+    """Delete the selected limits, and say how many there were.
 
     Raises:
         ArchiveError: The store cannot be read or written.

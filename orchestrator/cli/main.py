@@ -36,7 +36,7 @@ def main() -> NoReturn:
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", 130, wants_json=wants_json)
     except BrokenPipeError:
-        # The reader of our output went away; there is nobody left to tell.
+        # The reader of our output went away.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         _exit(1)
     except Exception as error:  # noqa: BLE001 - a bug of ours; what was started is already torn down
@@ -67,7 +67,7 @@ def _fail(message: str, code: int, *, wants_json: bool) -> NoReturn:
             (summary_text(failure_dict(message, code, outcome)) + "\n").encode("utf-8", "backslashreplace")
         )
     else:
-        # What was typed, or said by a foreign head, may be in it: nothing may steer the terminal.
+        # The message may contain text from the user or another head: escape what would control the terminal.
         print("\n".join(one_line(line) for line in message.split("\n")), file=sys.stderr)  # noqa: T201 - the terminal
     _exit(code)
 

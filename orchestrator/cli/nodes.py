@@ -1,7 +1,7 @@
 """What `up` and `stop` do on this PC: find the head's address, start a node, end what these commands started.
 
-Processes are found by what marks them as ours (the run folder's process id, the environment that `up` sets) and
-ended by process id. Does not touch any other Ray on the machine.
+Processes are found by the process id in the run folder and by the environment variable that `up` sets, and are ended
+by process id. Does not touch any other Ray on the machine.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _await_end(processes: list[psutil.Process]) -> None:
 
 
 def _has_ended(process: psutil.Process) -> bool:
-    """Say whether it is gone, or only waits for its parent to take note (in a container often nobody does)."""
+    """Say whether it has ended, or is a zombie (in a container the parent often does not reap it)."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -136,7 +136,7 @@ def _own_address() -> str:
     """The address other PCs of the LAN reach this one by. No packet is sent: connecting UDP only picks a route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("198.51.100.1", 9))  # TEST-NET-2 (RFC 5737): nobody's address
+            probe.connect(("198.51.100.1", 9))  # TEST-NET-2 (RFC 5737): an unassigned address
             return str(probe.getsockname()[0])
         except OSError:
             return "127.0.0.1"

@@ -30,7 +30,7 @@ from orchestrator.watch.table import health_table
 from workers.messages import WorkerState
 
 _LINES_MOST = 30
-"""Of each kind; a bad night has thousands, and the last ones say how it ended."""
+"""Of each kind. A run with many errors has thousands; the last ones show how it ended."""
 
 _FALLEN = frozenset({WorkerState.RESTARTING, WorkerState.QUARANTINED, WorkerState.LOST})
 _TOLD = ("state", "node_left", "node_joined", "workload_error")
@@ -41,7 +41,7 @@ _LEFT = frozenset({"run", "started", "mode", "outcome"})
 
 
 def runs_text(runs_dir: Path, glyphs: Glyphs = UNICODE) -> str:
-    """Return a line for each run, the newest first, and how to go on with the newest if it has time left.
+    """Return a line for each run, the newest first, and how to resume the newest one if it has time left.
 
     Raises:
         ArchiveError: The folder cannot be read.
@@ -109,7 +109,7 @@ def report_json(folder: Path) -> str:
 
 
 def _text_of_summary(folder: Path, width: int, glyphs: Glyphs) -> str:
-    """Tell of a run that stored nothing as much as its summary knows."""
+    """Report a run that has no store, from its summary."""
     summary = summary_of(folder)
     if summary is None:
         raise NothingStoredError(folder, STORE_NAME)
@@ -185,7 +185,7 @@ def _header(run: StoredRun, glyphs: Glyphs) -> Iterator[str]:
 
 
 def _resume_line(folder: Path, glyphs: Glyphs) -> str:
-    """Return what to type to go on with a run; its name is that of its folder."""
+    """Return the command that resumes a run; the run's name is that of its folder."""
     command = ["python", "-m", "orchestrator", "run", "--resume", folder.name]
     if folder.parent != _DEFAULT_RUNS_DIR:
         command += ["--run-dir", str(folder.parent)]

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 MAX_WORKERS_PER_CARD = 100
 
 
-#: Of all nodes together. One head asks each worker about once a second, and a table of more is read by nobody;
-#: without a bound a file of a few KiB could plan millions.
+#: Of all nodes together. The head asks each worker about once a second. Without a bound, a file of a few KiB could
+#: plan millions of workers.
 MAX_WORKERS = 10_000
 
 
@@ -78,7 +78,7 @@ def overbooked(node: NodeConfig) -> Overbooked | None:
     smaller = f"vram_per_worker_gib <= {_floor_text(allowed_bytes / shared_by / GIB)}"
     if allowed_bytes < shared_by:
         return Overbooked(text=text, valid="a larger memory_fraction")
-    # A card cannot be without a worker, so fewer workers than cards is no way out.
+    # Each card needs a worker, so fewer workers than cards is not a valid plan.
     if fitting < max(1, node.gpus):
         return Overbooked(text=text, valid=smaller)
     return Overbooked(text=text, valid=f"at most {fitting} worker{'s' if fitting > 1 else ''}, or {smaller}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 
-#: Longest duration accepted: a year. More is a typing error, and would overflow no clock we use.
+#: Longest duration accepted: a year. More is a typing error.
 MAX_DURATION_S = 365 * 24 * 3600.0
 
 #: What may be typed where a duration is wanted; part of every refusal.

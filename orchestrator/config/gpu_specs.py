@@ -1,7 +1,7 @@
 """What is known of each card before its node has been seen: data, one table; and of unknown cards, by formula.
 
-Covers names, memory, rated peaks, and how many workers suit a card. Does not cover how the memory is divided (`budget`)
-nor what a live node reports: a profile only stands in until the node says what it really has. Pure.
+Covers names, memory, rated peaks, and how many workers suit a card. Does not cover how the memory is divided
+(`core.budget`) nor what a live node reports: a profile is used only until the node reports its real values. Pure.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GpuProfile:
     product: str
     """The vendor's name, for people."""
     nominal_gib: float
-    """What is printed on the box."""
+    """The vendor's nominal memory."""
     shown_gib: float
     """What CUDA reports as total memory, always less than nominal (firmware, ECC, display).
 

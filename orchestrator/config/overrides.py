@@ -53,7 +53,7 @@ def _override_value(text: str, name: str, path: KeyPath) -> object:
     except ConfigError as error:
         problems = error.problems
     if problems:
-        # Lines and keys were counted inside the override, where they help nobody.
+        # Lines and keys were counted inside the override, so they mean nothing to the user.
         key = ".".join(path)
         raise ConfigError(replace(problem, line=None, key=key) for problem in problems)
     return value.data

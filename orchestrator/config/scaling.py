@@ -1,8 +1,8 @@
-"""Makes a configuration small enough to rehearse on one machine, and says every number that changed.
+"""Makes a configuration small enough to rehearse on one machine, and lists every number that changed.
 
 Covers the arithmetic: bytes shrink by the scale, sizes by its square root, because a matrix of half the edge
 takes a quarter of the bytes. Does not cover how the rehearsal's nodes are started. Shares, batches and CPUs stay
-as they are, so that the rehearsal places and backs off like the real thing. Pure: no clock, no files.
+as they are, so that placement and back-off work as in the real run. Pure: no clock, no files.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _shrink(data: dict[str, Any], config: Config, scale: float) -> None:
 def _shrink_node(data: dict[str, Any], node: NodeConfig, config: Config, scale: float, floor: int) -> None:
     data["vram_per_worker_gib"] = node.vram_per_worker_gib * scale
     total_gib = card_total_gib(node)
-    # What came from the card's profile must be written down: the profile itself does not shrink.
+    # Values from the card's profile must be written into the configuration: the profile itself does not shrink.
     data["vram_gib"] = None if total_gib is None else total_gib * scale
     if node.size is not None or config.workload.size is None:
         data["size"] = scaled_size(node.size or DEFAULT_SIZE, scale, floor)

@@ -46,7 +46,7 @@ def _address(text: str) -> str:
 
 
 def _printable(text: str) -> str:
-    """Refuse what could steer the terminal that a run tells its folder to: C1 codes and bidi marks too."""
+    """Refuse characters that control a terminal, C1 codes and bidi marks included: runs print this folder."""
     if not text.isprintable():
         raise ValueError("has a character that cannot be printed; valid: a folder, made if it is not there")
     return text
@@ -60,7 +60,7 @@ def _duration(value: Any) -> Any:  # noqa: ANN401  # before validation it may be
 
 
 def _or_off(value: Any) -> Any:  # noqa: ANN401  # before validation it may be anything
-    """Read `off` as nothing; YAML 1.1 has made a false of it already, unless it stands in quotes."""
+    """Read `off` as `None`; YAML 1.1 reads an unquoted `off` as false."""
     return None if value is False or value == "off" else value
 
 
@@ -73,7 +73,7 @@ Celsius: TypeAlias = Annotated[
 
 
 class _Section(BaseModel):
-    """What all sections share: nothing is converted, nothing unknown is let through, nothing changes later."""
+    """Base of all sections: values are not converted, unknown keys are refused, and models are frozen."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -112,7 +112,7 @@ class NodeConfig(_Section):
     host: Annotated[str, Field(pattern=rf"^{_HOST}$", description="an IP address or a host name")] | None = None
     """How other PCs reach this one; `None` leaves the choice to Ray."""
     power_limit_w: Annotated[float, Field(gt=0, le=10_000)] | None = None
-    """Set for the length of a run by `run --apply-power-limit`, and never without; `None` leaves the card's."""
+    """Set for the length of a run by `run --apply-power-limit` only; `None` keeps the card's own limit."""
 
 
 class WorkloadConfig(_Section):
@@ -189,7 +189,7 @@ class RunConfig(_Section):
     """How long, how often, and when to give up."""
 
     duration: Annotated[float | str, BeforeValidator(_duration), Field(description=VALID_DURATION)] = 5.0
-    """As typed: minutes, or text with units. Everything but the user reads `duration_s`."""
+    """As typed: minutes, or text with units. Code reads `duration_s`."""
     slice_s: Annotated[float, Field(gt=0, le=60)] = 1.0
     min_success_rate: Annotated[float, Field(ge=0, le=1)] = 0.95
     hang_timeout_s: Seconds = 60.0
@@ -216,7 +216,7 @@ class RunConfig(_Section):
 
     @model_validator(mode="after")
     def _ordered(self) -> RunConfig:
-        """Refuse times that contradict each other: the later alarm would never be seen."""
+        """Refuse times that contradict each other: with these, one of two alarms could never appear."""
         for shorter, longer in (
             ("restart_backoff_s", "restart_backoff_max_s"),
             ("slice_s", "stale_after_s"),

@@ -1,7 +1,8 @@
 """A commented cluster.yaml that fits the machines it is for: facts in, text out. Pure.
 
-The comments are those of the cluster.yaml that comes with the program, less the sums of the two reference PCs; what is
-particular to a machine says why. Does not look at machines nor write files (`cli.init` does).
+The comments are those of the cluster.yaml that comes with the program, without the sums of the two reference PCs.
+Values that were chosen for a machine have their reason beside them. Does not inspect machines nor write files
+(`cli.init` does).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from orchestrator.errors import one_line
 from workers.host.facts import CardFacts, MachineFacts
 from workers.units import GIB
 
-#: A card with less holds no CUDA context and a matrix beside it.
+#: A smaller card cannot hold a CUDA context and a matrix.
 _LEAST_CARD_BYTES = GIB
 
 #: A card this many times smaller than the largest one is left out.
@@ -44,7 +45,7 @@ _MOST_CARDS, _MOST_GIB, _MOST_CPUS = 64, 4096.0, 1024
 #: Before this compute capability FP16 is slower than FP32 (a GTX 1080 does 1/64 of it).
 _FIRST_TENSOR_UNITS = (7, 0)
 
-#: Programs that mean that somebody sits in front of the card.
+#: Programs that show that the card serves a desktop.
 _DESKTOPS = frozenset({"xorg", "xwayland", "gnome-shell", "kwin_wayland", "kwin_x11", "plasmashell", "sway"})
 
 #: A sentence about the numbers of a reference PC.
@@ -169,7 +170,7 @@ def by_formula(total_gib: float, *, is_desktop: bool = False, capability: tuple[
 
     Args:
         total_gib: As the card shows it.
-        is_desktop: Whether somebody's screen is on it.
+        is_desktop: Whether a display is connected to it.
         capability: CUDA's name for its generation; `None` if it does not tell, then it is no old one.
     """
     fraction = _FRACTION_DESKTOP if is_desktop else _FRACTION_ALONE
@@ -261,7 +262,7 @@ def _general(line: str) -> str:
 
 
 def _node(name: str, choice: NodeChoice, comments: Mapping[str, Sequence[str]], is_first: bool) -> Iterator[str]:
-    """Yield a node; only the first explains what each key means, every one why it has its values."""
+    """Yield a node. Only the first one explains the keys; each one gives the reasons for its values."""
     yield f"  {_scalar(name)}:"
     config = choice.config
     total = f"{config.workers} x {config.cpus_per_worker} = {config.workers * config.cpus_per_worker} on this PC"

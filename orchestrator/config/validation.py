@@ -1,7 +1,7 @@
 """Validates plain data and words every refusal: what, where, and what may be typed instead.
 
-Covers the translation of pydantic's findings into our sentences, and the checks between keys. Does not cover
-the models themselves (`config`), whose constraints the `valid:` part is read from, so that it cannot go stale.
+Covers the translation of pydantic's findings into our sentences, and the checks between keys. Does not cover the models
+themselves (`schema`). The `valid:` part is read from their constraints, so it cannot become outdated.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _TOO = {
     "less_than": "large",
     "less_than_equal": "large",
 }
-#: Findings about a value that is not there to be shown.
+#: Findings about a value that is missing, so it cannot be shown.
 _WHOLE = {"missing": "is missing", "too_short": "holds nothing", "too_long": "holds too many entries"}
-#: More sentences at once are the wrong file, and would push the first ones off the screen.
+#: More sentences mean that it is the wrong file, and would push the first ones off the screen.
 MAX_PROBLEMS = 100
 _SHARE = "a share above 0, at most 1 (0.6 is 60 %)"
 
@@ -63,7 +63,7 @@ def validated(source: YamlSource, model: type[_Model], node_model: type[NodeConf
     """
     config: _Model | None = None
     problems = list(source.problems)
-    # A value that could not be read has said so; what stands in for it is not wrong a second time.
+    # A value that could not be read has a problem already; its substitute must not add a second one.
     unreadable = {(problem.source, problem.line, problem.key) for problem in problems}
     try:
         config = model.model_validate(source.data)
@@ -117,7 +117,7 @@ def _text(kind: str, value: object) -> str:
 
 
 def _between_keys(source: YamlSource, node_model: type[NodeConfig]) -> Iterator[Problem]:
-    """Yield what only several keys together show; nodes that are wrong in themselves are left out."""
+    """Yield problems between several keys; nodes that are invalid by themselves are left out."""
     data = source.data
     nodes = data.get("nodes") if isinstance(data, dict) else None
     if not isinstance(nodes, dict):

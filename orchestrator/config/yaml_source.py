@@ -1,7 +1,7 @@
 """Reads YAML into plain data and remembers where every value came from: a line of the file, or an override.
 
 Covers the file, the text and the tree. Does not cover `--set` itself (`overrides`) nor what the values mean
-(`config`).
+(`schema`).
 Hostile input (binary, huge, deeply nested, exploding aliases, custom tags) is refused in bounded time and
 memory, with the line.
 """
@@ -48,12 +48,12 @@ class YamlSource:
     overrides: Mapping[KeyPath, str]
     """Each overridden path with the override as typed, `--set a.b=c`; the later of two comes last."""
     problems: tuple[Problem, ...]
-    """What was wrong with the text yet did not keep the rest from being read."""
+    """Errors in the text that did not prevent reading the rest."""
 
     def problem(self, path: KeyPath, text: str, valid: str | None, related: Sequence[KeyPath] = ()) -> Problem:
         """Return a problem at `path`, placed at its override or at the nearest line of the file.
 
-        `related` are the paths a sum was made of: an override among them is the likelier cause, so it is named.
+        `related` are the paths that a sum was made of: an override among them is the likelier cause, so it is named.
         """
         key = ".".join(path) or None
         # A key that the file does not have was made by an override of something below it.
@@ -207,7 +207,7 @@ class _Walk:
         return found
 
     def _key(self, node: yaml.Node, path: KeyPath) -> str | None:
-        """Return the key, or `None` with a problem noted."""
+        """Return the key, or record a problem and return `None`."""
         line = node.start_mark.line + 1
         if node.tag == _TAG + "merge":
             self._note(line, path, "has a merge key <<", "the keys written out")
@@ -228,7 +228,7 @@ class _Walk:
             return None
         try:
             node.value.encode("utf-8")
-            # No key is a date, and 1:30 must not become 90 as YAML 1.1 has it: what looks so is text.
+            # No key is a date, and YAML 1.1 would read 1:30 as 90: such keys are read as text.
             is_text = node.tag in (_TAG + "str", _TAG + "timestamp") or ":" in node.value
             return node.value if is_text else self._constructor.construct_object(node)
         except (ValueError, KeyError, IndexError, OverflowError, yaml.YAMLError):
@@ -241,7 +241,7 @@ class _Walk:
 
 
 def cut(text: str) -> str:
-    """Return `text` of the file, without its end where that would bury the sentence around it."""
+    """Return `text` of the file, shortened where it would make the sentence around it too long."""
     return text if len(text) <= _LONGEST_QUOTE else f"{text[: _LONGEST_QUOTE - 1]}…"
 
 

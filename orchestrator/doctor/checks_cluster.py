@@ -1,4 +1,4 @@
-"""What concerns several nodes, or the way between them: answers, clocks, doors, versions; token and port. Pure."""
+"""Checks between several nodes: answers, clocks, reachable ports, versions; token and port. Pure."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _doors(answer: NodeAnswer) -> Finding:
 
 
 def _alike(answers: Iterable[NodeAnswer]) -> Iterator[Finding]:
-    """Yield where nodes differ in what must be the same, or had better be."""
+    """Yield where nodes differ in what must or should be the same."""
     known = [(answer.title, answer.facts) for answer in answers if answer.facts is not None]
     if len(known) < 2:
         return

@@ -14,7 +14,7 @@ _LEAST_RAY = (2, 56)
 
 #: A raylet of a rehearsal takes 80 MiB, that of `ray start` as much as it can.
 _SMALL_SHM_BYTES = 1 * GIB
-#: What a worker with a card is counted with in the PC's own memory: torch's CUDA libraries, and some to spare.
+#: RAM of a worker with a card: torch's CUDA libraries and some reserve.
 _WORKER_RAM_BYTES = 1 * GIB
 _LITTLE_DISK_BYTES = 1 * GIB
 _NO_DISK_BYTES = 64 * MIB

@@ -1,6 +1,7 @@
 """The doctor's report as text for people and as JSON for scripts. No I/O.
 
-A verdict is a word before it is a colour, and what is to be typed stands on a line of its own, which is never broken.
+A verdict is a word and a colour; no information is in the colour alone. A command stands on a line of its own, which is
+never broken.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _VERDICT_WIDTH = 6
 _CHECK_WIDTH = 14
 _INDENT = 2 + _VERDICT_WIDTH + _CHECK_WIDTH
 
-#: Words are not spread over more columns than eyes like to follow.
+#: Longest line of text, so that it is easy to read.
 _WIDEST = 110
 
 

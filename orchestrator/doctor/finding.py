@@ -14,9 +14,9 @@ class Verdict(StrEnum):
     """How bad it is; in this order."""
 
     OK = "ok"
-    #: There is nothing here that could be right or wrong.
+    #: The check does not apply here.
     SKIP = "skip"
-    #: It works, but not as it could, or not for what somebody may want.
+    #: It works, but not well, or not for every use.
     WARN = "warn"
     #: A run on this machine, or on this cluster, cannot go well.
     FAIL = "fail"
@@ -49,7 +49,7 @@ def skip(check: str, found: str) -> Finding:
 
 
 def warn(check: str, found: str, *, hint: str | None = None, fix: str | None = None) -> Finding:
-    """Return a finding that somebody should know of."""
+    """Return a finding that the user should know."""
     return Finding(check=check, verdict=Verdict.WARN, found=found, hint=hint, fix=fix)
 
 

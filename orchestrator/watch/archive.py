@@ -1,6 +1,6 @@
-"""What a run left behind in its store, read back: while it runs, after its end, and after its head was killed.
+"""Reads a run store back: while the run goes, after its end, and after its head was killed.
 
-Covers turning a store into values, and what became of a run that never said so itself. Does not cover writing
+Covers turning a store into values, and the outcome of a run that did not record one. Does not cover writing
 (`store.py`), opening (`opening.py`), which run folders there are (`folders.py`), nor showing anything. A file may come
 from anywhere: whatever is in it, the worst that happens is an `ArchiveError`.
 """
@@ -33,7 +33,7 @@ _EVENTS_MOST = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredEvent:
-    """One line of the diary."""
+    """One line of the event log."""
 
     at: str
     """ISO 8601 in UTC."""
@@ -48,11 +48,11 @@ class StoredRun:
 
     folder: Path
     facts: RunFacts
-    """With what was worked in all as `elapsed_s`, so that another head can begin with them."""
+    """With the total time worked as `elapsed_s`, so that another head can continue from them."""
     outcome: str
     """good, degraded, interrupted or failed as the run said itself; else running, or interrupted: its head is gone."""
     exit_code: int | None
-    """`None` for a run that never said how it ended."""
+    """`None` for a run that did not record how it ended."""
     error: str | None
     elapsed_s: float
     updated_at_unix_s: float | None
@@ -75,24 +75,24 @@ class StoredRun:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds of the planned length that nobody has worked."""
+        """Seconds of the planned length that have not been worked."""
         return max(0.0, self.facts.duration_s - self.elapsed_s)
 
     @property
     def is_resumable(self) -> bool:
-        """Whether another head can go on with it: it has ended, however it did, and there is time left."""
+        """Whether another head can continue it: it has ended in any way, and there is time left."""
         return self.outcome != "running" and self.remaining_s >= LEAST_TO_RESUME_S
 
     @property
     def was_killed(self) -> bool:
-        """Whether its head is gone without a word: killed, or the machine went down."""
+        """Whether its head ended without recording an outcome: it was killed, or the machine went down."""
         return self.outcome == "interrupted" and self.exit_code is None
 
     def snapshot(self) -> Snapshot:
         """The last picture of the run, for every watcher.
 
-        Slots are written at every turn of the head, the figures of the run a few times a second: what the slots add
-        up to counts. What was under way is lost once nobody waits for it any more.
+        Slots are written at every turn of the head, the figures of the run less often, so the sums of the slots are
+        used. Once the head has ended, slices that were under way count as lost.
         """
         lost, restarts = self.steps_lost_upper_bound, self.restart_count
         if self.slots:

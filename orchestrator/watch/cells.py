@@ -51,7 +51,7 @@ class Glyphs:
     def bar(self, *, full: float, part: float, width: int) -> str:
         """Return a bar: `full` of it filled, from there to `part` half filled; both 0..1.
 
-        Anything above nothing shows as at least one cell, so that a little is told from none.
+        Every value above 0 shows as at least one cell.
         """
         full_cells = _bar_cells(full, width)
         part_cells = max(full_cells, _bar_cells(part, width))

@@ -16,7 +16,7 @@ from orchestrator.watch.model import LOW_SUCCESS_RATE, Row, finite
 from workers.messages import WorkerState
 from workers.units import GIB, MIB
 
-#: Colour repeats what the state word says; it never says anything alone.
+#: Colours repeat what the state word says; no information is in the colour alone.
 STATE_STYLES = {
     WorkerState.QUARANTINED: "bold red",
     WorkerState.LOST: "bold red",
@@ -34,7 +34,7 @@ STATE_STYLES = {
 
 _BAR_CELLS = 10
 
-#: Names of the columns from the last to go to the first. The first few never go.
+#: Names of the columns, the most important first. A narrow terminal drops them from the end; the first few stay.
 KEPT_LONGEST_FIRST = (
     "slot",
     "state",
@@ -72,7 +72,7 @@ class Column:
     unit: str
     cell: Callable[[Row], Text | None]
     left: bool = False
-    """Words start at the left edge of their column, numbers end at the right."""
+    """Words are aligned to the left, numbers to the right."""
 
 
 def columns_for(rows: Sequence[Row], glyphs: Glyphs) -> tuple[Column, ...]:

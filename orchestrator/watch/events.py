@@ -1,4 +1,4 @@
-"""The diary of a run: one JSON object a line, written the moment it happens.
+"""The event log of a run: one JSON object a line, written when the event happens.
 
 Covers making any value a harmless line, and a disk that is full. Does not cover which events there are, nor
 reading them. structlog is set up for this one file; its global configuration is left alone.
@@ -19,7 +19,7 @@ import structlog
 
 TEXT_LIMIT_BYTES = 8 * 1024
 
-#: Of a text that is too long the end says most: the last line of a traceback is the exception.
+#: Of a text that is too long, mostly the end is kept: the last line of a traceback is the exception.
 _HEAD_BYTES = 2 * 1024
 _DEPTH_LIMIT = 6
 
@@ -90,7 +90,7 @@ class _LineFile:
         self._path = path
         self._raw: FileIO | None = None
         self._torn = False
-        """The last line ended in the middle: the disk was full."""
+        """The last line is incomplete: the disk was full."""
 
     def info(self, line: str) -> None:
         """Append one line.
@@ -112,7 +112,7 @@ class _LineFile:
             raise OSError(f"only {written} of {len(content)} bytes fitted on the disk")
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         raw, self._raw = self._raw, None
         if raw is not None:
             raw.close()
@@ -126,7 +126,7 @@ def _entry_maker(
     def entry(_logger: object, _method: str, given: MutableMapping[str, Any]) -> Mapping[str, Any]:
         at = datetime.fromtimestamp(unix_s(), tz=UTC).isoformat(timespec="milliseconds")
         first = {"at": at.replace("+00:00", "Z"), "event": _cut(given["event"]), "slot": harmless(given["slot"])}
-        # A detail that is called like one of ours is kept, beside it.
+        # A detail with the name of one of our fields is kept, with an underscore after its name.
         details = {f"{key}_" if key in first else key: value for key, value in given["fields"].items()}
         made = {**first, **{_cut(key): harmless(value) for key, value in details.items()}}
         if also is not None:
@@ -137,7 +137,7 @@ def _entry_maker(
 
 
 def _one_line_json(entry: Mapping[str, Any], **_unused: object) -> str:
-    """Return the entry as JSON in ASCII: nothing in it can break a line or steer a terminal."""
+    """Return the entry as JSON in ASCII, which cannot break a line or control a terminal."""
     return json.dumps(entry, allow_nan=False, separators=(",", ":"))
 
 

@@ -1,4 +1,4 @@
-"""Which runs there are: from a folder of run folders and what somebody typed to the one that is meant.
+"""Finds runs: lists the run folders, and resolves a run id as the user typed it.
 
 Covers the names of runs, which are hostile input, and runs that left no store. Does not cover what is in a store
 (`archive.py`).
@@ -27,7 +27,7 @@ _RUN_ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{4}")
 """As `run` makes them: the moment in UTC, and four digits of chance."""
 _SUMMARY_NAME = "summary.json"
 _SUMMARY_MOST_BYTES = 16 * 2**20
-"""That of ten thousand workers and ten thousand faults has 13 MiB."""
+"""A summary of ten thousand workers and ten thousand faults has 13 MiB."""
 _SUFFIX = re.compile(r"[0-9a-f-]{4,19}")
 _NAMED = 5
 
@@ -94,7 +94,7 @@ def find_run(runs_dir: Path, run_id: str) -> Path:
 
 
 def summary_of(folder: Path) -> Mapping[str, Any] | None:
-    """Return what is in a run's summary.json; `None` if there is none that can be read."""
+    """Return the content of a run's summary.json; `None` if there is none that can be read."""
     try:
         return _summary(folder)
     except ArchiveError:
@@ -118,7 +118,7 @@ def _summary(folder: Path) -> Mapping[str, Any] | None:
 
 
 def _run_ids(runs_dir: Path) -> list[str]:
-    """Return the names of the run folders, the newest first. A link is none of ours: it may lead anywhere."""
+    """Return the names of the run folders, the newest first. Links are skipped: they may lead anywhere."""
     try:
         return sorted(
             (

@@ -1,7 +1,7 @@
 """Whether the head of a run still lives on this machine.
 
-Covers telling a process by what marks it for ever: its id and when it began. Does not cover heads on other machines,
-nor what to do with one.
+Covers identifying a process by its id and its start time. Does not cover heads on other machines, nor what to do with
+one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def lives(pid: int, started: str) -> bool:
         started: When it began, in the kernel's ticks as `start_time` gives them.
     """
     try:
-        # What is dead and waits for its parent to take note is still listed.
+        # A zombie is still listed.
         return start_time(pid) == started and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except (psutil.Error, ValueError, OverflowError):
         return False

@@ -29,23 +29,23 @@ PROGRESS_EVERY_S = 10.0
 _REASON_CELLS = 400
 """A log may have long lines, but not a whole traceback in one."""
 
-#: What drawing on a terminal that has gone away raises: rich turns a broken pipe into SystemExit, but a lost
-#: terminal must not end a night's run.
+#: What drawing on a closed terminal raises: rich turns a broken pipe into SystemExit, but a lost terminal must not end
+#: the run.
 _TERMINAL_GONE = (OSError, SystemExit)
 
 
 class Watcher(Protocol):
-    """Somebody who looks at the run. Neither method raises when what it writes to is gone."""
+    """A receiver of snapshots. Neither method raises when its output is closed."""
 
     def update(self, snapshot: Snapshot) -> None:
         """Look at the run as it is now; called several times a second."""
 
     def close(self, snapshot: Snapshot) -> None:
-        """Look at the run for the last time and let go of everything."""
+        """Show the run for the last time and release everything."""
 
 
 class Silent:
-    """Watches without a word, for `--json` and tests."""
+    """Shows nothing, for `--json` and tests."""
 
     def update(self, snapshot: Snapshot) -> None:
         """Do nothing."""
@@ -72,7 +72,7 @@ class LiveTable:
             screen=False,
             transient=False,
             vertical_overflow="crop",
-            # What libraries print belongs into the run's log, not between the rows.
+            # Output of libraries belongs into the run's log, not between the rows.
             redirect_stdout=False,
             redirect_stderr=False,
         )
@@ -108,7 +108,7 @@ class LiveTable:
 
     def _leave(self) -> None:
         self._gone = True
-        # Live put itself in the place of sys.stdout; even a dead terminal must give that back.
+        # Live replaced sys.stdout; it must be restored even if the terminal is closed.
         with suppress(*_TERMINAL_GONE):
             self._live.stop()
 
@@ -165,13 +165,13 @@ class PlainLines:
             self._stream.write(line + "\n")
             self._stream.flush()
         except (BrokenPipeError, ValueError):
-            self._gone = True  # nobody reads any more, or the stream is closed
+            self._gone = True  # the reader or the stream is closed
         except OSError:
             pass  # a full disk under a log may have room again later
 
 
 class _Frame:
-    """A snapshot that lays itself out when it is drawn, for the terminal as large as it is then."""
+    """A snapshot that is laid out when it is drawn, for the terminal's size at that moment."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -183,7 +183,7 @@ class _Frame:
 
 
 class _WholeFrame:
-    """A snapshot with all its rows, however long: nothing will be drawn over it."""
+    """A snapshot with all its rows, of any length: nothing is drawn over it."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot

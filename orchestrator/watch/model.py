@@ -1,7 +1,7 @@
 """The one picture of a run that every watcher looks at: a `Snapshot` of `Row`s.
 
-Covers the data, the sums over it, and the order "worst first". Does not cover how a snapshot comes about (the
-supervisor's business) nor how it is drawn or stored (the other files of this room). Bytes, seconds, watts and
+Covers the data, the sums over it, and the order "worst first". Does not cover how a snapshot is made
+(`run.snapshot`) nor how it is drawn or stored (the other files of this folder). Bytes, seconds, watts and
 degrees Celsius throughout; shares are 0..1, names ending in `_pct` are 0..100, and `None` means unknown.
 """
 
@@ -101,7 +101,7 @@ class Row:
     duty_measured: float | None = None
     temperature_c: float | None = None
     temperature_of: str | None = None
-    """`card`, or `processor` on a computer without one; `None` if nobody tells a temperature."""
+    """`card`, or `processor` on a computer without one; `None` if no temperature is known."""
     margin_c: float | None = None
     """How much warmer the card may get before it slows itself down."""
     memory_temperature_c: float | None = None
@@ -179,7 +179,7 @@ class Snapshot:
 
     @property
     def state_counts(self) -> dict[WorkerState, int]:
-        """How many slots are in each state, worst first; states nobody is in are absent."""
+        """How many slots are in each state, worst first; states without a slot are absent."""
         counts = Counter(row.state for row in self.rows)
         return {state: counts[state] for state in STATES_WORST_FIRST if counts[state]}
 
@@ -231,9 +231,9 @@ class Snapshot:
 
 
 def severity(row: Row) -> Severity:
-    """Return how badly off a slot is, smaller is worse: its state first, then wrong results, then failed steps.
+    """Return the sort key of a slot, smaller is worse: its state first, then wrong results, then failed steps.
 
-    Coarse on purpose: were the exact success rate part of it, rows would change places at every redraw.
+    It is coarse on purpose. With the exact success rate, rows would change places at every redraw.
     """
     return _STATE_RANK[row.state], _trouble(row)
 

@@ -1,7 +1,7 @@
-"""Opening a run store to read it, without disturbing whoever writes it.
+"""Opens a run store for reading, without disturbing the process that writes it.
 
-Covers a store in use, one with a write-ahead log that a killed head left, a folder that cannot be written, a file made
-to keep its reader busy, and the sentences for what is no store. Does not cover what is in it (`archive.py`).
+Covers a store in use, one with a write-ahead log of a killed head, a folder that cannot be written, a file made to keep
+its reader busy, and the messages for a file that is not a store. Does not cover the content (`archive.py`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from orchestrator.watch.records import SCHEMA_VERSION, STORE_NAME
 _PATIENCE_S = 2.0
 """A reader can wait for a lock."""
 _READING_MOST_S = 5.0
-"""A run of ten thousand workers is read in less than one; what takes longer is no record of ours."""
+"""A run of ten thousand workers is read in less than one; a file that takes longer was not written by this program."""
 _CLOCK_EVERY = 1_000
-"""SQLite looks at the clock after so many of its own steps; each may take a while, and Ctrl-C waits for it as well."""
+"""SQLite checks the time after so many of its own steps. Ctrl-C also waits for this check."""
 _VALUE_MOST_BYTES = 16 * 2**20
-"""Of one value, and of one line; SQLite itself would make a gigabyte of text out of nothing."""
+"""Of one value, and of one line; SQL functions could otherwise make a gigabyte of text."""
 
 #: What a store is read from. Anything else of that name (a view, a column that is worked out) runs the file's own SQL.
 _TABLES = ("meta", "runs", "slots", "events")
@@ -39,8 +39,8 @@ _DAMAGE = (sqlite3.Error, ValueError, LookupError, TypeError, RecursionError, Ov
 def reading(folder: Path) -> Iterator[sqlite3.Connection]:
     """Open a store for one consistent look.
 
-    Read-only, beside a writer if there is one. That needs a shared file beside the store; where none can be made (a
-    folder that is read-only, another user's) nobody writes through this path, and a private copy is read.
+    Read-only; a writer may be active. That needs a shared file beside the store. Where none can be made (a folder that
+    is read-only or another user's) no writer can use this path either, and a private copy is read.
 
     Raises:
         NothingStoredError: There is none, or nothing in it yet.
@@ -76,7 +76,7 @@ def _copied(path: Path, place: Path) -> Path:
 
 @contextmanager
 def _connected(uri: str) -> Iterator[sqlite3.Connection]:
-    """Hold a connection that ends by itself whatever takes too long or grows too large."""
+    """Hold a connection that aborts statements that take too long or grow too large."""
     until_s = time.monotonic() + _READING_MOST_S
     try:
         with closing(sqlite3.connect(uri, uri=True, timeout=_PATIENCE_S, isolation_level=None)) as store:
@@ -132,7 +132,7 @@ def _check_schema(store: sqlite3.Connection, path: Path) -> None:
 
 
 def _check_table(store: sqlite3.Connection, name: str) -> None:
-    """Refuse what is no plain table; whoever reads from one that is missing is told so by SQLite."""
+    """Refuse views and computed columns. SQLite itself reports a missing table."""
     # Not from sqlite_master: a file may say anything there, and SQLite goes by the statement alone.
     if any(entry["type"] != "table" for entry in store.execute(f"PRAGMA table_list({name})")):
         raise ValueError(f"{name} is no table")

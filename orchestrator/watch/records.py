@@ -1,8 +1,7 @@
 """What a run store keeps of a run and of its slots, as plain values.
 
 Covers the frozen records that the head writes (`store.py`) and a reader gets back (`archive.py`), and the numbers
-both must agree on. Does not cover SQL, files, nor where the values come from. Imports nothing of the head: a pid is a
-number here, and whose it is, is for others to say.
+both must agree on. Does not cover SQL, files, nor where the values come from. Imports nothing of the head.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What is known of a run before its first slice, and needed to go on with it after its head was killed."""
+    """What is known of a run before its first slice, and needed to resume it after its head was killed."""
 
     run_id: str
     started_at_unix_s: float
@@ -42,7 +41,7 @@ class RunFacts:
     config_yaml: str
     """The configuration as used, whole."""
     chaos: str | None
-    """The faults that were asked for; `None` for a run that is left alone."""
+    """The faults that were asked for; `None` for a run without faults."""
     nodes_planned: tuple[str, ...]
     head_pid: int
     head_started: str | None
@@ -53,7 +52,7 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotRecord:
-    """One slot as its last accepted report left it: enough to show it, and for another head to go on with it."""
+    """One slot after its last accepted report: enough to show it, and for another head to resume it."""
 
     slot: str
     node: str

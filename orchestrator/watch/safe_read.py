@@ -1,4 +1,4 @@
-"""Reading a small file that may be anything: somebody else may have put a pipe, a link or a disk image in its place.
+"""Reads a small file that is not trusted: another user may have replaced it by a pipe, a link or a disk image.
 
 Covers refusing those without waiting and without reading them. Does not cover what the text means.
 """
@@ -10,12 +10,12 @@ import os
 import stat
 from pathlib import Path
 
-#: Opening a pipe does not wait for its other end, a link is not followed, and a terminal does not become ours.
+#: Opening does not wait for a pipe's other end, follow a link, or make a terminal the controlling one.
 _CAREFULLY = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
 
 
 def read_small(path: Path, most_bytes: int) -> str:
-    """Return the text of a regular file of at most so many bytes.
+    """Return the text of a regular file of at most `most_bytes`.
 
     Raises:
         FileNotFoundError: There is none.

@@ -1,4 +1,4 @@
-"""Everybody who is told of a run: those who look at it, the diary, and the store. Tells nothing by itself."""
+"""All sinks of a run: live watchers, the event log and the store. Produces nothing by itself."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Outlets:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What cannot be written right now, one sentence each; and that something is missing, once it can be again."""
+        """One sentence for each sink that cannot be written now, or lacks records of a time when it could not."""
         now = tuple(text for text in (self.store.problem, self.events.problem) if text is not None)
         return now or (("the records of this run have gaps: they could not be written for a while",) * self.incomplete)
 
     @property
     def incomplete(self) -> bool:
-        """Whether the records of this run lack anything, for good."""
+        """Whether the records of this run are incomplete."""
         return self.store.incomplete or self.events.incomplete

@@ -1,4 +1,4 @@
-"""The record of a run in SQLite, written as the run goes: what a head that is killed leaves behind.
+"""The record of a run in SQLite, written while the run goes, so that it survives a killed head.
 
 Covers writing. A transaction holds what became of one turn of the head, so that a reader never sees half of one, and
 a killed head loses at most the turn it was in; a power cut may take the last seconds. Does not cover reading
@@ -25,16 +25,16 @@ from orchestrator.watch.tables import Line
 SAMPLE_EVERY_S = 0.7
 """Looked at every 0.25 s, so that two samples are never more than a second apart."""
 RETRY_AFTER_S = 1.0
-"""After a failure nothing is tried for so long: a locked file may hold up the head only now and then."""
+"""After a failure, writing is not tried again for so long: a locked file must not delay the head each time."""
 EVENTS_KEPT = 10_000
 """Events that wait while nothing can be written; beyond them the oldest go."""
 
 _PATIENCE_S = 0.1
-"""Somebody else's lock may hold up the head for so long."""
+"""How long another program's lock may delay the head."""
 _LAST_PATIENCE_S = 2.0
-"""At the end nobody waits for the head any more, and there is no second chance."""
+"""At the end of a run a longer wait is harmless, and there is no second chance."""
 
-# Besides SQLite's own: what no conversion of ours has foreseen must not end a night's run.
+# Besides SQLite's own: values that a conversion did not foresee must not end a long run.
 _FAILURES = (sqlite3.Error, OSError, ValueError, TypeError, OverflowError, RecursionError)
 
 #: Which file, and which write-ahead log, a connection writes to.
@@ -43,7 +43,7 @@ _Identity: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """What must be known of a run that is in the store, to put it into another file."""
+    """What must be known of a run in the store to write it into another file."""
 
     started_at_unix_s: float
     heads: int
@@ -87,7 +87,7 @@ class RunStore:
         """A sentence for the user while the store cannot write, `None` while it can."""
         self.incomplete = False
         """Whether anything was ever lost: a sample that could not be written before the next was due, an event for
-        which there was no room left to wait, or a file that somebody took away."""
+        which there was no room left to wait, or a file that was removed."""
 
     def begin(self, facts: RunFacts) -> None:
         """Take note of the run. One that the store knows keeps when it started, and has one head more."""
@@ -121,12 +121,12 @@ class RunStore:
         self.commit()
 
     def commit(self) -> None:
-        """Write all that waits, in one transaction; nothing if nothing waits, or too shortly after a failure."""
+        """Write all that waits, in one transaction. Does nothing if nothing waits, or shortly after a failure."""
         if self._anything_waits() and self._monotonic_s() >= self._retry_at_s:
             self._write(_PATIENCE_S)
 
     def end(self, outcome: str, exit_code: int, error: str | None, faults: Sequence[Mapping[str, Any]]) -> None:
-        """Write how the run ended, and let go of the file; one file remains, unless somebody reads it just now.
+        """Write how the run ended, and close the file. One file remains, unless another process reads it now.
 
         Args:
             outcome: One word, as in the summary.

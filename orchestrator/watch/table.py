@@ -34,7 +34,7 @@ _PROGRESS_CELLS = 16
 _ROWS_BEFORE_SUMS = 8
 """The line of sums goes when the terminal has room for fewer lines of rows than that."""
 
-#: Who watches a card should know what the table cannot show: GDDR6X gets hot long before the die does.
+#: Tells users what the table cannot show: GDDR6X gets hot long before the die does.
 _HIDDEN_TEMPERATURE = "VRAM temperature: not told by GeForce"
 
 #: In these states a reason is only worth a line of its own when the row is in trouble nevertheless.
@@ -55,7 +55,7 @@ def health_table(snapshot: Snapshot, width: int, height: int | None = None, glyp
 
     Args:
         snapshot: The run at one moment.
-        width: Cells the terminal has in a line. Columns are left out, the least telling first, until they fit.
+        width: Cells the terminal has in a line. Columns are left out, the least important first, until they fit.
         height: Lines the terminal has; the best rows are summed up in a last line when not all fit. `None` shows
             all of them.
         glyphs: `glyphs_for(stream.encoding)` of the stream it will be printed to.

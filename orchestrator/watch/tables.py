@@ -1,8 +1,8 @@
 """The tables of a run store: their columns, the statements that fill them, and what a record is as a line.
 
-Covers making every value one that SQLite takes: a text that is no valid Unicode, a number that is not finite or has
-more than 64 bits must not keep everybody else's values out. Does not cover connections (`store.py`) nor reading
-(`archive.py`). Column names are promises to whoever asks with SQL; bytes and seconds throughout.
+Covers converting every value to one that SQLite takes: one text that is not valid Unicode, or one number that is not
+finite or has more than 64 bits, must not stop the other values. Does not cover connections (`store.py`) nor reading
+(`archive.py`). Column names are promises to users of SQL; bytes and seconds throughout.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ ON CONFLICT (run_id) DO UPDATE SET
 
 FIND_RUN = "SELECT started_at_unix_s, heads, faults FROM runs WHERE run_id = ?"
 
-#: A new head knows no elapsed time until it counts: what was worked stays worked.
+#: A new head has no elapsed time until it counts: the time of earlier heads is kept.
 UPDATE_RUN = """UPDATE runs SET
     elapsed_s = max(elapsed_s, :elapsed_s), updated_at_unix_s = :updated_at_unix_s, nodes_seen = :nodes_seen,
     notices = :notices, restart_count = :restart_count, steps_lost_upper_bound = :steps_lost_upper_bound,
@@ -181,7 +181,7 @@ def all_faults(before: object, own: Sequence[Mapping[str, Any]]) -> str:
     try:
         known = json.loads(before) if isinstance(before, str) else []
     except (ValueError, RecursionError):
-        known = []  # no record of anything, and a reader would refuse the whole run for it
+        known = []  # invalid text; a reader would refuse the whole run because of it
     earlier = [fault for fault in known if isinstance(fault, dict)] if isinstance(known, list) else []
     return json_text([*earlier, *(dict(fault) for fault in own)][-FAULTS_KEPT:])
 
