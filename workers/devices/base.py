@@ -29,8 +29,8 @@ class Device(Protocol):
     def enforced(self) -> AbstractContextManager[None]:
         """Hold the process to its cap for the duration of a `with`; every call of the workload belongs into one.
 
-        What the process takes or frees outside is not the workload's and does not count against its cap. A device
-        whose allocator keeps the cap by itself has nothing to do.
+        Memory that the process takes or frees outside does not count against the cap. A device whose allocator enforces
+        the cap has nothing to do.
         """
         ...
 
@@ -39,7 +39,7 @@ class Device(Protocol):
         ...
 
     def obtain(self, size_bytes: int) -> int:
-        """Allocate one block and let it go again; return its size, a little less than asked where it is rounded.
+        """Allocate one block and free it again; return its size, a little less than asked where it is rounded.
 
         Where the allocator has a pool, the block stays there in one piece.
 
@@ -53,10 +53,11 @@ class Device(Protocol):
         ...
 
     def room_bytes(self, leave_bytes: int) -> int:
-        """Bytes a step may hold in all: what the worker holds already counts as had, the cap bounds it.
+        """Bytes a step may hold in all: what the worker holds plus what is free, bounded by the cap.
 
         Args:
-            leave_bytes: Has to stay free on the device for others; when less is, the room is less than what is held.
+            leave_bytes: Has to stay free on the device for others. When less is free, the result is less than what is
+            held.
         """
         ...
 

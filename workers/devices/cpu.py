@@ -4,9 +4,9 @@
 mappings too). Set to the present size plus the cap, it makes every recovery path of the engine happen for real on a
 machine without a GPU. Linux only. Does not bound the resident set, nor memory that other processes share.
 
-The limit holds while the workload computes and while memory is obtained, and is lifted in between: a process is more
-than its tensors, and Ray's own buffers or Python's, refused at the wall, would end a worker that only had to back off.
-What the process grows by in between is not charged to the cap.
+The limit holds while the workload computes and while memory is obtained, and is lifted in between. Otherwise the kernel
+would refuse buffers of Ray or Python, and the process would end instead of backing off. Growth of the process in
+between is not charged to the cap.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ _MARGIN_PER_THREAD_BYTES = 2**20
 #: With less than this a worker could not even run the smallest product.
 _LEAST_USABLE_BYTES = 2**20
 
-#: How far other threads may push the data size up before they are charged for it. A bound, because a workload that
-#: never lets go of its tensors looks the same from outside, and without one each recovery would forgive it a cap more.
+#: How far other threads may push the data size up before it counts against the cap. It is bounded, because a workload
+#: that never frees its tensors looks the same, and without a bound each recovery would allow it another cap.
 _DRIFT_LIMIT_BYTES = 64 * 2**20
 
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}

@@ -194,7 +194,7 @@ class CudaDevice:
 
     def timed(self, work: Callable[[], T]) -> tuple[T, float]:
         """See `Device.timed`; by events on the card. Turns that its other tenants take in between are included."""
-        # Blocking events: a worker that waits must not spin, or seven of them take seven cores from everybody.
+        # Blocking events: a waiting worker must not spin, or seven of them take seven cores.
         started = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]  # no types here
         ended = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         started.record()
@@ -214,7 +214,7 @@ class CudaDevice:
         return free_bytes if on_card_bytes is None else min(free_bytes, on_card_bytes)
 
     def _used_on_card_bytes(self, total_bytes: int) -> int:
-        """Return what anybody uses of the card; see `_free_on_card_bytes` for why not always by CUDA."""
+        """Return what all programs use of the card; see `_free_on_card_bytes` for why not always by CUDA."""
         used_bytes = queries.card_used_bytes(self._card) if _MPS_LIMIT in os.environ else None
         return total_bytes - torch.cuda.mem_get_info(self.torch_device)[0] if used_bytes is None else used_bytes
 
@@ -222,7 +222,7 @@ class CudaDevice:
         """Return what one more block may take.
 
         Segments of the allocator's pool that nothing uses count: they are given back before anything is refused.
-        Gaps in segments that are partly in use (`inactive_split_bytes`) do not: nobody can give those back.
+        Gaps in segments that are partly in use (`inactive_split_bytes`) do not: they cannot be given back.
         """
         reserved = stats["reserved_bytes.all.current"]
         unused = reserved - stats["allocated_bytes.all.current"] - stats["inactive_split_bytes.all.current"]
@@ -247,7 +247,7 @@ class CudaDevice:
 
 
 def _compute_as_named(dtype: str) -> None:
-    """Have products computed in the type that is asked for, and in no other, whatever this computer's settings are.
+    """Have products computed in exactly the requested type, independent of this computer's settings.
 
     A library may also add the parts of a product in the narrow type (torch's `allow_..._reduced_precision_reduction`):
     results are then further off than their own rounding explains, and checks would have to let more through.

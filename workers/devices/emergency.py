@@ -1,4 +1,4 @@
-"""The emergency product: two small matrices and a place for their product, made while memory is plenty.
+"""The emergency product: two small matrices and memory for their product, allocated when the device is opened.
 
 Running it allocates nothing: the operands, the result and (on CUDA) the cuBLAS handle and workspace exist since the
 device was opened. It answers one question, whether the device still computes, so its value is checked too.

@@ -1,8 +1,8 @@
 """One process at a time on a device.
 
-Workers that start together must neither charge each other's context nor grow into the same free bytes. A lock file of
-this user on this machine, which the kernel lets go of with the process. Does not keep out other users or programs, and
-does not last: a worker holds it while it opens its device, and again while it climbs.
+Workers that start together must neither count each other's context nor grow into the same free bytes. This is a lock
+file of this user on this machine, which the kernel releases with the process. Does not keep out other users or
+programs. A worker holds it while it opens its device, and again while it obtains memory in stages.
 """
 
 from __future__ import annotations

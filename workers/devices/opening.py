@@ -1,4 +1,4 @@
-"""Opens the device a spec asks for. Loads torch, and the CUDA room only when it is wanted."""
+"""Opens the device a spec asks for. Loads torch, and `devices.cuda` only when it is needed."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The vocabulary every policy speaks: events in, decisions out.
+"""Events and decisions of policies, and the `Policy` protocol between them.
 
-Covers the events an engine sends, the decisions it gets back and the `Policy` protocol between them. Does not
-cover what any policy decides (each has its own module), how a step is run or memory released (the engine's), nor
-what a size means in tensors (the workload's). Pure: no device, clock, randomness or logging, so that the same
-events always give the same decisions and a run replays from its log. Time comes in with the events.
+The engine sends events, and the policy returns decisions. Does not cover what a policy decides (each has its own
+module), how a step is run or memory released (the engine does), nor what a size means in tensors (the workload says).
+Pure: no device, clock, randomness or logging, so that the same events give the same decisions. Time comes in with the
+events.
 
-The conversation of one slice::
+The sequence of one slice::
 
     Pressure ──> Run ──> step ──> StepOk  ──> Run | Release
                               └─> StepOom ──> Run | Emergency
@@ -42,8 +42,9 @@ class StepOom:
     """A step ran out of memory, and the engine has already released what it could.
 
     Raises:
-        ValueError: `kind` is not an out-of-memory. A poisoned device or a bug of the workload is no reason to
-            shrink, so no policy may ever be asked about one.
+        ValueError: `kind` is not an out-of-memory. Policies are never asked about a corrupted context or an error of
+        the
+            workload, because these are no reason to shrink.
     """
 
     at_s: float
@@ -62,7 +63,7 @@ class StepOom:
 
     @property
     def memory_came_back(self) -> bool:
-        """Whether the release alone may have cured it; without a known need nobody can tell, so no."""
+        """Whether the release alone may have been enough; `False` if the need is unknown."""
         return self.needed_bytes is not None and self.free_bytes >= self.needed_bytes
 
 

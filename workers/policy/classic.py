@@ -1,4 +1,4 @@
-"""The policy of the RTX 3070 guide, to the letter: it shrinks after a failure and never forgets one.
+"""The policy of the RTX 3070 guide: it shrinks after each failure and never grows again.
 
 Covers the guide's three formulas (techniques 6, 7 and 9) and its emergency protocol (technique 8)::
 
@@ -6,25 +6,25 @@ Covers the guide's three formulas (techniques 6, 7 and 9) and its emergency prot
     batch = max(batch_floor, base_batch − batch_step × failures)
     clean up after every `cleanup_every` good steps
 
-Does not grow back, does not look at how many bytes a step took, and does not learn across runs: that is what
-other policies are for.
+Does not grow back, does not use the bytes that a step took, and does not learn across runs.
 
-Where the guide is silent, and what was chosen:
+What was chosen where the guide says nothing:
 
 - A base already below a floor: the floor is the base. A floor stops the shrinking, it never enlarges a step.
 - Which failures count: one that the release alone cures does not. If the memory came back, the step is tried once
-  more at the same size; only when that fails too is it a memory failure, and the step shrinks. A further retry must
-  be earned by `GOOD_STEPS_PER_RETRY` good steps or by a smaller size, else a step that fails every second time would
-  be retried for ever.
+  more at the same size. Only if that fails too is it a memory failure, and the step shrinks. A further retry needs
+  `GOOD_STEPS_PER_RETRY` good steps or a smaller size. Otherwise a step that fails every second time would be retried
+  without end.
 - A failure that changes nothing: if rounding or a floor leaves the next size and batch as they were, failures are
   counted on until one of the two is smaller. The same step is never sent back unchanged as if it were a new one.
 - A counter that only grows: it stops where neither formula shrinks any further. That step is the floor.
 - What happens when the floor fails: emergency. Each slice then runs only the prepared product, until memory
-  returns. A workload that knows its need is tried as soon as that much is free; once that turned out wrong, or if
-  it does not know, every `PRESSURES_PER_BLIND_TRY`-th slice, because repeated failures hurt (under WSL2, everybody).
+  returns. A workload that knows its need is tried as soon as that much is free. If that turned out wrong, or if it
+  does not know, it is tried at every `PRESSURES_PER_BLIND_TRY`-th slice, because repeated failures do harm (under
+  WSL2, to all programs).
 - The way back: one good step leaves the emergency, at the floor. Failures are kept, as the guide keeps them.
 - When to clean up after a failure: recovering from one has already released everything, so the count starts anew.
-- A probable out-of-memory is treated as a definite one; how many of those to believe is the engine's business.
+- A probable out-of-memory is treated as a definite one; the engine decides how many of those to accept.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ClassicState:
     emergency: bool = False
     """Whether the floor has failed and no step has ended well since."""
     floor_tried_in_vain: bool = False
-    """Whether the floor failed again during this emergency: what is said to be enough was not."""
+    """Whether the floor failed again during this emergency, although the workload's stated need was free."""
     pressures_since_try: int = 0
     """`Pressure` events of this emergency since the floor was last tried."""
 
@@ -108,7 +108,7 @@ class ClassicPolicy:
                 assert_never(event)
 
     def learned(self, state: ClassicState) -> None:  # noqa: ARG002 - see `Policy.learned`
-        """Nothing: the guide's rules know failures, not sizes."""
+        """Return `None`: the guide's rules count failures and learn no sizes."""
         return
 
     def dump(self, state: ClassicState) -> dict[str, Scalar]:
@@ -151,7 +151,7 @@ class ClassicPolicy:
     def _after_oom(self, state: ClassicState, event: StepOom) -> tuple[ClassicState, Decision]:
         state = replace(state, steps_since_cleanup=0)
         if state.emergency:
-            # The floor was tried again and failed: no second try on top, the next chance is a later slice.
+            # The floor was tried again and failed; the next try is in a later slice.
             state = replace(state, floor_tried_in_vain=True, pressures_since_try=0)
             return state, self._emergency(event.free_bytes, event.needed_bytes)
         if event.memory_came_back and not state.good_steps_to_retry:

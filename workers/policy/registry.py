@@ -14,7 +14,7 @@ from workers.policy.base import Growth, Policy
 from workers.policy.classic import ClassicPolicy
 from workers.settings import MemorySettings, WorkloadSpec
 
-# Each policy has a state type of its own, and whoever holds one only hands it back: hence Any.
+# Each policy has a state type of its own, and callers only pass it back: hence Any.
 PolicyFactory: TypeAlias = Callable[[MemorySettings, WorkloadSpec, Growth], Policy[Any]]
 
 POLICIES: Final[Mapping[str, PolicyFactory]] = MappingProxyType(

@@ -1,11 +1,11 @@
 """Freivalds' test of a product: C x is compared with A (B x), in double precision, for vectors of random signs.
 
-It finds every error that exceeds `tolerance`, for the price of reading A, B and C once; errors that a device repeats
-as well as passing ones. Smaller errors it cannot tell from rounding: `repeat` finds those, if they pass.
+It finds every error that exceeds `tolerance`, repeated errors as well as transient ones, for the price of reading A, B
+and C once. It cannot distinguish smaller errors from rounding: `repeat` finds those, if they are transient.
 
-All it needs lies in the scratch it is given, nothing is allocated on the device: the workload that is checked holds
-all the memory there is. Sums are products with a vector of ones, because torch's reductions take memory on a card.
-Waits for the device once, at the end. In double precision throughout: its own errors do not matter, and no TF32.
+It works in the scratch memory it is given and allocates nothing on the device, because the workload that is checked
+holds all the memory there is. Sums are products with a vector of ones, because torch's reductions take memory on a
+card. Waits for the device once, at the end. In double precision throughout: its own errors do not matter, and no TF32.
 """
 
 from __future__ import annotations

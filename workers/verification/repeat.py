@@ -1,7 +1,7 @@
 """Bitwise repeat: a product computed once more, and compared bit by bit.
 
-It finds every error that does not come again, down to one flipped bit, whatever the tolerance. An error that the device
-repeats it cannot see; `freivalds` does.
+It finds every transient error, down to one flipped bit, whatever the tolerance. It cannot see an error that the device
+repeats; `freivalds` does.
 
 The same product gives the same bits: cuBLAS promises it for a given version on cards of one architecture and number of
 multiprocessors, as long as one stream is active (cuBLAS manual, "Results reproducibility"); the workload has one. Intel

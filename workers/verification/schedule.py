@@ -10,8 +10,8 @@ from typing import Final
 #: Checks before the share is kept to: of the first results after the start and after each change, one of each kind.
 _AT_ONCE: Final = 2
 
-#: So much working time's share may be spent in advance on checks after changes, or a size that never rests would take
-#: far more than the share.
+#: At most the share of so much working time may be spent in advance on checks after changes of size. Otherwise a size
+#: that changes all the time would take far more than the share.
 _ADVANCE_S: Final = 60.0
 
 #: Weight of the latest check in what a check is expected to take.
@@ -48,7 +48,7 @@ class CheckSchedule:
     def after_step(self, size: int, batch: int, seconds: float) -> int | None:
         """Count a good step, and return the number of the check that is due now, for `Workload.check`; else `None`.
 
-        Whoever does it tells `after_check`; until then it stays due.
+        The caller reports it to `after_check`; until then it stays due.
         """
         if self._share == 0.0:
             return None

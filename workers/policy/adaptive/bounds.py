@@ -1,4 +1,4 @@
-"""What a size may be: from the smallest to the largest, in steps or on given rungs. Decides nothing."""
+"""The sizes that are possible: from the smallest to the largest, in steps or on given rungs. Decides nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Bounds:
     power: float = 1.0
     """Memory grows with size^power."""
     worth_growing: float = 0.01
-    """A size grows only by this share or more: a change costs something, too."""
+    """A size grows only by this share or more, because a change has a cost."""
     failures_per_minute: int = 6
     """Never more within any 60 s."""
 

@@ -1,22 +1,23 @@
-"""How much memory may go away while a step runs, by what samples of it did lately.
+"""Forecasts how much memory may be taken while a step runs, from the recent samples of free memory.
 
-A sample is exact when it is taken, and the step lasts. Does not know how much memory there is, nor what a step needs.
+A sample is exact only at its moment, and a step takes time. Does not know how much memory there is, nor what a step
+needs.
 """
 
 from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-#: Falls come in rows: a program that loads takes its memory piece by piece. After two, another one is expected, which
-#: fades within this time. By more than this share they are such pieces: then so many times the last one's bytes are
-#: expected, up to this share of what is left, and until that has faded another piece is one of the row even if there
-#: was a small rise between.
+#: Falls come in series, because a program that loads takes its memory piece by piece. After two falls another one is
+#: expected; this expectation fades within `_FALL_FADES_S`. Falls by more than `_PIECE` count as such pieces. Then
+#: `_MORE_THAN_LAST` times the last one's bytes are expected, up to `_MOST_FALL` of what is left. Until that has faded,
+#: another piece belongs to the series even if there was a small rise between.
 _FALL_FADES_S: Final = 1.0
 _PIECE: Final = 0.05
 _MORE_THAN_LAST: Final = 1.25
 _MOST_FALL: Final = 0.3
 
-#: Whoever gives half as much again back may take a little of it once more; as long as after falls, this is expected.
+#: After free memory rises by half or more, part of it may be taken again. This is expected for as long as after falls.
 _LARGE_RISE: Final = 0.5
 _FALL_AFTER_RISE: Final = 0.05
 

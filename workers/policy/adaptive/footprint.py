@@ -1,10 +1,10 @@
 """How much memory a step of some size takes, learned from the peaks of steps that ended well.
 
-A line in x = size^power (power 2 for the n of an n x n product, 1 for a batch), drawn through two places: where the
-worker is now, smoothed, and the farthest place it has been. Beside it, what the last few sizes really took
-(`peak_samples.py`). The margin of the line is what steps were found to take beyond it, so it widens when a prediction
-fails and narrows as predictions hold; that of a remembered size is its own wobble. Does not know how much memory there
-is, nor what to do about it.
+The model is a line in x = size^power (power 2 for the n of an n x n product, 1 for a batch). It goes through two
+measured points: the present one, smoothed, and the farthest one. Beside it stand the bytes that the last few sizes took
+(`peak_samples.py`). The margin of the line is what steps took beyond it: it grows when a prediction fails and shrinks
+while predictions hold. The margin of a remembered size is the deviation of its own samples. Does not know how much
+memory there is, nor decide anything.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _SAME_PLACE: Final = 0.1
 _CHANGED: Final = 0.03
 _CHANGED_WOBBLES: Final = 5.0
 
-#: The least of a step's memory that is believed to grow with its size, so that a flat line never promises the sky.
+#: At least this share of a step's memory is assumed to grow with its size, so that a flat line does not predict that
+#: any size fits.
 _LEAST_GROWING_SHARE: Final = 0.05
 
 
@@ -100,8 +101,8 @@ class Footprint:
     def largest_x(self, limit_bytes: float) -> float:
         """Return the x whose predicted peak, margin included, is `limit_bytes`; negative when nothing fits.
 
-        A line drawn through small steps may be too flat, because what an optimiser takes hides what they take. But what
-        is k times as large takes at most k times as much, so nothing is promised beyond that.
+        A line through small steps may be too flat, because the optimiser's memory hides theirs. A step that is k times
+        as large takes at most k times as much, so the line predicts nothing beyond that.
         """
         on_the_line = self.hoped_x(limit_bytes)
         most_x, most_bytes = self._largest
@@ -146,7 +147,7 @@ class Footprint:
 
 
 def first_footprint(x: float, peak_bytes: float, at_s: float = 0.0) -> Footprint:
-    """Draw the line through one peak and the origin: it overestimates all that is larger, whatever is fixed."""
+    """Draw the line through one peak and the origin: it overestimates every larger step."""
     peak_bytes = max(1.0, peak_bytes)
     return Footprint(
         here_x=x,

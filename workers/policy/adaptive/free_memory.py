@@ -1,9 +1,9 @@
 """How much memory one step may use now, from samples of the device's free memory.
 
-Samples may be taken before every step, once a second, or never; they may be exact or noisy, and nobody says which.
-They are smoothed, and what is kept in reserve is a number of standard errors of the smoothed level: that number is
-learned from failures. A sample taken for this very step is used as it is once it has proven to be exact: it repeats
-itself to the byte, or steps end well that only the sample itself allowed. Does not know what a step needs.
+Samples may be taken before every step, once a second, or never. They may be exact or noisy, and the caller does not
+know which. They are smoothed, and a number of standard errors of the smoothed level is kept in reserve; that number is
+learned from failures. A sample taken for this step is used without reserve once samples have proven to be exact: they
+repeat to the byte, or steps end well that only the unsmoothed sample allowed. Does not know what a step needs.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ class Level:
     fresh: bool = True
     """Whether the last sample was taken for the step that comes now, and the one before for the last step."""
     alone: bool = True
-    """Whether there was no other sample yet, so that it must be taken at its word."""
+    """Whether there was no other sample yet, so that it is used as it is."""
     telling: bool = False
     """Whether the step that comes now tests the samples."""
     proof: int = 0
-    """Above 0, fresh samples are exact; at 0 nobody knows; below 0 they are noisy, for so many more good steps."""
+    """Above 0, fresh samples are exact; at 0 it is unknown; below 0 they are noisy, for so many more good steps."""
     next_ban: int = _FIRST_BAN
     risen: bool = False
     """Whether the last sample alone lay far above the level."""
@@ -95,7 +95,7 @@ class Level:
 
     @property
     def exact(self) -> bool:
-        """Whether the last sample is taken at its word."""
+        """Whether the last sample is used as it is, without reserve."""
         return self.fresh and (self.proof > 0 or self.telling or self.alone)
 
     @property

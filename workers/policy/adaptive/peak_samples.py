@@ -1,8 +1,8 @@
-"""What the last few sizes really took: a library's workspace comes and goes with the size, and no line follows that.
+"""Measured peaks of the last few sizes: a library's workspace depends on the size in a way that no line follows.
 
-A size that is known not to have it is no risk, however much is feared of its neighbours. Remembers sizes as
-x = size^power, the last one first, and forgets the oldest. Does not know how much memory there is, nor what sizes that
-were never tried would take.
+A size that was measured without such a workspace is safe, even if its neighbours are not. Remembers sizes as
+x = size^power, the last one first, and forgets the oldest. Does not know how much memory there is, nor what untried
+sizes would take.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The default policy: the largest step that fits, before anything fails.
 
 Makes a policy of the sizer: a ladder turns its one number into size and batch, or into the bytes that a workload
-which fills its claim should hold. What it is asked for (`workload.size`, `workload.batch`) is the most it ever runs;
-below that it takes what fits, gives way when memory is taken, and grows back. Starts where an earlier run under the
-same circumstances had learned, else where progressive allocation ended. Decides nothing by itself but when to give
-memory back: whenever a step shrinks, or the device would not get what the worker gave up.
+which fills its claim should hold. `workload.size` and `workload.batch` are the largest step it ever runs. Below that it
+runs what fits, shrinks when other programs take memory, and grows again. It starts at the learned limit of an earlier
+run, else where progressive allocation ended. The one decision of this module is when to give memory back: whenever a
+step shrinks, because otherwise the allocator would keep what the step no longer uses.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class AdaptivePolicy:
         return sizer.learned_of(state.sizer)
 
     def dump(self, state: AdaptiveState) -> dict[str, Scalar]:
-        """Return what a fresh process in the same slot needs; times mean nothing there, so none are kept."""
+        """Return what a new process in the same slot needs, without times: its clock starts anew."""
         size, line = state.sizer.bracket.good, state.sizer.line
         return {
             "policy": self.name,
@@ -154,7 +154,7 @@ class AdaptivePolicy:
         run = self._ladder.run(units)
         needed_bytes = self._needed_bytes(run)
         if room_bytes is not None and needed_bytes is not None and needed_bytes > room_bytes:
-            # The workload itself says so; the sizer would have to learn it by failing.
+            # The workload says what it needs; the sizer would have to learn it by failing.
             within = self._within(room_bytes)
             if within is None:
                 return replace(state, sizer=sized, units=0), Emergency(reason=self._too_little(room_bytes))

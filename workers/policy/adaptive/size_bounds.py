@@ -1,8 +1,8 @@
-"""What experience forbids: nothing as large as what failed lately, until that is forgotten.
+"""Bounds the size by experience: nothing as large as what failed lately, until that is forgotten.
 
-Between the largest size known to be good and the smallest known to be bad it bisects; beyond a bad size that was
-forgotten it gallops, faster with every success. Probes above what is known to be good may fail, so they are rationed.
-Knows no memory, neither needed nor free: this is all there is without a signal, and the last word when one lies.
+It bisects between the largest good size and the smallest bad one. After a bad size is forgotten, it grows in
+increasing steps. Probes above the largest good size may fail, so their number is limited. Uses neither needed nor free
+memory: without a free-memory signal this is the only bound, and it holds also when the signal is wrong.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Final
 
 from workers.policy.adaptive.bounds import Bounds
 
-#: What is left of a size that was good and no longer is, by the number of failures in a row; every one more costs,
-#: so it gets steep.
+#: Share of a good size that is kept after it fails, by the number of failures in a row. Each further failure is
+#: costly, so the share falls fast.
 _KEPT_AFTER: Final = (0.8, 0.6, 0.45, 0.3, 0.15)
 
 #: A known-bad size is forgotten after so long; found bad again at about the same size, it is remembered longer.

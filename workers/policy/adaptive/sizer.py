@@ -33,10 +33,10 @@ WINDOW_S: Final = 60.0
 _FIRST_SHARE: Final = 1 / 64
 _CALIBRATION_GROWTH: Final = 4.0
 
-#: While nobody knows how deep memory fell (a sample is due), this much of the failed size is kept.
+#: Until a new sample shows how far memory fell, this share of the failed size is kept.
 _KEPT_UNTIL_SAMPLED: Final = 0.25
 
-#: After a failure only so much of what is usable is promised for so long: whoever takes memory is seldom done at once.
+#: After a failure only a share of the usable memory is allowed for so long: another program often takes more.
 _COOL_S: Final = 5.0
 _PROMISED_WHILE_COOLING: Final = 0.8
 
@@ -230,7 +230,7 @@ def failed(state: Sizer, bounds: Bounds, event: Failed) -> Sizer:
 
 
 def _sampled(state: Sizer, bounds: Bounds, event: Asked) -> Sizer:
-    """Take in what was measured, and let failures of more than a minute ago go."""
+    """Take in what was measured, and drop failures of more than a minute ago."""
     if state.failed_at_s and event.at_s >= state.failed_at_s[0] + WINDOW_S:
         lately = tuple(at_s for at_s in state.failed_at_s if event.at_s < at_s + WINDOW_S)
         state = replace(state, failed_at_s=lately)
@@ -262,7 +262,7 @@ def _judged(state: Sizer, bounds: Bounds) -> Sizer:
         return replace(state, bracket=brackets.forgiven(state.bracket), doubts=0, contradicted_bytes=None)
     state = replace(state, contradicted_bytes=level.likely_bytes)
     if line.is_beyond(x):
-        return replace(state, line=line.surprised(x, level.usable_bytes))  # nobody had promised that by experience
+        return replace(state, line=line.surprised(x, level.usable_bytes))  # no measurement of this size had allowed it
     known = place_at(line.places, x) is not None
     # An exact level leaves only the step to blame: it takes more than it did, and so may all others.
     line = line.forgotten(x, all_places=level.exact)
@@ -304,7 +304,7 @@ def _is_below(state: Sizer, bounds: Bounds) -> bool:
 
 
 def _believed(state: Sizer) -> bool:
-    """Whether there is a signal that can be compared with what steps take, and that has not lied."""
+    """Whether there is a signal that can be compared with what steps take, and that steps have not contradicted."""
     return state.level is not None and state.line is not None and state.doubts < _DOUBTS
 
 
@@ -319,7 +319,7 @@ def _idle(state: Sizer, reason: str, rests_since_s: float | None) -> Sizer:
 
 
 def _promised(state: Sizer, bounds: Bounds, now_s: float) -> float | None:
-    """Return the largest size that memory promises; `None` when nobody knows."""
+    """Return the largest size that memory allows; `None` when it is unknown."""
     line, level = state.line, state.level
     if line is None or level is None or state.unsure_since_s is not None or not _believed(state):
         return None

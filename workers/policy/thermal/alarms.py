@@ -1,12 +1,11 @@
-"""What is wrong with a card, beyond its temperature: the hardware's own complaints, a card that is gone, slow memory.
+"""Alarms of a card besides its temperature: throttle reasons of the hardware, a card that is gone, slow memory.
 
 Alarms are edges: each is raised once, and cleared when its trouble has stayed away for `CALM_S`. Does not decide what
 to do about one (`thermal` lowers the duty) and does not measure. Pure: time comes with the events.
 
-Falling bandwidth: GDDR6X repeats a transfer that failed (GA102 whitepaper, appendix B), so a sick memory bus shows as
-a memory that got slower, not as wrong results. A measurement is also low while somebody else uses the card; the second
-highest of a few is not, unless somebody always does. It is compared with the best that this card has shown since the
-process began, and only at the clock at which it showed it.
+Falling bandwidth: GDDR6X repeats a transfer that failed (GA102 whitepaper, appendix B), so a faulty memory bus shows as
+slower memory, not as wrong results. A measurement is also low while another program uses the card, so the second
+highest of a few is judged. It is compared with the best value of this card since the process began, at the same clock.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ class AlarmState:
     slowdown_seen: bool = False
     """Whether the last reading showed `HARDWARE_SLOWDOWN`."""
     complains: bool = False
-    """Whether the last reading showed that something is wrong; idleness and the power limit are everyday life."""
+    """Whether the last reading showed a fault; idleness and the power limit are normal."""
 
     @property
     def names(self) -> tuple[str, ...]:

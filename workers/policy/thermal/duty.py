@@ -1,7 +1,7 @@
-"""The control law of the thermal governor: which duty holds a card's temperature, of whose cooling nothing is known.
+"""The control law of the thermal governor: the duty that holds a card's temperature, with unknown cooling.
 
-A PI law on the *logarithm* of the duty, in its incremental form. Does not know bands, pauses or alarms (`thermal` and
-`alarms` do), nor how a duty becomes sleep (the engine does). Pure: time comes with the readings.
+A PI law on the *logarithm* of the duty, in its incremental form. Does not know bands and pauses (`governor`), alarms
+(`alarms`), nor how a duty becomes sleep (the engine). Pure: time comes with the readings.
 
 Theory:
 
@@ -121,7 +121,7 @@ def after_reading(
     Args:
         state: Before it.
         bounds: What to hold.
-        temperature_c: A finite number; `None` if nobody tells, then only the hardware's complaints count.
+        temperature_c: A finite number; `None` if it is unknown, then only the hardware's complaints count.
         at_s: When it was taken, in monotonic seconds; a reading from before the last one moves nothing but the steps
             that need no time.
         paused: Whether nothing runs, so that the temperature says nothing about the duty: it is followed, not answered.

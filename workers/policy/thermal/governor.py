@@ -1,15 +1,15 @@
 """The thermal governor: readings of a card's sensors in, the share of time in which a worker may use it out.
 
 Covers the bands of temperature with their hysteresis, the pause at the critical one, and the words for the health
-table. The law that holds a temperature is in `duty`, alarms are in `alarms`. Does not read sensors,
-sleep, or set anything on the card: NVML's setters need root, a duty needs nobody. Knows nothing of the other workers
-on its card; each runs its own governor on the same temperature. Nothing is kept across processes: the first reading
-tells enough, and a critical one pauses at once.
+table. The law that holds a temperature is in `duty`, alarms are in `alarms`. Does not read sensors, sleep, or set
+anything on the card: NVML's setters need root, a duty does not. Knows nothing of the other workers on its card; each
+runs its own governor on the same temperature. Nothing is kept across processes: the first reading is enough, and a
+critical one pauses at once.
 
 Bands, by the guides' numbers::
 
     NORMAL    < 70 C    all of the time
-    WARM      70 to 78  what is, holds; a reduced duty grows back
+    WARM      70 to 78  the duty stays, or grows back if it was reduced
     HOT       78 to 83  the duty settles where the temperature stays below 83, at 81.5 as a rule
     CRITICAL  >= 83     paused until below 75
 
@@ -30,7 +30,7 @@ from workers.policy.thermal.duty import DutyBounds, DutyState
 from workers.readings import SensorReading
 from workers.settings import _COLDEST_C, _HOTTEST_C, ThermalSettings
 
-#: A sensor that goes silent is believed for so long: a missed reading ends no pause.
+#: The last reading of a silent sensor stays valid for so long: a missed reading ends no pause.
 _SILENCE_S: Final = 10.0
 #: Width of the hot band if `critical_c` is off: the guides'.
 _HOT_BAND_C: Final = 5.0
@@ -59,7 +59,7 @@ class ThermalDecision:
     """How much a worker may use its card until the next reading."""
 
     band: ThermalBand | None
-    """`None`: nobody knows the temperature, or the governor is off."""
+    """`None`: the temperature is unknown, or the governor is off."""
     duty: float
     """Share of wall time in which the worker may keep the device busy, of what it may otherwise; 0 is a pause."""
     reason: str
@@ -93,7 +93,7 @@ ThermalEvent: TypeAlias = SensorsRead | BandwidthMeasured
 
 
 class ThermalGovernor:
-    """Turns what the sensors say into a duty; a pure reducer, like the memory policies."""
+    """Turns sensor readings into a duty; a pure reducer, like the memory policies."""
 
     def __init__(self, settings: ThermalSettings) -> None:
         self._settings = settings
@@ -143,7 +143,7 @@ class ThermalGovernor:
         return state, self._decision(state, alarms)
 
     def _duty_in_the_dark(self, state: ThermalState) -> DutyState:
-        """Return the duty with which to go on when the sensor has gone silent: what was hot may still be."""
+        """Return the duty to continue with when the sensor has gone silent: a hot card may still be hot."""
         duty = state.duty
         if self._bounds is not None and state.band is ThermalBand.CRITICAL:
             duty = duty_law.restarted(duty, self._bounds)
