@@ -23,7 +23,7 @@ import yaml
 from orchestrator.cli.app import app
 from orchestrator.watch.cells import UNICODE
 from orchestrator.watch.columns import columns_for
-from workers.messages import WorkerState
+from orchestrator.watch.model import STATES_WORST_FIRST
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "docs" / "examples" / "mlp_workload.py"
@@ -183,7 +183,9 @@ def test_every_documented_make_target_exists(document: Path) -> None:
 def test_the_readme_explains_every_state_and_column() -> None:
     readme = text_of(ROOT / "README.md")
     explained = re.findall(r"^\| ([A-Z]{4,}(?:, [A-Z]+)*) \|", readme, re.MULTILINE)
-    assert {state for words in explained for state in words.split(", ")} == {state.value for state in WorkerState}
+    assert {state for words in explained for state in words.split(", ")} == {
+        state.value for state in STATES_WORST_FIRST
+    }
     for column in columns_for((), UNICODE):
         title = column.title.split()[-1].removesuffix("%").strip() or column.title.split()[0]
         assert re.search(rf"^\| .*{re.escape(title)}.* \|", readme, re.MULTILINE), column.title

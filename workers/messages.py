@@ -24,9 +24,11 @@ ResumeState: TypeAlias = Mapping[str, Scalar]
 
 
 class WorkerState(StrEnum):
-    """What a slot is doing, as the health table names it. Always shown with a reason in words."""
+    """What a worker reports that it is doing, as the health table names it. Always shown with a reason in words.
 
-    STARTING = "STARTING"
+    What only the head can know, such as that a node is lost, is its `HeadState`.
+    """
+
     WARMING = "WARMING"
     RUNNING = "RUNNING"
     BACKOFF = "BACKOFF"
@@ -34,9 +36,7 @@ class WorkerState(StrEnum):
     THROTTLED = "THROTTLED"
     PAUSED = "PAUSED"
     CORRUPT = "CORRUPT"
-    RESTARTING = "RESTARTING"
-    LOST = "LOST"
-    QUARANTINED = "QUARANTINED"
+    #: It does no more work: its verdict says why.
     STOPPED = "STOPPED"
 
 

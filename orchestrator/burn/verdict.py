@@ -17,16 +17,17 @@ from itertools import groupby
 from statistics import fmean, median, pstdev
 
 from orchestrator.burn.phases import Phase
+from orchestrator.core.slot import HeadState, SlotState
 from orchestrator.watch.model import Row
 from workers.messages import WorkerState
 
 #: What a worker must not be when its phase ends.
 _FALLEN = frozenset(
     {
-        WorkerState.QUARANTINED,
-        WorkerState.LOST,
-        WorkerState.RESTARTING,
-        WorkerState.STARTING,
+        HeadState.QUARANTINED,
+        HeadState.LOST,
+        HeadState.RESTARTING,
+        HeadState.STARTING,
         WorkerState.EMERGENCY,
     }
 )
@@ -99,7 +100,7 @@ class Sample:
 
     at_s: float
     """Since the planned time of the run began."""
-    state: WorkerState
+    state: SlotState
     tflops: float | None = None
     reserved_bytes: int | None = None
     temperature_c: float | None = None

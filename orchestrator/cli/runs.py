@@ -18,6 +18,7 @@ from rich.console import Console
 
 from orchestrator.config.duration import format_duration
 from orchestrator.config.schema import RunConfig
+from orchestrator.core.slot import HeadState
 from orchestrator.errors import NothingStoredError
 from orchestrator.watch.archive import StoredEvent, StoredRun, read_events, read_run
 from orchestrator.watch.cells import UNICODE, Glyphs, aligned, clock, share_pct, whole
@@ -27,12 +28,11 @@ from orchestrator.watch.phrases import closing_lines, counted, fault_lines
 from orchestrator.watch.records import STORE_NAME
 from orchestrator.watch.summary import SCHEMA, snapshot_from_summary, summary_dict, summary_text
 from orchestrator.watch.table import health_table
-from workers.messages import WorkerState
 
 _LINES_MOST = 30
 """Of each kind. A run with many errors has thousands; the last ones show how it ended."""
 
-_FALLEN = frozenset({WorkerState.RESTARTING, WorkerState.QUARANTINED, WorkerState.LOST})
+_FALLEN = frozenset({HeadState.RESTARTING, HeadState.QUARANTINED, HeadState.LOST})
 _TOLD = ("state", "node_left", "node_joined", "workload_error")
 
 _TITLES = ("run", "started", "mode", "outcome", "exit", "worked", "workers", "steps ok", "good %", "OOM", "restarts")

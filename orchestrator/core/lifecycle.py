@@ -41,6 +41,7 @@ from orchestrator.core.slot import (
     Drain,
     Event,
     Forget,
+    HeadState,
     Moment,
     NodeJoined,
     NodeLeft,
@@ -54,7 +55,6 @@ from orchestrator.core.slot import (
     Tick,
     Transition,
 )
-from workers.messages import WorkerState
 
 #: Deaths this shortly before a node is seen to have left are the node's, not the slot's. Ray tells of a dead raylet
 #: seconds after its actors have failed (seen: 3 to 10 s; its health check allows 5 x 3 s and more).
@@ -103,7 +103,7 @@ def _node_joined(slot: Slot, _: NodeJoined, moment: Moment) -> Transition:
     slot = replace(
         slot,
         placed=True,
-        state=WorkerState.STARTING,
+        state=HeadState.STARTING,
         reason="its process is starting",
         deaths_at_s=restart_policy.recent(slot.deaths_at_s, moment),
     )
@@ -115,7 +115,7 @@ def _node_left(slot: Slot, event: NodeLeft, moment: Moment) -> Transition:
     lost = replace(
         step_accounting.all_lost(slot),
         phase=Phase.ABSENT,
-        state=WorkerState.LOST,
+        state=HeadState.LOST,
         reason=event.reason,
         wake_at_s=None,
         working_since_s=None,

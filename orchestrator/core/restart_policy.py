@@ -15,6 +15,7 @@ from orchestrator.core.slot import (
     Command,
     EndRun,
     Forget,
+    HeadState,
     Moment,
     Phase,
     Restart,
@@ -41,7 +42,7 @@ def died(slot: Slot, why: str, moment: Moment, *, before: tuple[Command, ...] = 
         span_s = max(rules.death_window_s, now_s - deaths[0])
         return quarantine(slot, f"{len(deaths)} deaths in {span_s:.0f} s; the last: {why}")
     wake_at_s = now_s + _pause_s(slot, moment)
-    slot = replace(slot, phase=Phase.PAUSING, state=WorkerState.RESTARTING, reason=why, wake_at_s=wake_at_s)
+    slot = replace(slot, phase=Phase.PAUSING, state=HeadState.RESTARTING, reason=why, wake_at_s=wake_at_s)
     return stopped_if_draining(slot), (Forget(), *before)
 
 
@@ -64,7 +65,7 @@ def leaked(slot: Slot, growth_bytes: int, moment: Moment) -> Transition:
     slot = replace(
         _restarted(slot),
         phase=Phase.PAUSING,
-        state=WorkerState.RESTARTING,
+        state=HeadState.RESTARTING,
         reason=f"{leak_words(growth_bytes)}; its process was replaced",
         ending=True,
         wake_at_s=moment.now_s,
@@ -93,7 +94,7 @@ def quarantine(slot: Slot, why: str) -> Transition:
     slot = replace(
         step_accounting.all_lost(slot),
         phase=Phase.QUARANTINED,
-        state=WorkerState.QUARANTINED,
+        state=HeadState.QUARANTINED,
         reason=why,
         wake_at_s=None,
     )
@@ -113,10 +114,10 @@ def recent(deaths_at_s: tuple[float, ...], moment: Moment) -> tuple[float, ...]:
 def explained(slot: Slot, cause: DeathCause) -> Slot:
     """Say in the slot's reason that the PC's RAM was full; other causes are only in the event log."""
     text = "Ray ended its process because the PC's RAM was nearly full"
-    told = slot.reason.endswith(text) or slot.state not in {WorkerState.RESTARTING, WorkerState.QUARANTINED}
+    told = slot.reason.endswith(text) or slot.state not in {HeadState.RESTARTING, HeadState.QUARANTINED}
     if not cause.host_memory or told:
         return slot
-    return replace(slot, reason=text if slot.state is WorkerState.RESTARTING else f"{slot.reason}; {text}")
+    return replace(slot, reason=text if slot.state is HeadState.RESTARTING else f"{slot.reason}; {text}")
 
 
 def _restarted(slot: Slot) -> Slot:

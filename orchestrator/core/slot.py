@@ -15,8 +15,34 @@ from workers.messages import DeviceInfo, Report, ResumeState, WorkerState
 from workers.settings import Scalar
 
 
+class HeadState(StrEnum):
+    """What the head knows of a slot from which no worker reports. Shown like the state that a worker reports."""
+
+    #: Its node has not joined yet, or its first process is starting.
+    STARTING = "STARTING"
+    #: Its process has ended, and another one is awaited.
+    RESTARTING = "RESTARTING"
+    #: Its node has left.
+    LOST = "LOST"
+    #: It was given up until the user starts a new run.
+    QUARANTINED = "QUARANTINED"
+
+
+#: What a slot is shown as. The words of both types differ.
+SlotState: TypeAlias = WorkerState | HeadState
+
+
+def slot_state(word: str) -> SlotState:
+    """Return the state of this name.
+
+    Raises:
+        ValueError: There is none.
+    """
+    return HeadState(word) if word in set(HeadState) else WorkerState(word)
+
+
 class Phase(StrEnum):
-    """What a slot waits for."""
+    """What a slot waits for. Never shown."""
 
     ABSENT = "absent"
     WORKING = "working"
@@ -83,7 +109,7 @@ class Slot:
 
     slot: str
     phase: Phase = Phase.ABSENT
-    state: WorkerState = WorkerState.STARTING
+    state: SlotState = HeadState.STARTING
     reason: str = "waiting for its node"
     incarnation: int = 0
     next_sequence: int = 0

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 from orchestrator.config.gpu_specs import match_profile, peak_tflops
 from orchestrator.core.placement import SlotPlan
-from orchestrator.core.slot import Slot
+from orchestrator.core.slot import HeadState, Slot
 from orchestrator.core.step_accounting import steps_at_risk
 from orchestrator.watch.model import Row, success_rate
 from orchestrator.watch.records import SlotRecord
@@ -18,7 +18,7 @@ from workers.readings import SensorReading
 _WINDOW_S = 10.0
 
 #: States in which the last throughput is history: no process of the slot works.
-_IDLE = frozenset({WorkerState.LOST, WorkerState.STARTING, WorkerState.RESTARTING, WorkerState.QUARANTINED})
+_IDLE = frozenset({HeadState.LOST, HeadState.STARTING, HeadState.RESTARTING, HeadState.QUARANTINED})
 
 #: Of a worker that has not looked yet.
 _NO_SENSORS = SensorReading()

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrator.core.slot import slot_state
 from orchestrator.errors import NothingStoredError
 from orchestrator.watch.head_process import head_of, lives
 from orchestrator.watch.model import Row, Snapshot
 from orchestrator.watch.opening import explained, reading
 from orchestrator.watch.records import STORE_NAME, RunFacts, SlotRecord
-from workers.messages import WorkerState
 
 LEAST_TO_RESUME_S = 1.0
 """Less of its planned length is not worth starting a cluster for."""
@@ -210,7 +210,7 @@ def _slot(line: sqlite3.Row) -> SlotRecord:
     return SlotRecord(
         slot=_take(line, "slot", str),
         node=_take(line, "node", str),
-        state=WorkerState(_take(line, "state", str)).value,
+        state=slot_state(_take(line, "state", str)).value,
         reason=_take(line, "reason", str),
         incarnation=_take(line, "incarnation", int),
         next_sequence=_take(line, "next_sequence", int),

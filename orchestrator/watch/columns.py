@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
+from orchestrator.core.slot import HeadState
 from orchestrator.watch import cells
 from orchestrator.watch.cells import Glyphs, joined, number, share_pct, whole
 from orchestrator.watch.model import LOW_SUCCESS_RATE, Row, finite
@@ -18,16 +19,16 @@ from workers.units import GIB, MIB
 
 #: Colours repeat what the state word says; no information is in the colour alone.
 STATE_STYLES = {
-    WorkerState.QUARANTINED: "bold red",
-    WorkerState.LOST: "bold red",
+    HeadState.QUARANTINED: "bold red",
+    HeadState.LOST: "bold red",
     WorkerState.CORRUPT: "bold red",
-    WorkerState.RESTARTING: "magenta",
+    HeadState.RESTARTING: "magenta",
     WorkerState.EMERGENCY: "bold yellow",
     WorkerState.PAUSED: "yellow",
     WorkerState.THROTTLED: "yellow",
     WorkerState.BACKOFF: "yellow",
     WorkerState.WARMING: "cyan",
-    WorkerState.STARTING: "cyan",
+    HeadState.STARTING: "cyan",
     WorkerState.RUNNING: "green",
     WorkerState.STOPPED: "dim",
 }

@@ -17,11 +17,11 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
+from orchestrator.core.slot import SlotState
 from orchestrator.watch.cells import clock, glyphs_for
 from orchestrator.watch.model import Snapshot
 from orchestrator.watch.phrases import closing_lines, tflops_words
 from orchestrator.watch.table import health_table
-from workers.messages import WorkerState
 
 REDRAW_EVERY_S = 0.25
 PROGRESS_EVERY_S = 10.0
@@ -119,7 +119,7 @@ class PlainLines:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._glyphs = glyphs_for(getattr(stream, "encoding", None))
-        self._states: dict[str, WorkerState] = {}
+        self._states: dict[str, SlotState] = {}
         self._notices: frozenset[str] = frozenset()
         self._progress_due_s = PROGRESS_EVERY_S
         self._gone = False

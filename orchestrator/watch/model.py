@@ -15,20 +15,21 @@ from dataclasses import asdict, dataclass, fields
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
+from orchestrator.core.slot import HeadState, SlotState, slot_state
 from workers.messages import WorkerState
 
 #: States from worst to best: the order of the table, and of every list of states in words.
 STATES_WORST_FIRST = (
-    WorkerState.QUARANTINED,
-    WorkerState.LOST,
+    HeadState.QUARANTINED,
+    HeadState.LOST,
     WorkerState.CORRUPT,
-    WorkerState.RESTARTING,
+    HeadState.RESTARTING,
     WorkerState.EMERGENCY,
     WorkerState.PAUSED,
     WorkerState.THROTTLED,
     WorkerState.BACKOFF,
     WorkerState.WARMING,
-    WorkerState.STARTING,
+    HeadState.STARTING,
     WorkerState.RUNNING,
     WorkerState.STOPPED,
 )
@@ -71,7 +72,7 @@ class Row:
     gpu_uuid: str | None = None
     device: str | None = None
     """`cuda` or `cpu`."""
-    state: WorkerState
+    state: SlotState
     reason: str
     policy: str | None = None
     size: int | None = None
@@ -133,7 +134,7 @@ class Row:
         for name, value in known.items():
             if type(value) not in _row_kinds()[name]:
                 raise ValueError(f"slot {known['slot']}: {name} cannot be {value!r}")
-        return cls(**{**known, "state": WorkerState(known["state"])})
+        return cls(**{**known, "state": slot_state(known["state"])})
 
 
 @cache
@@ -178,7 +179,7 @@ class Snapshot:
         return max(0.0, self.duration_s - self.elapsed_s)
 
     @property
-    def state_counts(self) -> dict[WorkerState, int]:
+    def state_counts(self) -> dict[SlotState, int]:
         """How many slots are in each state, worst first; states without a slot are absent."""
         counts = Counter(row.state for row in self.rows)
         return {state: counts[state] for state in STATES_WORST_FIRST if counts[state]}

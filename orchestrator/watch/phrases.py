@@ -11,9 +11,9 @@ from statistics import median
 from typing import Any
 
 from orchestrator.config.duration import format_duration
+from orchestrator.core.slot import SlotState
 from orchestrator.watch.cells import Glyphs, decimals_for, number, share_pct, whole
 from orchestrator.watch.model import Row, Snapshot, natural_order, success_rate
-from workers.messages import WorkerState
 
 
 def counted(count: int, noun: str, nouns: str | None = None) -> str:
@@ -26,7 +26,7 @@ def tflops_words(tflops: float | None, glyphs: Glyphs) -> str:
     return f"{number(tflops, decimals_for((tflops,))) or glyphs.missing} TFLOP/s"
 
 
-def more_rows(counts: Mapping[WorkerState, int], glyphs: Glyphs) -> str:
+def more_rows(counts: Mapping[SlotState, int], glyphs: Glyphs) -> str:
     """Return the line that stands for the rows there is no room for."""
     total = f"{glyphs.ellipsis} and {sum(counts.values())} more"
     if len(counts) == 1:

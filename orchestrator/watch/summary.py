@@ -12,13 +12,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from orchestrator.core.slot import HeadState
 from orchestrator.watch.model import Row, Snapshot, finite
-from workers.messages import WorkerState
 
 SCHEMA = 1
 
 #: A slot that ends in one of these was not at work.
-_AWAY = {WorkerState.QUARANTINED, WorkerState.LOST, WorkerState.RESTARTING, WorkerState.STARTING}
+_AWAY = {HeadState.QUARANTINED, HeadState.LOST, HeadState.RESTARTING, HeadState.STARTING}
 
 _EXIT_GOOD = 0
 _EXIT_DEGRADED = 1

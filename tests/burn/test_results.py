@@ -17,6 +17,7 @@ from orchestrator.burn.phases import Phase, takes
 from orchestrator.burn.results import BurnResult, Taken, by_phase, result_dict
 from orchestrator.burn.verdict import Judged, judge
 from orchestrator.config.load import config_from_data
+from orchestrator.core.slot import HeadState
 from orchestrator.watch.cells import ASCII, UNICODE, Glyphs
 from orchestrator.watch.summary import summary_text
 from tests.burn.scene import GOOD as SEEN
@@ -135,7 +136,7 @@ def test_a_run_that_an_error_ended_fails_its_phase() -> None:
 HOSTILE = (
     worker("pc1/0", reserved_bytes=10, temperature_c=99.0),
     worker("a-node-with-a-name-that-is-much-too-long-for-any-table/0", state=WorkerState.PAUSED, tflops=1e6),
-    judge(measured(replace(ROW, slot="pc3/0", node="pc3\x1b[2J", state=WorkerState.LOST, reason="\x1b]0;x\x07 " * 50))),
+    judge(measured(replace(ROW, slot="pc3/0", node="pc3\x1b[2J", state=HeadState.LOST, reason="\x1b]0;x\x07 " * 50))),
 )
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from orchestrator.burn.sampler import Sampler
 from orchestrator.burn.verb import told
+from orchestrator.core.slot import HeadState
 from orchestrator.watch.model import Snapshot
 from orchestrator.watch.records import STORE_NAME
 from orchestrator.watch.store import RunStore
@@ -47,7 +48,7 @@ def test_a_sample_a_second_and_never_more_than_fit(length_s: float, most: int) -
 
 def test_only_the_planned_time_is_sampled() -> None:
     sampler = Sampler(10.0)
-    sampler.update(snapshot(0.0, 10.0, state=WorkerState.STARTING))
+    sampler.update(snapshot(0.0, 10.0, state=HeadState.STARTING))
     sampler.update(snapshot(5.0, 10.0))
     sampler.update(snapshot(10.0, 10.0, state=WorkerState.STOPPED))  # draining
     (first, _) = sampler.measured({}, {})

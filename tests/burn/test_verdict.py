@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from orchestrator.burn.phases import Phase
 from orchestrator.burn.verdict import PURPOSE, Check, Measured, Sample, Verdict, judge, overall, verdict_of
+from orchestrator.core.slot import HeadState
 from tests.burn.scene import ROW, measured, text, verdict
 from workers.messages import WorkerState
 
@@ -52,9 +53,9 @@ def test_a_worker_that_gave_way_for_most_of_the_time_fails() -> None:
         ({"steps_error": 1}, "1 error of the workload"),
         ({"restarts": 1}, "1 restart"),
         ({"steps_ok": 0}, "did no step"),
-        ({"state": WorkerState.QUARANTINED, "reason": "5 deaths"}, "ended QUARANTINED: 5 deaths"),
-        ({"state": WorkerState.LOST}, "ended LOST"),
-        ({"state": WorkerState.RESTARTING}, "ended RESTARTING"),
+        ({"state": HeadState.QUARANTINED, "reason": "5 deaths"}, "ended QUARANTINED: 5 deaths"),
+        ({"state": HeadState.LOST}, "ended LOST"),
+        ({"state": HeadState.RESTARTING}, "ended RESTARTING"),
         ({"state": WorkerState.EMERGENCY}, "ended EMERGENCY"),
     ],
 )
@@ -166,7 +167,7 @@ def test_throughput_is_judged_on_cards_and_after_a_minute() -> None:
 
 
 def test_a_worker_that_never_came_fails() -> None:
-    row = replace(ROW, state=WorkerState.STARTING, cap_bytes=None, steps_ok=0, verify_checks=0, device=None)
+    row = replace(ROW, state=HeadState.STARTING, cap_bytes=None, steps_ok=0, verify_checks=0, device=None)
     judged = judge(Measured(row=row, length_s=60.0, samples=()))
     assert {finding.check for finding in judged.findings if finding.verdict is FAIL} == {Check.ERRORS}
     assert Verdict.PASS not in {finding.verdict for finding in judged.findings}

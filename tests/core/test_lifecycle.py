@@ -18,6 +18,7 @@ from orchestrator.core.slot import (
     Drain,
     Flight,
     Forget,
+    HeadState,
     NodeJoined,
     NodeLeft,
     NodeRefused,
@@ -34,7 +35,7 @@ from workers.messages import WorkerState
 
 def test_a_new_slot_waits_for_its_node() -> None:
     scene = Scene()
-    assert (scene.slot.phase, scene.slot.state) == (Phase.ABSENT, WorkerState.STARTING)
+    assert (scene.slot.phase, scene.slot.state) == (Phase.ABSENT, HeadState.STARTING)
     assert scene.feed(Tick(), later_s=1e6) == []
     assert scene.slot == Slot(slot="pc1/0")
 
@@ -217,7 +218,7 @@ def test_a_node_that_leaves_takes_its_slots_along() -> None:
     scene = Scene()
     scene.work(steps_ok=3)
     assert scene.deeds(NodeLeft()) == [Forget()]
-    assert (scene.slot.phase, scene.slot.state) == (Phase.ABSENT, WorkerState.LOST)
+    assert (scene.slot.phase, scene.slot.state) == (Phase.ABSENT, HeadState.LOST)
     assert scene.slot.reason == "its node has left the cluster"
     assert scene.slot.counters == Counters(steps_ok=3, steps_lost_upper_bound=8)
     before = scene.slot
@@ -229,7 +230,7 @@ def test_a_node_that_does_not_answer_is_lost_in_those_words() -> None:
     scene = Scene()
     scene.work()
     scene.feed(NodeLeft(reason="its node does not answer"))
-    assert (scene.slot.state, scene.slot.reason) == (WorkerState.LOST, "its node does not answer")
+    assert (scene.slot.state, scene.slot.reason) == (HeadState.LOST, "its node does not answer")
 
 
 def test_a_node_that_joins_again_continues_with_a_new_incarnation_and_the_same_counters() -> None:
@@ -240,7 +241,7 @@ def test_a_node_that_joins_again_continues_with_a_new_incarnation_and_the_same_c
     assert scene.deeds(NodeJoined(), later_s=3600) == [
         Submit(incarnation=1, sequence=3, duration_s=0.0, step_limit=1, resume={"failures": 2})
     ]
-    assert scene.slot.state is WorkerState.STARTING
+    assert scene.slot.state is HeadState.STARTING
     assert scene.slot.counters == counters
     assert scene.feed(Tick()) == []
 

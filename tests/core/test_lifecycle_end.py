@@ -10,6 +10,7 @@ from orchestrator.core.slot import (
     Drain,
     Event,
     Forget,
+    HeadState,
     NodeJoined,
     NodeLeft,
     Phase,
@@ -81,7 +82,7 @@ def test_a_draining_slot_that_loses_its_node_is_still_shown_as_lost() -> None:
     scene.work()
     scene.feed(Drain())
     scene.feed(NodeLeft())
-    assert scene.slot.state is WorkerState.LOST
+    assert scene.slot.state is HeadState.LOST
 
 
 @pytest.mark.parametrize("reported", [0, 1])

@@ -16,6 +16,7 @@ from orchestrator.core.slot import (
     Drain,
     EndRun,
     Forget,
+    HeadState,
     NodeJoined,
     NodeLeft,
     Phase,
@@ -34,14 +35,14 @@ def test_a_process_that_dies_is_restarted_at_once_and_continues_where_the_last_r
     scene = Scene()
     scene.work(steps_ok=3, resume={"failures": 2})
     assert scene.deeds(scene.failure()) == [Forget()]
-    assert (scene.slot.phase, scene.slot.state) == (Phase.PAUSING, WorkerState.RESTARTING)
+    assert (scene.slot.phase, scene.slot.state) == (Phase.PAUSING, HeadState.RESTARTING)
     assert scene.slot.reason == "its process ended: killed, or crashed"
     assert scene.slot.counters == Counters(steps_ok=3, restarts=1, steps_lost_upper_bound=2 * LEAST)
     assert scene.feed(Tick()) == [
         Submit(incarnation=1, sequence=3, duration_s=0.0, step_limit=1, resume={"failures": 2})
     ]
     assert scene.slot.counters.steps_ok == 3
-    assert (scene.slot.state, scene.slot.proven) == (WorkerState.RESTARTING, False)
+    assert (scene.slot.state, scene.slot.proven) == (HeadState.RESTARTING, False)
     assert sequences(scene.feed(scene.report(steps_ok=4))) == [4, 5]
     assert (scene.slot.state, scene.slot.counters.steps_ok) == (WorkerState.RUNNING, 7)
 
@@ -82,7 +83,7 @@ def test_a_slice_that_fails_in_a_process_that_worked_is_a_death_in_its_own_words
     scene = Scene()
     scene.work()
     scene.feed(scene.failure(failure))
-    assert (scene.slot.phase, scene.slot.state, scene.slot.reason) == (Phase.PAUSING, WorkerState.RESTARTING, words)
+    assert (scene.slot.phase, scene.slot.state, scene.slot.reason) == (Phase.PAUSING, HeadState.RESTARTING, words)
     assert (scene.slot.counters.restarts, scene.slot.deaths_at_s) == (1, (scene.now_s,))
 
 
@@ -90,7 +91,7 @@ def test_a_process_that_ends_before_its_first_report_has_died() -> None:
     scene = Scene()
     scene.feed(NodeJoined())
     scene.feed(scene.failure(SliceFailure.DIED), later_s=1.0)
-    assert (scene.slot.state, scene.slot.counters.restarts) == (WorkerState.RESTARTING, 1)
+    assert (scene.slot.state, scene.slot.counters.restarts) == (HeadState.RESTARTING, 1)
     assert scene.slot.counters.steps_lost_upper_bound == 1
 
 
@@ -145,7 +146,7 @@ def test_deaths_in_the_window_end_in_quarantine_for_good() -> None:
     scene.die()
     scene.die()
     assert scene.deeds(scene.failure()) == [Abandon()]
-    assert (scene.slot.phase, scene.slot.state) == (Phase.QUARANTINED, WorkerState.QUARANTINED)
+    assert (scene.slot.phase, scene.slot.state) == (Phase.QUARANTINED, HeadState.QUARANTINED)
     assert scene.slot.reason == "3 deaths in 300 s; the last: its process ended: killed, or crashed"
     assert (scene.slot.in_flight, scene.slot.wake_at_s) == ((), None)
     before = scene.slot
@@ -171,7 +172,7 @@ def test_an_actor_that_cannot_be_reached_right_after_a_restart_has_not_died_agai
     scene.feed(Tick())
     for _ in range(10):
         assert scene.deeds(scene.failure(SliceFailure.UNAVAILABLE)) == [Forget()]
-        assert (scene.slot.phase, scene.slot.state) == (Phase.PAUSING, WorkerState.RESTARTING)
+        assert (scene.slot.phase, scene.slot.state) == (Phase.PAUSING, HeadState.RESTARTING)
         assert scene.feed(Tick(), later_s=0.15) == []
         assert len(sequences(scene.feed(Tick(), later_s=0.1))) == 1
         # The same process is still awaited.
@@ -203,7 +204,7 @@ def test_a_process_that_dies_in_its_first_step_has_died() -> None:
         scene.feed(Tick(), later_s=0.3)
         scene.feed(scene.failure(SliceFailure.DIED), later_s=1.0)
         assert scene.slot.counters.restarts == deaths
-        assert scene.slot.state is WorkerState.RESTARTING
+        assert scene.slot.state is HeadState.RESTARTING
         scene.feed(Tick(), later_s=RULES.restart_backoff_max_s)
     assert scene.deeds(scene.failure(SliceFailure.DIED), later_s=1.0) == [Abandon()]
 
@@ -259,7 +260,7 @@ def test_a_process_that_does_not_come_up_is_ended_and_started_again() -> None:
     scene.feed(NodeJoined())
     assert scene.feed(Tick(), later_s=120) == []
     assert scene.deeds(Tick(), later_s=1) == [Forget(), Restart()]
-    assert scene.slot.state is WorkerState.RESTARTING
+    assert scene.slot.state is HeadState.RESTARTING
     assert scene.slot.reason == "its process did not come up for 121 s; its process was ended"
 
 
@@ -315,7 +316,7 @@ def test_a_poisoned_process_is_replaced_and_its_last_report_counts() -> None:
     assert scene.deeds(report) == [Forget(), Restart()]
     assert (scene.slot.phase, scene.slot.state, scene.slot.reason) == (
         Phase.PAUSING,
-        WorkerState.RESTARTING,
+        HeadState.RESTARTING,
         "illegal access",
     )
     assert scene.slot.counters == Counters(steps_ok=2, restarts=1, steps_lost_upper_bound=LEAST)
@@ -358,7 +359,7 @@ def test_poison_after_an_out_of_memory_is_a_death_once_the_device_was_open() -> 
     scene.work()
     report = scene.report(verdict=Verdict.CONTEXT_CORRUPTED, device=CPU, oom_count=1, reason="illegal address")
     assert scene.deeds(report) == [Forget(), Restart()]
-    assert scene.slot.state is WorkerState.RESTARTING
+    assert scene.slot.state is HeadState.RESTARTING
     assert len(scene.slot.deaths_at_s) == 1
 
 
@@ -393,7 +394,7 @@ def test_a_worker_that_cannot_be_built_but_has_worked_in_an_earlier_process_is_s
     scene.feed(scene.failure())
     scene.feed(Tick())
     assert scene.deeds(scene.failure(SliceFailure.UNBUILDABLE)) == [Forget(), Restart()]
-    assert (scene.slot.state, scene.slot.counters.restarts) == (WorkerState.RESTARTING, 2)
+    assert (scene.slot.state, scene.slot.counters.restarts) == (HeadState.RESTARTING, 2)
 
 
 def test_errors_of_the_workload_in_a_row_end_in_quarantine() -> None:
@@ -466,7 +467,7 @@ def test_a_slot_on_a_condemned_card_is_quarantined_for_the_cards_reason(before: 
     if before == "draining":
         scene.feed(Drain())
     assert scene.deeds(CardQuarantined(reason="pc1's card: all 7 workers keep dying")) == [Abandon()]
-    assert (scene.slot.phase, scene.slot.state) == (Phase.QUARANTINED, WorkerState.QUARANTINED)
+    assert (scene.slot.phase, scene.slot.state) == (Phase.QUARANTINED, HeadState.QUARANTINED)
     assert scene.slot.reason == "pc1's card: all 7 workers keep dying"
     assert (scene.slot.in_flight, scene.slot.wake_at_s) == ((), None)
     assert scene.feed(CardQuarantined(reason="again")) == []

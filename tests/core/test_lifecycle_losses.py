@@ -14,6 +14,7 @@ from orchestrator.core.slot import (
     Drain,
     Event,
     Forget,
+    HeadState,
     NodeJoined,
     NodeLeft,
     Phase,
@@ -145,7 +146,7 @@ def test_a_leak_up_to_the_limit_is_a_fresh_process_and_no_death() -> None:
     assert submits(scene.commands) == []
     assert (scene.slot.phase, scene.slot.state, scene.slot.wake_at_s) == (
         Phase.PAUSING,
-        WorkerState.RESTARTING,
+        HeadState.RESTARTING,
         scene.now_s,
     )
     assert scene.slot.reason == "its memory grew by 60 MiB while its work stayed the same; its process was replaced"

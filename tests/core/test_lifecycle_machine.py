@@ -25,6 +25,7 @@ from orchestrator.core.slot import (
     Drain,
     EndRun,
     Event,
+    HeadState,
     NodeJoined,
     NodeLeft,
     NodeRefused,
@@ -333,9 +334,9 @@ class LifecycleMachine(Books):
     def the_words_fit_the_phase(self) -> None:
         slot = self.slot
         assert slot.reason
-        assert (slot.phase is Phase.QUARANTINED) == (slot.state is WorkerState.QUARANTINED)
+        assert (slot.phase is Phase.QUARANTINED) == (slot.state is HeadState.QUARANTINED)
         if slot.phase is Phase.ABSENT:
-            assert slot.state is (WorkerState.LOST if slot.placed else WorkerState.STARTING)
+            assert slot.state is (HeadState.LOST if slot.placed else HeadState.STARTING)
 
     @invariant()
     def quarantined_and_stopped_are_final(self) -> None:

@@ -471,7 +471,7 @@ class TestWorkloadErrors:
         assert good.verdict is Verdict.OK
         for report in bad:
             assert report.verdict is Verdict.CONTEXT_CORRUPTED
-            assert report.state is WorkerState.RESTARTING
+            assert report.state is WorkerState.STOPPED
             assert "illegal memory access" in report.reason
             assert report.steps_ok == 0, "nothing may touch the device again"
             assert report.resume == good.resume, "a fresh process goes on where this one stood"

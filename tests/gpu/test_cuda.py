@@ -300,7 +300,7 @@ def test_a_device_assert_poisons_the_process_for_good(in_child: Callable[..., An
     assert good.verdict is Verdict.OK
     for report in bad:
         assert report.verdict is Verdict.CONTEXT_CORRUPTED
-        assert report.state is WorkerState.RESTARTING
+        assert report.state is WorkerState.STOPPED
         assert "device-side assert" in report.reason
         assert report.resume == good.resume
     assert found["steps"] == 2, "nothing touched the broken context again"

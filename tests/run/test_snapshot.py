@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from orchestrator.config.load import load_config
 from orchestrator.core.placement import Target, plan_slots
-from orchestrator.core.slot import Counters, Phase, Slot
+from orchestrator.core.slot import Counters, HeadState, Phase, Slot
 from orchestrator.run.snapshot import Meter, row
 from workers.messages import DeviceInfo, MemoryInfo, Report, Verdict, WorkerEvent, WorkerState
 
@@ -236,7 +236,7 @@ def test_a_report_without_device_and_memory_leaves_them_unknown() -> None:
 
 @pytest.mark.parametrize("state", list(WorkerState))
 def test_a_slot_without_a_working_process_has_no_throughput_and_no_duty(state: WorkerState) -> None:
-    idle = {WorkerState.LOST, WorkerState.STARTING, WorkerState.RESTARTING, WorkerState.QUARANTINED}
+    idle = {HeadState.LOST, HeadState.STARTING, HeadState.RESTARTING, HeadState.QUARANTINED}
     slot = Slot(slot="pc1/3", state=state, report=report(), device=report().device)
     shown = row(PLAN, slot, metered(report()), 0.0)
     if state in idle:
@@ -248,7 +248,7 @@ def test_a_slot_without_a_working_process_has_no_throughput_and_no_duty(state: W
 def test_what_was_last_known_of_a_lost_worker_stays_in_its_row() -> None:
     slot = Slot(
         slot="pc1/3",
-        state=WorkerState.LOST,
+        state=HeadState.LOST,
         heard_at_s=10.0,
         report=report(),
         device=report().device,
@@ -256,5 +256,5 @@ def test_what_was_last_known_of_a_lost_worker_stays_in_its_row() -> None:
     )
     shown = row(PLAN, slot, Meter(), 100.0)
     assert (shown.size, shown.steps_ok, shown.heartbeat_age_s, shown.gpu_uuid) == (8192, 5, 90.0, "GPU-0")
-    again = row(PLAN, replace(slot, state=WorkerState.STARTING, heard_at_s=None), Meter(), 100.0)
+    again = row(PLAN, replace(slot, state=HeadState.STARTING, heard_at_s=None), Meter(), 100.0)
     assert (again.steps_ok, again.heartbeat_age_s) == (5, None)

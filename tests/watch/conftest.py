@@ -11,6 +11,7 @@ import pytest
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
+from orchestrator.core.slot import HeadState
 from orchestrator.watch.model import Row, Snapshot
 from workers.messages import WorkerState
 
@@ -58,6 +59,7 @@ _BY_TYPE = {
     float: st.floats(),
     type(None): st.none(),
     WorkerState: st.sampled_from(WorkerState),
+    HeadState: st.sampled_from(HeadState),
 }
 _HINTS = get_type_hints(Row)
 ANY_ROW = st.builds(

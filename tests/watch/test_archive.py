@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from orchestrator.cluster.orphan_reaper import start_time
+from orchestrator.core.slot import HeadState
 from orchestrator.errors import ArchiveError, NothingStoredError, UsageError
 from orchestrator.run.resume import environment_of
 from orchestrator.watch import archive, opening
@@ -162,7 +163,7 @@ def test_everything_comes_back_as_it_was(
 
     snapshot = run.snapshot()
     assert snapshot.rows[0] == row
-    assert (snapshot.rows[1].slot, snapshot.rows[1].state, snapshot.rows[1].steps_ok) == ("pc2/0", WorkerState.LOST, 0)
+    assert (snapshot.rows[1].slot, snapshot.rows[1].state, snapshot.rows[1].steps_ok) == ("pc2/0", HeadState.LOST, 0)
     assert (snapshot.duration_s, snapshot.elapsed_s) == (30.0, 12.5)
 
     (told,) = read_events(folder, ["state"])

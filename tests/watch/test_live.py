@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from orchestrator.core.slot import HeadState
 from orchestrator.watch.live import LiveTable, PlainLines, Silent
 from workers.messages import WorkerState
 
@@ -189,7 +190,7 @@ def test_plain_lines_go_on_when_a_full_disk_has_room_again(make_row: RowMaker, m
     plain = PlainLines(stream)
     plain.update(make_snapshot(make_row()))
     stream.failure = None
-    plain.update(make_snapshot(make_row(state=WorkerState.LOST)))
+    plain.update(make_snapshot(make_row(state=HeadState.LOST)))
 
     assert "LOST" in stream.getvalue()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from orchestrator.core.slot import HeadState, slot_state
 from orchestrator.watch.model import STATES_WORST_FIRST, Row, natural_order, worst_first
 from workers.messages import WorkerState
 
@@ -26,7 +27,9 @@ def test_the_keys_of_a_row_are_those_of_the_design(make_row: RowMaker) -> None:
 
 
 def test_every_state_has_its_place() -> None:
-    assert sorted(STATES_WORST_FIRST) == sorted(WorkerState)
+    assert sorted(STATES_WORST_FIRST) == sorted([*WorkerState, *HeadState])
+    assert not set(WorkerState) & set(HeadState), "a word says whose state it is"
+    assert [type(slot_state(state.value)) for state in STATES_WORST_FIRST] == [type(s) for s in STATES_WORST_FIRST]
 
 
 def test_worst_first_by_state_then_trouble_then_natural_slot(make_row: RowMaker) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.core.slot import HeadState
 from orchestrator.watch.model import Row, Snapshot
 from orchestrator.watch.summary import (
     exit_code_for,
@@ -85,11 +86,11 @@ GOOD = {"steps_ok": 100}
         ({"steps_ok": 94, "steps_error": 6}, False, ("degraded", 1)),
         ({"steps_ok": 0}, False, ("degraded", 1)),
         ({**GOOD, "verify_errors": 1}, False, ("degraded", 1)),
-        ({**GOOD, "state": WorkerState.LOST}, False, ("degraded", 1)),
-        ({**GOOD, "state": WorkerState.QUARANTINED}, False, ("degraded", 1)),
-        ({**GOOD, "state": WorkerState.QUARANTINED}, True, ("interrupted", 130)),
-        ({**GOOD, "state": WorkerState.RESTARTING}, False, ("degraded", 1)),
-        ({**GOOD, "state": WorkerState.STARTING}, False, ("degraded", 1)),
+        ({**GOOD, "state": HeadState.LOST}, False, ("degraded", 1)),
+        ({**GOOD, "state": HeadState.QUARANTINED}, False, ("degraded", 1)),
+        ({**GOOD, "state": HeadState.QUARANTINED}, True, ("interrupted", 130)),
+        ({**GOOD, "state": HeadState.RESTARTING}, False, ("degraded", 1)),
+        ({**GOOD, "state": HeadState.STARTING}, False, ("degraded", 1)),
         ({**GOOD, "state": WorkerState.EMERGENCY}, False, ("good", 0)),
         ({**GOOD, "state": WorkerState.STOPPED}, False, ("good", 0)),
     ],

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
+from orchestrator.core.slot import HeadState
 from orchestrator.watch.cells import ASCII, UNICODE, Glyphs, clock, glyphs_for, number, share_pct, whole
 from orchestrator.watch.columns import KEPT_LONGEST_FIRST, columns_for
 from orchestrator.watch.model import Row, Snapshot
@@ -27,13 +28,13 @@ NASTY = (
     {"size": 10**40, "batch": 10**400, "tflops": 1e300, "steps_ok": 10**30, "oom_count": 10**12},
     {"tflops": math.nan, "power_w": math.inf, "heartbeat_age_s": 1e9, "temperature_c": -273.15},
     {"allocated_bytes": 10**400, "reserved_bytes": 0, "cap_bytes": 0, "device_used_bytes": 10**400},
-    {"slot": "the-workstation-in-the-cellar-of-the-house/12", "state": WorkerState.LOST},
+    {"slot": "the-workstation-in-the-cellar-of-the-house/12", "state": HeadState.LOST},
     {"dtype": "\udc80", "gpu_name": "", "reason": "", "state": WorkerState.WARMING},
 )
 
 
 def bare(slot: str) -> Row:
-    return Row(slot=slot, node="pc1", state=WorkerState.STARTING, reason="")
+    return Row(slot=slot, node="pc1", state=HeadState.STARTING, reason="")
 
 
 @pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
@@ -49,7 +50,7 @@ def test_nasty_rows_keep_to_their_lines(
     assert all(cell_len(line) <= width for line in lines)
     assert all(line.replace(" ", "a").isprintable() for line in lines)
     rule = next(number for number, line in enumerate(lines) if set(line.strip()) == {glyphs.rule})
-    assert sum(state.value in line for line in lines[rule:] for state in WorkerState) == len(NASTY) + 1
+    assert sum(state.value in line for line in lines[rule:] for state in (*WorkerState, *HeadState)) == len(NASTY) + 1
     if glyphs is ASCII:
         assert "\n".join(lines).isascii()
 
@@ -58,7 +59,7 @@ def test_nasty_rows_keep_to_their_lines(
 def test_slot_state_size_and_throughput_are_always_there(
     make_row: RowMaker, make_snapshot: SnapshotMaker, draw: Drawer, width: int
 ) -> None:
-    snapshot = make_snapshot(make_row(state=WorkerState.QUARANTINED), make_row(slot="pc1/10"))
+    snapshot = make_snapshot(make_row(state=HeadState.QUARANTINED), make_row(slot="pc1/10"))
 
     lines = draw(health_table(snapshot, width), width)
 
@@ -163,7 +164,7 @@ def test_seventy_rows_end_in_a_line_that_counts_the_rest(
     make_row: RowMaker, make_snapshot: SnapshotMaker, draw: Drawer, height: int | None
 ) -> None:
     rows = [make_row(slot=f"pc1/{index}") for index in range(69)]
-    lost = make_row(slot="pc2/0", state=WorkerState.LOST, reason="pc2 is gone")
+    lost = make_row(slot="pc2/0", state=HeadState.LOST, reason="pc2 is gone")
     snapshot = make_snapshot(*rows, lost, notices=tuple(f"notice {index}" for index in range(30)))
 
     lines = draw(health_table(snapshot, 120, height), 120)

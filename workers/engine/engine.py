@@ -74,7 +74,7 @@ class Engine:
 
     def _give_up(self, stats: SliceStats, reason: str) -> Report:
         self._poisoned = reason
-        stats.settle(WorkerState.RESTARTING, f"the device no longer answers this process: {reason}")
+        stats.settle(WorkerState.STOPPED, f"the device no longer answers this process: {reason}")
         stats.event("poisoned", reason=reason)
         # With the device, if it was ever opened: without it the head takes an out-of-memory for a card that is full.
         device = None if self._life is None else self._life.device.info
