@@ -1,4 +1,4 @@
-"""A agent on every node that needs one, for the length of a run: an actor that reserves nothing, around a process.
+"""An agent on every node that needs one, for the length of a run: an actor that reserves nothing, around a process.
 
 The process is detached and tied to the actor by a pipe, so that it undoes everything whatever ends: the run, the head,
 the actor, Ray. Does not know what is done (`workers/node_agent/agent.py` does) nor who needs it

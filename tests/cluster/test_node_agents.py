@@ -35,7 +35,7 @@ def record(state: Path) -> dict[str, Any] | None:
 
 
 def keeper() -> psutil.Process | None:
-    """The process of the one actor that has a agent."""
+    """The process of the one actor that has an agent."""
     for process in descendants():
         if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::KeeperActor"):
             return process
@@ -88,7 +88,7 @@ def test_a_limit_that_cannot_be_set_ends_the_run_before_it_begins(start: Starter
 def test_the_first_ctrl_c_is_heard_while_a_guard_waits_for_another(start: Starter, state_dir: Path) -> None:
     (state_dir / "kept").mkdir(mode=0o700, parents=True)
     with (state_dir / "kept" / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # as a agent of another run has it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as an agent of another run has it
         head = start(*LIMITED, "--duration", "10m", "--apply-power-limit")
         wait_for(keeper, 60.0, "keeper")
         head.process.send_signal(signal.SIGINT)

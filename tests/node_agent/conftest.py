@@ -35,7 +35,7 @@ handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount
 print(json.dumps([pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000 for handle in handles]))
 """
 
-#: Has a agent, tells what it did, and waits to be killed.
+#: Has an agent, tells what it did, and waits to be killed.
 _PARENT = """
 import sys, time
 from workers.node_agent.client import AgentClient
@@ -145,12 +145,12 @@ class Node:
         return AgentOrders(**fields)
 
     def agent(self, **changes: Any) -> AgentClient:  # noqa: ANN401 - any field of the orders
-        """Start a agent as a child of this process."""
+        """Start an agent as a child of this process."""
         self.agents.append(AgentClient(self.orders(**changes)))
         return self.agents[-1]
 
     def parent(self, **changes: Any) -> subprocess.Popen[str]:  # noqa: ANN401 - any field of the orders
-        """Start a agent as the child of a process of its own, which can be killed."""
+        """Start an agent as the child of a process of its own, which can be killed."""
         command = [sys.executable, "-c", _PARENT, self.orders(**changes).to_json()]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.parents.append(process)

@@ -43,7 +43,7 @@ _WARM_UP_ROWS = 256
 #: (pytorch #20532, #107667); newer cards and drivers take more, so this is on the safe side.
 _ASSUMED_CONTEXT_BYTES = 512 * 2**20
 
-#: Set by whoever starts a worker under MPS, before CUDA starts.
+#: Set by the actor under MPS, before CUDA starts.
 _MPS_LIMIT = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 
 #: What the growth of the card's use is believed to be a context.
@@ -61,7 +61,7 @@ class CudaDevice:
             spec: Budget, the card's sum of budgets, element type, size of the emergency product.
 
         Raises:
-            IncompatibleError: No card is visible, the budgets do not fit the card, or the context eats the budget.
+            IncompatibleError: No card is visible, the budgets do not fit the card, or the context uses up the budget.
             RuntimeError: The card is out of memory even for a context, or broken.
         """
         if not torch.cuda.is_available():
@@ -138,7 +138,7 @@ class CudaDevice:
         return self._obtainable(torch.cuda.memory_stats(self.torch_device), self._free_on_card_bytes())
 
     def room_bytes(self, leave_bytes: int) -> int:
-        """See `Device.room_bytes`. Gaps in segments that are partly in use are no room: no block is sure to fit."""
+        """See `Device.room_bytes`. Gaps in segments that are partly in use do not count: no block is sure to fit."""
         stats = torch.cuda.memory_stats(self.torch_device)
         within_reach = int(stats["reserved_bytes.all.current"]) + self._free_on_card_bytes() - leave_bytes
         return max(0, min(self._cap_bytes, within_reach) - int(stats["inactive_split_bytes.all.current"]))
@@ -269,7 +269,7 @@ def _why_no_card() -> str:
 
 
 def _check_card(spec: WorkerSpec, total_bytes: int, name: str) -> None:
-    """Refuse budgets that the real card cannot hold, whatever size its profile promised.
+    """Refuse budgets that the real card cannot hold, although its profile may be larger.
 
     Raises:
         IncompatibleError: With the sum.

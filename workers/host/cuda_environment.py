@@ -1,6 +1,6 @@
 """What CUDA and torch read from the environment, set before either is loaded. Loads neither.
 
-Settings of a shell, such as that in which `ray start` was typed, must not decide how a worker's cap is kept.
+Settings of a shell, such as the one that ran `ray start`, must not change how a worker's cap is enforced.
 """
 
 from __future__ import annotations

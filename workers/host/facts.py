@@ -1,7 +1,7 @@
 """What one machine says of itself: values that cross processes and become JSON.
 
-Covers the words. Does not ask anybody (`workers.host.machine` does) and does not judge (the head's doctor does).
-Imports neither torch, Ray nor NVML.
+Covers the values. Does not collect them (`workers.host.machine` does) nor judge them (the head's doctor does). Imports
+neither torch, Ray nor NVML.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class CardFacts:
     uuid: str
     total_bytes: int
     used_bytes: int | None = None
-    """By anybody, the driver's own reserve included."""
+    """By all programs, the driver's own reserve included."""
     compute_capability: tuple[int, int] | None = None
     cores: int | None = None
     """FP32 units, of all multiprocessors together."""
@@ -40,7 +40,7 @@ class CardFacts:
     power_limit_w: float | None = None
     """As delivered."""
     persistence: bool | None = None
-    """Whether the driver keeps the card awake while nobody uses it."""
+    """Whether the driver keeps the card initialised while no program uses it."""
     display: bool | None = None
     """Whether a screen is driven by it."""
     visible: bool = True
@@ -66,7 +66,7 @@ class TorchFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
-    """One machine. `None`: nobody tells."""
+    """One machine. `None`: unknown."""
 
     hostname: str
     system: str

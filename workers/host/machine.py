@@ -1,7 +1,7 @@
 """Looks at this machine once and says what it found: `MachineFacts`.
 
 Covers the processor, memory, the platform, the driver and its cards, torch, and the environment. Does not judge what it
-finds and changes nothing. torch is asked in a process of its own: it may be broken, and this process need not carry it.
+finds and changes nothing. torch is asked in a process of its own: it may be broken, and need not be loaded here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What was learned of a workload on a card, which worker may start from it, and what tells workloads apart.
 
-Covers the values, their plain form and their matching. Does not cover keeping them (`store.py`), nor what a
-policy makes of one: it starts there and checks it as it goes. Loads no torch: the head carries these values, and picks
-nothing itself, because only the worker knows its card.
+Covers the values, their plain form and their matching. Does not cover storing them (`store.py`), nor how a policy uses
+one: it starts there and checks it with each step. Loads no torch: the head passes these values on, and the worker
+chooses, because only the worker knows its card.
 """
 
 from __future__ import annotations

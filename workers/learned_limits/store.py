@@ -1,8 +1,8 @@
-"""The learned limits of this user, in one small file that every process of his reads and writes.
+"""The learned limits of this user, in one small file that all processes of the user read and write.
 
 Covers whole files only (a writer holds a lock, writes beside the file and renames), expiry, and the sentences for what
-cannot be read or written. Does not cover which limit fits a worker (`limits.py`). A store is a help and never a
-condition: nothing in it raises, `problem` says what went wrong, and a worker then starts without what was learned.
+cannot be read or written. Does not cover which limit fits a worker (`limits.py`). The store is optional: nothing in it
+raises, `problem` says what went wrong, and a worker then starts without a learned limit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from workers.learned_limits.limits import choose, from_plain, is_about, to_plain
 from workers.settings import LimitKey, StoredLimit
 
 EXPIRY_S: Final = 30 * 86_400.0
-"""Drivers, programs in the background and the step itself change; a limit this old is no longer believed."""
+"""Drivers, programs in the background and the step itself change; an older limit is not used."""
 LIMITS_MOST: Final = 1_000
 """Kept at once; a user with ten cards and ten workloads has a hundred."""
 STATE_DIR_VARIABLE: Final = "ORCHESTRATOR_STATE_DIR"
@@ -107,7 +107,7 @@ class LimitStore:
         return tuple(sorted(found, key=_learned_at, reverse=True))
 
     def remember(self, *limits: StoredLimit) -> None:
-        """Keep these limits in the place of what was known under their keys, and let go of what has expired."""
+        """Store these limits in place of those with the same keys, and delete what has expired."""
         if not limits:
             return
         with self._told("written"):
@@ -119,11 +119,11 @@ class LimitStore:
                 self._write(kept)
 
     def forget(self, key: LimitKey) -> None:
-        """Let go of all that would be offered for `key`: it was tried and did not hold."""
+        """Delete all that would be offered for `key`: it was tried and did not fit."""
         self._remove(lambda limit: limit.key.serves(key))
 
     def clear(self, now_unix_s: float, *, card: str | None = None, workload: str | None = None) -> int:
-        """Let go of the limits that `is_about` finds, all if nothing is given; return how many had not expired."""
+        """Delete the limits that `is_about` finds, all if nothing is given; return how many had not expired."""
         gone = self._remove(lambda limit: is_about(limit, card=card, workload=workload))
         return len(self._fresh(gone, now_unix_s))
 
@@ -158,7 +158,7 @@ class LimitStore:
         return [limit for limit in limits if abs(now_unix_s - limit.learned_at_unix_s) < self.expiry_s]
 
     def _write(self, limits: list[StoredLimit]) -> None:
-        """Replace the file by a whole one, readable for nobody else; the lock must be held."""
+        """Replace the file atomically, readable only by this user; the lock must be held."""
         newest = sorted(limits, key=_learned_at)[-self._limits_most :]
         text = json.dumps({"schema": _SCHEMA, "limits": [to_plain(limit) for limit in newest]}, indent=1) + "\n"
         fresh = self.path.with_name(f"{self.path.name}.new")
@@ -212,7 +212,7 @@ class LimitStore:
 
 
 def _check_home(path: Path) -> None:
-    if path.parts[:1] == ("~",):  # what platformdirs leaves where nobody knows the home of this user
+    if path.parts[:1] == ("~",):  # what platformdirs returns where the user's home is unknown
         raise OSError(errno.ENOENT, "this user has no home folder")
 
 

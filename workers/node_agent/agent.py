@@ -1,12 +1,12 @@
-"""The agent of one node: does what a run needs done to it, and undoes all of it when whoever started it is gone.
+"""The agent of one node: sets what a run needs on it, and undoes all of it when the process that started it has ended.
 
     python -m workers.node_agent.agent         input: one line of orders, later `end`; output: the outcome, then the end
     python -m workers.node_agent.agent --undo  put back what runs that were killed have left on this machine, and say so
 
-Leaves the process that starts it at once, because Ray ends the children of a worker with the worker; the pipe is what
-still ties it to that. Closing the pipe, `end`, SIGTERM, SIGHUP and SIGINT all mean: undo, in reverse order, and exit.
-If it is killed outright, the next agent on the machine undoes what it has left, by the file that was written before
-anything was changed. Knows neither torch nor Ray, and decides nothing.
+It detaches from the process that starts it, because Ray ends the children of a worker with the worker. A pipe still
+connects the two. Closing the pipe, `end`, SIGTERM, SIGHUP and SIGINT all mean: undo, in reverse order, and exit. If the
+agent is killed, the next agent on the machine undoes its changes, by the file that was written before anything was
+changed. Knows neither torch nor Ray, and decides nothing.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from workers.nvml.fake.library import load
 _ENDINGS: Final = frozenset({signal.SIGTERM, signal.SIGHUP, signal.SIGINT})
 #: Another agent is done in less, even if MPS has to be forced.
 _LOCK_S: Final = 45.0
-#: So long a agent that is in the way may take to begin to end: that of a run that is over, or of this one.
+#: So long an agent that is in the way may take to begin to end: that of a run that is over, or of this one.
 _OTHER_S: Final = 5.0
 _LOOK_EVERY_S: Final = 0.1
 
 
-class Keeper:
+class NodeAgent:
     """What one agent has done, and how it undoes it."""
 
     def __init__(self, orders: AgentOrders) -> None:
@@ -68,7 +68,7 @@ class Keeper:
     def undo(self) -> tuple[str, ...]:
         """Undo everything, last things first; return what was put back, and what could not be."""
         with contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError):  # better undone at the same time as somebody else than not at all
+            with contextlib.suppress(OSError):  # better undone at the same time as another agent than not at all
                 stack.enter_context(journal.one_at_a_time(_LOCK_S))
             return _undo(self._kept)
 
@@ -203,7 +203,7 @@ def _compute_mode(uuid: str | None) -> int | None:
 
 
 def _leave_parents() -> None:
-    """Become a process of nobody, in a session of its own; the pipes stay."""
+    """Detach from the parent, into a session of its own; the pipes stay."""
     if os.fork():
         os._exit(0)
     os.setsid()
@@ -213,7 +213,7 @@ def _leave_parents() -> None:
 
 
 def _tell(line: str) -> None:
-    """Say something to whoever started this process, who may be gone."""
+    """Write a line to the process that started this one, which may have ended."""
     with contextlib.suppress(OSError):
         os.write(1, f"{line}\n".encode())
 
@@ -243,7 +243,7 @@ def undo_by_hand() -> str:
     """Undo what agents that were killed have left on this machine; return what was done, in lines.
 
     Raises:
-        OSError: Somebody else is at it, or its records cannot be reached.
+        OSError: Another process is doing it, or its records cannot be reached.
     """
     try:
         pynvml.nvmlInit()
@@ -270,12 +270,12 @@ def main() -> None:
         power = why if orders.power_limit_w is not None else None
         _tell(AgentOutcome(mps_problem=why if orders.mps else None, power_problem=power).to_json())
         return
-    keeper = Keeper(orders)
+    node_agent = NodeAgent(orders)
     try:
-        _tell(keeper.do().to_json())
+        _tell(node_agent.do().to_json())
         select.select([0, bell], [], [])
     finally:
-        _tell(json.dumps(keeper.undo()))
+        _tell(json.dumps(node_agent.undo()))
 
 
 if __name__ == "__main__":

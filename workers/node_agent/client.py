@@ -1,4 +1,4 @@
-"""The near end of a agent process: starts it, hears what it did, and has it end. Does not know what it does."""
+"""Starts an agent process, reads its outcome, and ends it. Does not know what it does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class AgentError(Exception):
 
 
 class AgentClient:
-    """A agent process that undoes everything as soon as this object's process is gone."""
+    """An agent process that undoes everything as soon as this object's process is gone."""
 
     def __init__(self, orders: AgentOrders) -> None:
         """Start the process; `outcome` waits until it has done what it was told.
@@ -32,7 +32,7 @@ class AgentClient:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            bufsize=0,  # a line that nobody takes any more must not come back when the pipe is closed
+            bufsize=0,  # an unread line must not be flushed when the pipe is closed
         )
         self._is_over = False
         with contextlib.suppress(BrokenPipeError):  # `outcome` says so

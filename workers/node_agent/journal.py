@@ -1,4 +1,4 @@
-"""Small files that say what a agent has changed on this machine, so that another can put it back if it is killed.
+"""Small files that say what an agent has changed on this machine, so that another can put it back if it is killed.
 
 One file for each agent, written before anything is changed, gone when all of it is put back. Covers reading and writing
 them, and whose they are. Does not put anything back (`agent.py` does).
@@ -64,7 +64,7 @@ def mine(node: str, nvml: str | None) -> JournalEntry:
 
 
 def write(kept: JournalEntry) -> None:
-    """Write a record down, whole and durable, readable for nobody else.
+    """Write a record, atomically and durably, readable only by this user.
 
     Raises:
         OSError: It cannot be written; nothing must be changed then.

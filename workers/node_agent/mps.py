@@ -26,7 +26,7 @@ from workers.nvml.queries import CardIdentity
 from workers.units import MIB
 
 CONTROL: Final = "nvidia-cuda-mps-control"
-#: Where client and daemon meet if nobody says otherwise.
+#: The default pipe directory of client and daemon.
 DEFAULT_PIPES: Final = "/tmp/nvidia-mps"  # noqa: S108 - NVIDIA's own default
 
 #: The daemon writes its process id here, below its pipe directory, once it listens.
@@ -53,7 +53,7 @@ _children: dict[int, subprocess.Popen[bytes]] = {}
 
 
 class MpsError(Exception):
-    """MPS cannot be had; a sentence with the cause and what helps."""
+    """MPS cannot be used; a sentence with the cause and what helps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ def client_environment(
 def obstacle(
     *, system: str, kernel: str, cards: Sequence[CardIdentity], compute_modes: Mapping[int, int | None]
 ) -> str | None:
-    """Return why MPS cannot work on a machine, in words; `None` if nothing is known to stand in the way.
+    """Return why MPS cannot work on a machine, in words; `None` if no obstacle is known.
 
     Args:
         system: `sys.platform`.
@@ -122,7 +122,7 @@ def _card_obstacle(card: CardIdentity, compute_mode: int | None) -> str | None:
 
 
 def running() -> str | None:
-    """Return the pipe directory of a daemon that somebody else has started and that answers, if there is one."""
+    """Return the pipe directory of a daemon that another program has started and that answers, if there is one."""
     pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or DEFAULT_PIPES
     return pipes if _answers(pipes) else None
 
@@ -181,7 +181,7 @@ def start(daemon: Daemon) -> Daemon:
 
 def end(daemon: Daemon) -> None:
     """End a daemon of ours by its own pipe directory, else by its process id, and remove its folder."""
-    if daemon.pid is None:  # whoever started it was killed before it could note the process
+    if daemon.pid is None:  # the agent that started it was killed before it could note the process
         pid = _noted_pid(daemon)
         daemon = replace(daemon, pid=pid, started=None if pid is None else start_time(pid))
     servers: list[psutil.Process] = []

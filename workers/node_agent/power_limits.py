@@ -1,7 +1,7 @@
 """Sets the power limits of cards through NVML and puts them back: the one place that changes a card.
 
-NVML has to be open, and stay open: without persistence mode a driver forgets the limit when nobody has the card open.
-Does not decide whether a limit is set, nor remember it beyond this process (`journal.py` does).
+NVML has to be open, and stay open: without persistence mode a driver forgets the limit when no process has the card
+open. Does not decide whether a limit is set, nor remember it beyond this process (`journal.py` does).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def apply(node: str, change: PowerChange) -> str:
 
 
 def restore(node: str, change: PowerChange) -> str | None:
-    """Put one limit back, unless somebody else has changed it since.
+    """Put one limit back, unless another program has changed it since.
 
     Returns:
         A sentence that says what was done; `None` if the limit is what it was before.

@@ -17,7 +17,7 @@ class AgentOrders:
 
     node: str
     run_id: str
-    """Names the folder of an own MPS daemon: a agent that is started again finds the same place."""
+    """Names the folder of an own MPS daemon: an agent that is started again finds the same place."""
     card_count: int
     """How many cards the node lends to the cluster: the first ones that CUDA_VISIBLE_DEVICES leaves visible."""
     cards: tuple[str, ...] = ()

@@ -1,8 +1,8 @@
 """The sensors of one card, read through an NVML that stays open.
 
-Every question may fail, and then its value is `None`; what the card or its driver does not support is not asked again.
-A card that is lost is told as such and looked for again. Does not keep time (`sampler` does), does not judge, and never
-sets anything. Starts no thread.
+Every query may fail, and then its value is `None`. A query that the card or its driver does not support is not
+repeated. A lost card is reported as such and searched again. Does not keep time (`sampler` does), does not judge, and
+never sets anything. Starts no thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REOPEN_S: Final = 5.0
 _GONE: Final = frozenset({pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED})
 _NEVER: Final = frozenset({pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND})
 
-#: Xid errors that an application brings about, as NVIDIA's k8s-device-plugin has them: they say nothing of the card.
+#: Xid errors that an application causes, as in NVIDIA's k8s-device-plugin: they say nothing about the card.
 _APPLICATION_XIDS: Final = frozenset({13, 31, 43, 45, 68, 109})
 _MOST_EVENTS: Final = 16
 
@@ -70,7 +70,7 @@ class CardSensors:
         self._xid: int | None = None
 
     def read(self, now_s: float) -> SensorReading:
-        """Look once; never raises for anything that NVML says.
+        """Read once; never raises for an error of NVML.
 
         Args:
             now_s: By any clock that does not go back; decides what is due to be asked again.
@@ -258,7 +258,7 @@ class CardSensors:
             return None
 
     def _note(self, question: tuple[object, ...], code: int) -> None:
-        """Remember that a question is in vain.
+        """Remember that a query is not supported.
 
         Raises:
             pynvml.NVMLError: The answer was that the card is lost.

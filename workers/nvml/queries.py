@@ -1,8 +1,8 @@
-"""What NVML knows of the cards that torch does not: which there are, their use by everybody, and by one process.
+"""Queries to NVML for what torch does not know: the cards, and their use by all programs or by one process.
 
-Each function asks once and closes NVML again; they serve before a sampler exists, and in the head. Every answer may be
-`None`: no library, no card, or a platform that does not tell (WSL2 and WDDM give no memory per process). Does not
-sample over time (`sampler` does), and never sets anything.
+Each function asks once and closes NVML again. They are used before a sampler exists, and in the head. Every answer may
+be `None`: no library, no card, or a platform that does not report it (WSL2 and WDDM give no memory per process). Does
+not sample over time (`sampler` does), and never sets anything.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ def cards() -> tuple[CardIdentity, ...]:
 
 
 def card_used_bytes(card: str) -> int | None:
-    """Bytes of the card in use by anybody but the driver itself."""
+    """Bytes of the card in use by all programs, without the driver's own."""
     return _ask(card, used_bytes)
 
 
 def card_free_bytes(card: str) -> int | None:
-    """Bytes of the card that nobody uses."""
+    """Bytes of the card that no program uses."""
     return _ask(card, lambda handle: int(pynvml.nvmlDeviceGetMemoryInfo(handle).free))
 
 

@@ -1,7 +1,7 @@
 """Reads the sensors of what this process computes on: at most once a second, with the last minute of throttling.
 
-One sampler per process. What keeps count (`ThrottleWindow`, the pace) has no clock of its own and starts no thread:
-whoever works asks in passing whether a sample is due. Does not judge what it reads (`policy.thermal` does).
+One sampler per process. It has no clock of its own and starts no thread: the engine asks between two steps whether a
+sample is due. Does not judge what it reads (`policy.thermal` does).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from workers.readings import THROTTLE_ALARMS, SensorReading
 SAMPLE_EVERY_S: Final = 1.0
 THROTTLE_WINDOW_S: Final = 60.0
 
-#: Where Linux tells the temperature of a processor: driver, label of the package's sensor (None: any of them).
+#: Where Linux reports the temperature of a processor: driver, label of the package's sensor (None: any of them).
 _PACKAGE_SENSORS: Final = (
     ("coretemp", "Package id"),
     ("k10temp", "Tdie"),
@@ -31,13 +31,13 @@ _PACKAGE_SENSORS: Final = (
 
 
 class Sensors(Protocol):
-    """Something that can be looked at."""
+    """A source of readings."""
 
     def read(self, now_s: float) -> SensorReading:
         """Look once; without `throttle_pct`."""
 
     def close(self) -> None:
-        """Let go of what is held for looking."""
+        """Release what is held for reading."""
 
 
 class Temperature(Protocol):
@@ -75,7 +75,7 @@ class ThrottleWindow:
 
 
 class Sampler:
-    """Paces the looks at some sensors."""
+    """Reads some sensors at a bounded rate."""
 
     def __init__(self, sensors: Sensors, *, every_s: float = SAMPLE_EVERY_S) -> None:
         """Touch nothing yet.

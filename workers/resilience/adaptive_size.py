@@ -1,4 +1,4 @@
-"""The adaptive size for anybody's loop: ask for a size, run a step, say how it went.
+"""The adaptive size for a loop of your own: ask for a size, run a step, report how it went.
 
     sizes = AdaptiveSize(largest=512)
     while work:
@@ -14,7 +14,7 @@
         sizes.failed(size)                         # outside the handler, after memory was released
         sizes.succeeded(size, peak_bytes=torch.cuda.max_memory_allocated())
 
-Owns nothing but a clock and the state of `workers.policy.adaptive.sizer`, which decides. Loads neither torch nor Ray,
+Holds only a clock and the state of `workers.policy.adaptive.sizer`, which decides. Loads neither torch nor Ray,
 measures no memory and releases none; `workers.resilient` does both around a function.
 """
 

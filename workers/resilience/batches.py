@@ -1,6 +1,6 @@
-"""What is asked of a function that takes a batch size, and what its user is told: options, retries, the final error.
+"""Values of `resilient`: its options with their checks, what `on_retry` gets, and the final error.
 
-Covers values and their checks alone. What becomes of them is in `workers.resilience.retry`.
+Does not use them (`workers.resilience.retry` does).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 class OutOfBatchError(MemoryError, RuntimeError):
     """Not even the smallest batch size fits.
 
-    It is a `MemoryError` as well, so that whoever called the function, another resilient function or a worker's engine,
-    takes it for what it is and may shrink a size of his own. Survives pickling.
+    It is a `MemoryError` as well, so that a caller (another resilient function or a worker's engine) treats it as an
+    out-of-memory and may shrink its own size. Can be pickled.
     """
 
     def __init__(self, sentence: str, tried: tuple[int, ...]) -> None:
@@ -36,7 +36,7 @@ class Retry:
     """The one that failed."""
     next_batch_size: int
     reason: str
-    """What failed, in the words of whoever raised it: one line."""
+    """The text of the error: one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-#: By the name of its first parameter a method is known; there the batch size comes second.
+#: A method is recognised by the name of its first parameter; its batch size comes second.
 _OWNERS = ("self", "cls")
 
 
@@ -24,7 +24,7 @@ class Shape:
     size_name: str | None = None
     """The batch size's, if it can be given by name too."""
     others: tuple[str, ...] | None = None
-    """The positional parameters after it; `None` if nobody knows, or there is no end to them."""
+    """The positional parameters after it; `None` if they are unknown or unbounded."""
     without_size: inspect.Signature | None = None
 
     def refuse_size_by_hand(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:

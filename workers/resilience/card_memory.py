@@ -1,8 +1,8 @@
-"""What the current CUDA card tells of memory around one call of a function, and giving memory back after a failure.
+"""Memory of the current CUDA card around one call of a function, and giving memory back after a failure.
 
 Covers torch's allocator on the current device, from the moment CUDA is initialised in this process; before that and on
-a CPU there is nothing to tell, and all of it is `None`. Never loads torch and never initialises CUDA, so it costs
-nothing to those who use neither. Sets no cap (`workers.devices` does) and chooses no size
+a CPU all of it is `None`. Never loads torch and never initialises CUDA, so it costs nothing where neither is used. Sets
+no cap (`workers.devices` does) and chooses no size
 (`workers.resilience.adaptive_size` does).
 """
 
@@ -40,7 +40,7 @@ def look() -> Look | None:
     stats = torch.cuda.memory_stats(device)
     allocated_bytes = int(stats.get("allocated_bytes.all.current", 0))
     reserved_bytes = int(stats.get("reserved_bytes.all.current", 0))
-    # Gaps in segments that are partly in use: nobody can give those back. Not every backend counts them.
+    # Gaps in segments that are partly in use cannot be given back. Not every backend counts them.
     gaps_bytes = int(stats.get("inactive_split_bytes.all.current", 0))
     cap_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes)
     return Look(

@@ -7,10 +7,10 @@
 
 The calling convention is that of accelerate's `find_executable_batch_size`.
 
-Covers the decorator and the types of what it returns. What it can be put on is in `calling.py`, the course of a call in
-`retry.py`, the choice of a size in `workers.resilience.adaptive_size`. Does not cover a loop that keeps its own
-hands on the batch size: that uses `AdaptiveSize` directly. Caps no memory, loads neither torch nor ray, and works for
-whatever raises an out-of-memory of Python's or torch's.
+Covers the decorator and the types of what it returns. Which functions it accepts is in `calling.py`, the course of a
+call in `retry.py`, the choice of a size in `workers.resilience.adaptive_size`. A loop that controls its own batch size
+uses `AdaptiveSize` directly. Caps no memory, loads neither torch nor Ray, and works for every function that raises an
+out-of-memory of Python or torch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ResilientMethod(Protocol[S_contra, P, R_co]):
     """What `resilient` makes of a method: each object learns for itself."""
 
     batch_size: int | None
-    """The size of the last call that went well, whichever object's it was."""
+    """The size of the last successful call, of any object."""
 
     def __call__(self, owner: S_contra, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
         """Call the method of `owner` with a batch size and these arguments."""
@@ -148,7 +148,7 @@ def resilient(
         failures_per_minute: Never more failed attempts within any 60 s, over all calls, but for the last resort of
             `max_wait_s`; a call that has to go on waits. Frequent failures are harmful under WSL2, and slow everywhere.
         max_wait_s: How long one call waits in all, for that or for memory that others hold. When it is over, the
-            smallest size is tried once, whatever the outlook.
+            smallest size is tried once in any case.
         remember: Begin with what an earlier run learned, and keep what this one learns, in this user's store
             (`workers.learned_limits.store`), under the function's name and source, or under this text.
         on_retry: Is told of each failed attempt, when the next one begins. What it raises ends the call.

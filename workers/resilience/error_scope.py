@@ -1,4 +1,4 @@
-"""What an exception means that came out of one call: `workers.oom`, without what was under way when the call began."""
+"""Classifies the exception of one call by `workers.oom`, without what its caller was handling already."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from workers.oom import Failure
 
 
 def judged(error: Exception, handled: BaseException | None) -> Failure:
-    """Judge what a call raised, but not `handled`, the exception that its caller was handling already when he called.
+    """Classify what a call raised, without `handled`, the exception that its caller was already handling.
 
     Python chains the two, and a bug met while an out-of-memory is being handled would look like one.
     """

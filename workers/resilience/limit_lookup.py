@@ -1,8 +1,8 @@
-"""What an earlier process learned of a function on this card, and keeping what this one learns.
+"""Looks up what an earlier process learned of a function on this card, and stores what this one learns.
 
-Covers where a function runs (`LimitKey`) and when something is worth writing down. Does not cover the file
-(`workers.learned_limits.store`), nor what is made of a limit: the first call begins there, and it holds only if that
-goes well. Initialises CUDA where torch is loaded and sees a card: which one it is must be known before the first call.
+Covers where a function runs (`LimitKey`) and when a change is large enough to write. Does not cover the file
+(`workers.learned_limits.store`), nor how a limit is used: the first call begins there, and it is kept only if that call
+succeeds. Initialises CUDA if torch is loaded and sees a card, because the card must be known before the first call.
 """
 
 from __future__ import annotations

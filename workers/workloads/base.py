@@ -38,7 +38,7 @@ class Workload(ABC):
     """A workload. Subclass it, or write a class with the same methods."""
 
     #: The memory of a step grows with size^size_power x batch^batch_power, beside what is fixed. 0: a number that does
-    #: not move memory, and is never changed to save some. A guess is enough: what a step really takes is measured.
+    #: not change memory, and is never changed to save some. A guess is enough: what a step really takes is measured.
     size_power: float = 2.0
     batch_power: float = 1.0
 
@@ -63,11 +63,11 @@ class Workload(ABC):
 
     def resize(self, claim_bytes: int) -> None:
         """Take note of the claim: the bytes that progressive allocation has obtained. Ignored by default."""
-        del claim_bytes  # most workloads take what they need, and find out
+        del claim_bytes  # most workloads allocate what they need in `step`
 
     def needed_bytes(self, size: int, batch: int) -> int | None:
         """The least memory a step of this size and batch takes, or `None` if it cannot be told beforehand."""
-        del size, batch  # the default knows nothing of them
+        del size, batch  # not used by default
         return None
 
     def check(self, seed: int) -> Check | None:
@@ -85,13 +85,13 @@ class Workload(ABC):
     def move(self) -> int | None:
         """Copy a fixed and large part of the memory this workload holds; return the bytes read and written.
 
-        For the bandwidth of a card's memory, timed now and then: memory that gets slower is sick. `None`: there is
-        not enough to copy, or this workload does not care. The latest result may be lost by it.
+        Used to time the bandwidth of a card's memory now and then: falling bandwidth is a sign of a fault. `None`:
+        there is not enough to copy, or this workload does not support it. It may overwrite the latest result.
         """
         return None
 
     def tamper(self, seed: int) -> str | None:
-        """Corrupt the latest result, as a sick device would, and say what was done; `None`: there is none.
+        """Corrupt the latest result, as a faulty device would, and say what was done; `None`: there is none.
 
         For `run --chaos` alone, which wants to see that `check` finds it.
         """

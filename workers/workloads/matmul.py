@@ -1,9 +1,9 @@
 """Matrix multiplication as a burn-in: C = A B over a ring of results that fills the claim.
 
-A worker that shares a card must really hold its memory, or nothing proves that the card can carry it. So every
-result goes to the next place of a ring that takes all of the claim the operands leave. Results can be verified without
-more memory: the places of older ones are scratch. Does not time itself for the report (the engine does) and does not
-decide sizes, nor when to verify.
+A burn-in must really hold each worker's memory to show that the card can serve all of them. So every result goes to the
+next place of a ring that takes all of the claim besides the operands. Results are verified without more memory: the
+places of older ones are scratch. Does not time itself for the report (the engine does) and does not decide sizes, nor
+when to verify.
 """
 
 from __future__ import annotations

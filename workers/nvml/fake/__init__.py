@@ -1,1 +1,1 @@
-"""An NVML of one's own: a small C library that answers out of a script, for machines without a card."""
+"""A fake NVML: a small C library that answers from a script, for machines without a card."""

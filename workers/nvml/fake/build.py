@@ -50,7 +50,7 @@ def build(folder: Path) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)  # noqa: S603 - CC is the user's own choice
         if done.returncode:
             raise FakeSensorsError(f"{shlex.join(command)} failed with exit code {done.returncode}:\n{done.stderr}")
-        fresh.replace(library)  # whole or not at all, whoever else builds
+        fresh.replace(library)  # atomic, also if another process builds
     return library
 
 

@@ -16,7 +16,7 @@ SONAME: Final = "libnvidia-ml.so.1"
 
 
 class FakeSensorsError(Exception):
-    """The fake sensors cannot be had as asked for; says what to change."""
+    """The fake sensors cannot be set up as asked for; the text says what to change."""
 
 
 def load(fake: FakeSensors) -> None:

@@ -1,4 +1,4 @@
-"""Makes fake sensors ready on this machine: reads the script, builds the library, writes down when time began."""
+"""Prepares fake sensors on this machine: reads the script, builds the library, writes down the start time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def prepare(script_path: Path, folder: Path, *, elapsed_s: float = 0.0) -> FakeS
 def _lines(script: Script, start_s: float) -> Iterator[str]:
     """Write a script as the library reads it; the form is that of `read_line` in script.h.
 
-    The start is by CLOCK_MONOTONIC, which all processes of a machine share and nobody sets.
+    The start is by CLOCK_MONOTONIC, which all processes of a machine share and which is never set.
     """
     yield f"start_s {start_s!r}"
     if script.driver is not None:

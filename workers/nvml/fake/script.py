@@ -1,8 +1,8 @@
 """The script of fake sensors as a person writes it, in JSON: its models, and the refusals.
 
 A value is a number, or a curve: points `[seconds, value]` with straight lines between them, the last value held. Time
-zero is the moment of preparation, for all processes alike. What a card does not mention it does not support, as real
-ones do. Does not say how the library gets to know of it (`prepare` does).
+zero is the moment of preparation, for all processes. A query that a card's entry does not mention is not supported by
+that card. Does not pass the script to the library (`prepare` does).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class FakeProcess(_Model):
     """A process that holds memory of a card."""
 
     pid: Annotated[int, Field(strict=True, gt=0, lt=2**32)] | None = None
-    """`null`: whoever asks."""
+    """`null`: the process that asks."""
     used_bytes: _Whole | None
     """`null`: listed without its memory, as under WDDM."""
     under_mps: bool = False
@@ -181,7 +181,7 @@ class Script(_Model):
     """A whole file."""
 
     about: str | None = None
-    """For whoever reads the file."""
+    """A comment for readers of the file."""
     driver: Annotated[str, Field(pattern=r"^[0-9.]{1,80}$")] | None = None
     cuda_driver: Annotated[str, Field(pattern=r"^[0-9]{1,3}\.[0-9]$")] | None = None
     """The newest CUDA that the driver knows, such as 13.0."""

@@ -1,15 +1,18 @@
 """The largest size that fits, before anything fails: one number moved up and down as memory comes and goes.
 
-A pure reducer over three events (asked, ended well, ran out of memory) that carry their time. Two bounds meet in it:
-what memory promises, the footprint learned from measured peaks (`footprint.py`) against what the device's free memory
-allows now (`free_memory.py`), less the margins that both have earned; and what experience forbids (`size_bounds.py`).
+A pure reducer over three events (asked, succeeded, failed) that carry their time. Two bounds limit the size:
 
-A failure that the next sample explains (memory was taken) teaches nothing else. One that it does not explain widens
-the margins; two of them without a success near what was promised, and the signal is not believed until it proves
-itself, or says that there is far more than what steps contradicted: neither the signal nor a size is blamed then for
-what was under little memory. Once there have been as many failures within a minute as the bounds permit, nothing runs
-until the oldest is a minute ago. Does not know what a size means in tensors, and nothing of torch; `policy.py` makes a
-policy of it, `workers/resilience/adaptive_size.py` a class for any loop.
+- What memory allows: the footprint learned from measured peaks (`footprint.py`) against the free memory of the device
+  (`free_memory.py`), minus the margins of both.
+- What has failed lately (`size_bounds.py`).
+
+A failure that the next sample explains (memory was taken) changes nothing else. An unexplained failure widens the
+margins. After two of them without a success near the allowed size, the signal is ignored until a step confirms it, or
+until it reports far more memory than at the contradiction; then earlier failures are forgotten, because they happened
+under little memory. When the permitted failures of a minute are used up, nothing runs until the oldest is a minute ago.
+
+Does not know what a size means in tensors, and nothing of torch. `policy.py` makes a policy of it,
+`workers/resilience/adaptive_size.py` a class for any loop.
 """
 
 from __future__ import annotations
