@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -224,3 +225,19 @@ def test_what_was_under_way_when_the_head_failed_is_lost_and_said_so(start: Star
     assert all(steps > 0 for steps in lost)
     assert head.summary()["steps_lost_upper_bound"] == sum(lost) == left.snapshot().steps_lost_upper_bound
     assert left.remaining_s > 50
+
+
+def test_a_run_of_the_version_before_the_layers_is_brought_to_its_end(start: Starter, tmp_path: Path) -> None:
+    """`tests/cli/test_old_runs.py` says where the folder is from. Its planned time is cut, so that little is left of it."""
+    run_id = "20261122-120716-07c8"
+    runs = Path(shutil.copytree(ROOT / "tests" / "fixtures" / "runs", tmp_path / "runs"))
+    with contextlib.closing(sqlite3.connect(runs / run_id / STORE_NAME)) as store, store:
+        store.execute("UPDATE runs SET duration_s = 14.0")
+    before = read_run(runs / run_id)
+    head = start("--resume", run_id, "--json", runs=runs)
+    code, out, err = head.finish(240)
+    assert code == 0, err
+    summary = json.loads(out)
+    assert summary["run_id"] == run_id
+    assert summary["steps_ok"] > before.snapshot.steps_ok > 0
+    assert all(worker["size"] >= 128 and worker["steps_ok"] > 0 for worker in summary["workers"])
