@@ -1,6 +1,6 @@
 """Run folders of the version before the layers: `runs` and `report` tell of them what that version told.
 
-The folders in `tests/fixtures/runs` were written by it: one run that ended, with injected faults, and one whose head was
+The folders in `tests/fixtures/runs` were written by it: a run that ended, with injected faults, and one whose head was
 killed. `tests/fixtures/told` is what its `runs --json` and `report --json` printed. That such a run can be resumed on a
 real cluster is in `tests/cluster/test_head_faults.py`.
 """

@@ -228,7 +228,7 @@ def test_what_was_under_way_when_the_head_failed_is_lost_and_said_so(start: Star
 
 
 def test_a_run_of_the_version_before_the_layers_is_brought_to_its_end(start: Starter, tmp_path: Path) -> None:
-    """`tests/cli/test_old_runs.py` says where the folder is from. Its planned time is cut, so that little is left of it."""
+    """`tests/cli/test_old_runs.py` says where the folder is from. Its planned time is cut here."""
     run_id = "20261122-120716-07c8"
     runs = Path(shutil.copytree(ROOT / "tests" / "fixtures" / "runs", tmp_path / "runs"))
     with contextlib.closing(sqlite3.connect(runs / run_id / STORE_NAME)) as store, store:
@@ -239,5 +239,5 @@ def test_a_run_of_the_version_before_the_layers_is_brought_to_its_end(start: Sta
     assert code == 0, err
     summary = json.loads(out)
     assert summary["run_id"] == run_id
-    assert summary["steps_ok"] > before.snapshot.steps_ok > 0
+    assert summary["steps_ok"] > before.snapshot().steps_ok > 0
     assert all(worker["size"] >= 128 and worker["steps_ok"] > 0 for worker in summary["workers"])
