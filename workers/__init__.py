@@ -1,7 +1,7 @@
 """The engine: torch and the card. Never imports ray or orchestrator.
 
-Importing it loads nothing else. What is for everybody's own code is loaded when it is first used: `resilient`, and what
-belongs to it, around a function, and `AdaptiveSize` in a loop.
+Importing it loads nothing else. `resilient` and `AdaptiveSize`, for code outside this product, are loaded at their
+first use.
 """
 
 from __future__ import annotations

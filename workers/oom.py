@@ -1,9 +1,9 @@
-"""What an exception means for the worker, and how it is told to others: as text, never as an object.
+"""Classifies exceptions for the worker, and formats them as text: exception objects never leave the worker.
 
 Covers the way from an exception, with everything chained to it, to a `FailureKind` and its evidence, and the
-formatting of a traceback. Does not cover what is done about it (the engine's), how often a probable out-of-memory is
-believed (the engine's too), nor errors that a process does not live to see, such as a kill by the kernel. Never
-imports torch: it reads types by their names, so it works before torch is loaded and where there is none.
+formatting of a traceback. Does not cover what is done about it and how often a probable out-of-memory is accepted (the
+engine decides), nor errors that end the process at once, such as a kill by the kernel. Never imports torch: it reads
+types by their names, so it works before torch is loaded and where there is none.
 
 An exception is judged by its type, then its code, then its text; the first rule that matches decides. Of all
 exceptions in the chain the gravest verdict counts: poisoned, definite, probable, other.
@@ -27,7 +27,7 @@ _Verdict: TypeAlias = tuple[FailureKind, str]
 
 _TEXT_LIMIT_CHARS: Final = 300
 
-#: Chains are a few links long; a longer one is a bug of its own, and judging it must not take for ever.
+#: Chains are a few links long; a longer one is a bug, and classifying it must end.
 _CHAIN_LIMIT: Final = 64
 
 _GRAVITY: Final[Mapping[FailureKind, int]] = MappingProxyType(
@@ -97,7 +97,7 @@ _SPOKEN_BY_THE_RUNTIME: Final = re.compile(
     + ")"
 )
 
-#: Texts nobody writes by accident; they count wherever they stand in the message of a `RuntimeError`.
+#: Distinctive texts; they count anywhere in the message of a `RuntimeError`.
 _PHRASES: Final[Mapping[FailureKind, tuple[str, ...]]] = MappingProxyType(
     {
         FailureKind.CONTEXT_CORRUPTED: (

@@ -1,6 +1,6 @@
 """What the sensors of a card say at one moment, as a value that may cross processes.
 
-Does not ask anybody (`nvml` does) and does not judge (`policy.thermal` does). Imports neither torch, Ray nor NVML.
+Does not read sensors (`nvml` does) and does not judge (`policy.thermal` does). Imports neither torch, Ray nor NVML.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ THROTTLE_ALARMS: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SensorReading:
-    """One look at the sensors of one card, or of a computer without one. `None`: nobody tells."""
+    """The sensors of one card at one moment, or of a computer without one. `None`: unknown."""
 
     temperature_c: float | None = None
     """Of the die; of the processor package on a computer without a card."""

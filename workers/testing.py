@@ -1,6 +1,6 @@
 """Injected failures for tests of workloads: torch's real exception types, at an allocation boundary, on command.
 
-For whoever writes a workload and wants to see it survive without a full card. In the style of spark-rapids'
+For tests of your own workload: it can survive failures without a full card. In the style of spark-rapids'
 `injectRetryOOM`: so many failures, after so many good allocations. Does not allocate, and does not stand in for the
 real thing: the engine's own tests run into a real cap.
 
@@ -63,7 +63,7 @@ class OomInjector:
             raise injected_error(self._kind)
 
     def due(self) -> bool:
-        """Count a check, and return whether it is to fail, for whoever has more to do than raise."""
+        """Count a check, and return whether it is to fail, for callers that do more than raise."""
         self.checks += 1
         if self.checks <= self._skip or self.injected >= self._num:
             return False

@@ -1,1 +1,1 @@
-"""The only room of the head that imports ray."""
+"""The only folder of the head that imports Ray."""

@@ -1,8 +1,8 @@
 """Ray's token authentication, set explicitly for every process this project starts.
 
 Ray 2.60 switches it on by itself in some processes and not in others (a head with a token file, but not the nodes
-that join it), so that a cluster may refuse its own nodes. Saying it every time ends that. Must be called before ray
-is imported: Ray reads these variables once. Never reads or shows a token.
+that join it), so that a cluster may refuse its own nodes. Hence it is set every time. Must be called before ray is
+imported: Ray reads these variables once. Never reads or shows a token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def use_private_token(folder: Path) -> None:
 
 
 def use_user_token(mode: str) -> bool:
-    """Use the user's token if the configuration asks for one and he has one.
+    """Use the user's token if the configuration asks for one and there is one.
 
     Args:
         mode: `cluster.auth`, `token` or `none`.

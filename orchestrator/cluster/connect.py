@@ -1,4 +1,4 @@
-"""Connects to a running cluster, or says within seconds why that cannot be.
+"""Connects to a running cluster, or says within seconds why that is impossible.
 
 Covers finding the address, the token and the connection. Does not start anything (`local_cluster.py` does) and does not
 judge whether the cluster fits the plan (`placement.py`).
@@ -49,9 +49,8 @@ def driver(address: str, *, has_token: bool, power: NodePower | None = None) -> 
     `power` ends and starts its nodes; `None` for a cluster whose nodes are not ours.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # Ray holds back the failure of a call for a second, in case it learns that the actor is dead for good. Ours never
-    # are, and whoever waits for that second is a second late with the restart (seen with Ray 2.60: 1.5 s instead of
-    # 0.03 s until the head knows).
+    # Ray delays the failure of a call by a second, in case it learns that the actor is dead for good. Ours never are,
+    # and the delay makes the restart late (seen with Ray 2.60: 1.5 s instead of 0.03 s until the head knows).
     os.environ.setdefault("RAY_timeout_ms_task_wait_for_death_info", "0")
     import ray  # noqa: PLC0415 - reads the authentication settings when it is imported
 

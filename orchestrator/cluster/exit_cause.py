@@ -1,8 +1,8 @@
 """Why a worker's process ended, as far as Ray knows.
 
 An actor that Ray restarts fails its calls with "the actor was restarted" and no cause (Ray 2.60). The cause is in the
-table of worker processes that Ray's head keeps; the public way to it needs a running dashboard, so this reads the table
-itself. What cannot be read is not known: nothing here raises.
+table of worker processes that Ray's head keeps. The public way to it needs a running dashboard, so this reads the table
+itself. Nothing here raises: what cannot be read is unknown.
 """
 
 from __future__ import annotations

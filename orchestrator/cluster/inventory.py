@@ -1,4 +1,4 @@
-"""Asks every node of the connected cluster what its machine is like, what time it has, and whom it reaches.
+"""Asks every node of the connected cluster for facts about its machine, its clock, and the ports that it reaches.
 
 Takes a connection for granted (`connect.py`) and judges nothing (`orchestrator.doctor` does). Each node is asked by a
 task that reserves nothing, so that a cluster full of workers answers too.

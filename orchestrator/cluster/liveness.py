@@ -1,8 +1,8 @@
-"""Whether nodes answer, by our own clock: Ray's takes 10 s and more to miss a PC.
+"""Whether nodes answer, by our own clock: Ray's health check needs 10 s and more to report a lost PC.
 
-Opens a connection to each raylet's port once a look and closes it again; sends nothing. A raylet that is gone refuses
-at once, a PC that is gone does not answer. Never blocks: what is not there yet is looked at the next time. Knows no
-Ray and decides nothing about slots.
+At each call it opens a connection to each raylet's port and closes it again; it sends nothing. A raylet that has ended
+refuses at once, a PC that is gone does not answer. Never blocks: an attempt that is not finished is checked at the next
+call. Knows no Ray and decides nothing about slots.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Pulse:
             now_s: Monotonic seconds.
         """
         if self._looked_at_s is not None and now_s - self._looked_at_s > _ATTEMPT_S:
-            # This process was suspended: that nobody answered is its own doing.
+            # This process was suspended, so missing answers say nothing about the nodes.
             for door in self._doors.values():
                 door.answered_at_s = now_s if door.answered_at_s is not None else None
         self._looked_at_s = now_s
@@ -66,7 +66,7 @@ class Pulse:
         return frozenset(node for node, door in self._doors.items() if _is_silent(door, now_s))
 
     def refuses(self, node: str) -> bool:
-        """Say whether the node's machine answers that nobody listens there: its raylet has ended."""
+        """Say whether the node's machine refuses the connection: its raylet has ended."""
         door = self._doors.get(node)
         return door is not None and door.answered_at_s is not None and door.refusals >= _REFUSALS
 

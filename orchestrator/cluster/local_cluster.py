@@ -1,4 +1,4 @@
-"""A cluster of raylets on this machine, private to this run: real Ray, real labels, nothing shared, nothing left.
+"""A cluster of raylets on this machine, private to this run: real Ray and real labels; it leaves nothing behind.
 
 Each node of the configuration becomes a raylet with its label and the CPUs and GPUs it declares. All of it lives
 below one temporary folder, so another Ray of the same user is neither seen nor touched. What is ended at the end are
@@ -53,7 +53,7 @@ def rehearsed(plans: Sequence[RayletPlan]) -> Iterator[Fleet]:
     _adopt_orphans()
     folder = Path(tempfile.mkdtemp(prefix="orch-", dir=_short_folder()))
     saved = {name: os.environ.get(name) for name in _ENVIRONMENT}
-    keeper = _hire_janitor(folder)
+    keeper = _start_orphan_reaper(folder)
     raylets = Raylets(plans, folder)
     try:
         auth.use_private_token(folder)
@@ -73,7 +73,7 @@ def rehearsed(plans: Sequence[RayletPlan]) -> Iterator[Fleet]:
         _restore(saved)
 
 
-def _hire_janitor(folder: Path) -> subprocess.Popen[str]:
+def _start_orphan_reaper(folder: Path) -> subprocess.Popen[str]:
     """Start what cleans up if this process is killed; out of reach of the terminal's Ctrl-C."""
     return subprocess.Popen(  # noqa: S603 - our own file, with a folder we made
         [sys.executable, "-I", orphan_reaper.__file__, str(folder)],

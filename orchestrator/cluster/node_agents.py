@@ -28,8 +28,8 @@ _LOOK_EVERY_S = 0.25
 Ended = Callable[[str, tuple[str, ...]], None]
 
 
-class KeeperActor:
-    """Has one agent process as long as it lives itself; Ray starts it again with its node, and it a new agent."""
+class NodeAgentActor:
+    """Holds one agent process. If Ray restarts this actor with its node, it starts a new agent."""
 
     def __init__(self, orders: AgentOrders) -> None:
         self._agent: AgentClient | None = None
@@ -49,7 +49,7 @@ class KeeperActor:
 
 
 def failed(orders: AgentOrders, why: str) -> AgentOutcome:
-    """Return the outcome of orders that nobody carried out."""
+    """Return the outcome of orders that were not carried out."""
     text = f"{orders.node}: {why}"
     return AgentOutcome(
         mps_problem=text if orders.mps else None, power_problem=None if orders.power_limit_w is None else text
@@ -60,17 +60,17 @@ def failed(orders: AgentOrders, why: str) -> AgentOutcome:
 def with_agents(
     orders: Mapping[str, AgentOrders], ended: Ended, interrupted: Callable[[], bool]
 ) -> Iterator[dict[str, AgentOutcome]]:
-    """AgentClient the nodes until the end of the block, and yield what was done to each.
+    """Hold the nodes' agents until the end of the block, and yield what was done to each node.
 
     Args:
         orders: By node; each must be there.
         ended: Called for each node when its agent has ended, however the block did.
-        interrupted: Whether the user wants to stop; looked at while agents start.
+        interrupted: Whether the user wants to stop; asked while agents start.
 
     Raises:
-        KeyboardInterrupt: He does, before every agent has answered.
+        KeyboardInterrupt: The user stopped before every agent had answered.
     """
-    keeper_class = ray.remote(KeeperActor)
+    keeper_class = ray.remote(NodeAgentActor)
     actors: dict[str, Any] = {
         node: keeper_class.options(
             num_cpus=0, label_selector={NODE_LABEL: node}, max_restarts=-1, max_task_retries=0
@@ -102,7 +102,7 @@ def _await(asked: list[Any], interrupted: Callable[[], bool]) -> None:
 
 def _outcome(orders: AgentOrders, ref: Any) -> AgentOutcome:  # noqa: ANN401 - Ray's reference type has no name
     try:
-        return ray.get(ref, timeout=0)  # type: ignore[no-any-return]  # what `KeeperActor.outcome` returns
+        return ray.get(ref, timeout=0)  # type: ignore[no-any-return]  # what `NodeAgentActor.outcome` returns
     except GetTimeoutError:
         return failed(orders, f"nothing came back in {_OUTCOME_S:.0f} s; see what holds it: ray status")
     except RayError as error:
@@ -112,7 +112,7 @@ def _outcome(orders: AgentOrders, ref: Any) -> AgentOutcome:  # noqa: ANN401 - R
 def _sentences(node: str, ref: Any | None) -> tuple[str, ...]:  # noqa: ANN401 - Ray's reference type has no name
     with contextlib.suppress(RayError):
         if ref is not None:
-            return ray.get(ref, timeout=0)  # type: ignore[no-any-return]  # what `KeeperActor.end` returns
+            return ray.get(ref, timeout=0)  # type: ignore[no-any-return]  # what `NodeAgentActor.end` returns
     # Its agent is told by the pipe.
     return (f"{node}: cannot be asked what was put back; its agent process does that by itself",)
 

@@ -1,9 +1,9 @@
 """Cleans up after a rehearsal whose head was killed. Runs as a process of its own; standard library only.
 
 The kernel ends raylets and GCS with the head, and workers end with their raylet. Ray's agents do not: they spend a
-minute on telling a GCS that is gone, and may have been started while the head was dying. So when the head's pipe closes
-without a farewell, this process looks for what works in the rehearsal's private folder, ends it by process id until
-nothing is left, and removes the folder.
+minute on reaching a GCS that is gone, and may have been started while the head was ending. So when the head's pipe
+closes without a `bye`, this process finds the processes that work in the rehearsal's private folder, ends them by
+process id until nothing is left, and removes the folder.
 
     python orphan_reaper.py FOLDER        standard input: `bye` from a head that ends well
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 #: The 22nd field of /proc/PID/stat (man 5 proc), the 20th behind the name in parentheses.
 _STARTTIME_FIELD = 19
 
-#: What Ray's processes are, by the file they execute. Somebody who only looks into the folder is left alone.
+#: Ray's processes, by the file they execute. Other programs that use the folder, such as a shell, are left alone.
 _PROGRAMS = ("python", "raylet", "gcs_server")
 
 #: Raylets die with the head at once; an agent that one of them was just starting shows within a second or so.
@@ -32,7 +32,7 @@ _LOOK_EVERY_S = 0.1
 
 
 def start_time(pid: int) -> str | None:
-    """Return when the process began, in the kernel's ticks; with the pid it names a process for ever."""
+    """Return when the process began, in the kernel's ticks; unique together with the pid."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

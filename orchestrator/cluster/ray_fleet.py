@@ -187,7 +187,7 @@ class RayFleet:
         return cause
 
     def close(self) -> None:
-        """Let go of what is not Ray's."""
+        """Release what does not belong to Ray."""
         self._pulse.close()
 
     def end_node(self, node: str) -> None:

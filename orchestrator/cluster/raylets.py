@@ -89,7 +89,7 @@ class Raylets:
             raise NoClusterError(f"Ray could not start a node for {name} on this machine: {error}") from error
 
     def end(self, name: str) -> None:
-        """End a node as a power cut would: everything on it, at once, without a word to anybody."""
+        """End a node as a power cut would: everything on it, at once, without a message."""
         self._await_start(name)
         node = self._nodes.get(name)
         if node is None:

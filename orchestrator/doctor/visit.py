@@ -26,7 +26,7 @@ from orchestrator.errors import ConfigError, NoClusterError, Problem, UsageError
 from workers.host.facts import MachineFacts
 from workers.host.machine import free_bytes, look_around
 
-#: What the program looks for where nobody names a file.
+#: The configuration that is read if the user names none.
 DEFAULT_CONFIG = "cluster.yaml"
 
 #: This machine's own ports answer at once or refuse at once.

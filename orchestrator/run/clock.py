@@ -1,4 +1,4 @@
-"""The clocks that the supervisor reads and its way to wait: an argument of it, so that tests run in virtual time."""
+"""The clocks of the supervisor and its way to wait; an argument, so that tests run in virtual time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The three targets a run can stand on: the user's cluster, this machine as it is, or a rehearsal of the cluster here.
+"""The three targets of a run: the user's cluster, this machine as it is, or a rehearsal of the cluster on this machine.
 
-Each turns a configuration into a `Environment`: what will really run, where, and the lines that say so. Does not start
+Each turns a configuration into an `Environment`: what will run, where, and the lines that tell the user. Does not start
 anything by itself; entering `Environment.fleet` does.
 """
 
@@ -89,7 +89,7 @@ def on_cluster(config: Config) -> Environment:
 
 
 def again(mode: str, config: Config, target: Target) -> Environment:
-    """Return the stage of a run that was on it before: its configuration is scaled and settled already.
+    """Return the environment of a resumed run: its configuration is scaled and settled already.
 
     Args:
         mode: A value of `Mode`.
@@ -189,7 +189,7 @@ def _with_one_card_a_node(config: Config) -> Config:
 
 
 def on_this_machine(config: Config) -> Environment:
-    """Run on what this machine has: its cards, else its CPU. `nodes:` of the configuration is put aside."""
+    """Run on what this machine has: its cards, else its CPU. `nodes:` of the configuration is ignored."""
     cards = local_gpus.cards()
     node = _card_node(cards) if cards else _cpu_node()
     data = {**config.model_dump(), "nodes": {"local": node}}
@@ -216,7 +216,7 @@ def _head_first(config: Config) -> Sequence[str]:
 
 
 def _card_node(cards: Sequence[local_gpus.Card]) -> dict[str, object]:
-    # The smallest card sets the pace: every worker of a node has the same budget.
+    # The smallest card decides: every worker of a node has the same budget.
     total_gib = min(card.total_bytes for card in cards) / GIB
     advice = by_formula(total_gib)
     return {

@@ -20,7 +20,7 @@ def check(script: Path, *, is_rehearsal: bool) -> None:
     """Refuse a script before anything is started for it.
 
     Raises:
-        UsageError: It cannot be used, or real cards would be taken for cool ones.
+        UsageError: It cannot be used, or real cards would be shown as cool ones.
     """
     if not is_rehearsal:
         raise UsageError("--fake-sensors only makes sense with --rehearse: real cards have sensors of their own")

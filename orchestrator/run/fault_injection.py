@@ -1,6 +1,6 @@
-"""The shell around the book of injected faults: keeps it for one run, and performs what it says about nodes.
+"""Connects `core/chaos` to a run: keeps its state, and ends and starts nodes as it decides.
 
-Decides nothing (the room `chaos` does). What happens inside a worker travels in its directive
+Decides nothing (`core/chaos` does). Faults inside a worker travel in its directive
 (`workers/engine/fault_injection.py`).
 """
 
@@ -72,7 +72,7 @@ class FaultInjector:
                 fleet.start_node(command.node)
 
     def close(self, now_s: float) -> None:
-        """The run is over: every fault gets its last word."""
+        """The run is over: every fault gets its final outcome."""
         self._book = outcomes.ended(self._book, now_s)
 
     def faults(self) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
-"""The shell around the store of learned limits: sends along what earlier runs have learned, keeps what this one does.
+"""Connects the store of learned limits to a run: passes stored limits to workers, and stores what they learn.
 
-The worker decides what fits its card and what is worth remembering (`workers/learned_limits/limits.py`); this only
-carries. A store that cannot be read or written costs a run nothing but a sentence.
+The worker decides what fits its card and what to remember (`workers/learned_limits/limits.py`). A store that cannot be
+read or written does not stop a run; the event log says so.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from workers.learned_limits.store import LimitStore
 from workers.messages import Report
 from workers.settings import StoredLimit, WorkerSpec
 
-#: How often at most the store is written while a run goes on: a head that is killed loses no more.
+#: The store is written at most this often; a killed head loses no more.
 _SAVE_EVERY_S = 60.0
 
 #: So many candidates, the newest, travel to each worker process.

@@ -1,8 +1,8 @@
-"""What nodes have done to them for the length of a run: MPS, power limits; and what follows for their workers.
+"""Settings of nodes for the length of a run (MPS, power limits), and what follows for their workers.
 
-Covers who is told what, the words for the user, and the ceiling that holds where MPS does not. Does not set or start
-anything itself: the agents of `cluster/node_agents.py` do, each by a process of `workers/node_agent/agent.py` on its
-node.
+Covers the orders for each node, the messages to the user, and the duty that applies where MPS is not on. Does not set
+or start anything itself: the agents of `cluster/node_agents.py` do, each by a process of `workers/node_agent/agent.py`
+on its node.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def kept(
     tell: Callable[[str], None],
     events: EventLog,
 ) -> Iterator[tuple[SlotPlan, ...]]:
-    """Have every node that is there do what the configuration asks for, and undo it at the end.
+    """Apply the configured settings on every node that is there, and undo them at the end.
 
     Yields:
         The slots, with what their workers must know of it.

@@ -1,6 +1,6 @@
 """Compares the cluster with the plan before the first actor, and says what to type where they differ.
 
-Ray would leave actors that fit nowhere pending, silently and for ever. Decides nothing about what is missing
+Ray leaves actors that fit nowhere pending without a message and without end. Decides nothing about what is missing
 (`placement.py`) and starts nothing.
 """
 
@@ -22,7 +22,7 @@ def check(config: Config, fleet: Fleet, *, wait_for_nodes: bool) -> None:
     """Compare the cluster with the plan before the first actor.
 
     Raises:
-        PreflightError: Something is missing, and the user did not say that he will wait for it.
+        PreflightError: Something is missing, and the user did not ask to wait for it.
     """
     deadline = time.monotonic() + _SETTLE_S
     found = refusals(config, fleet.nodes())

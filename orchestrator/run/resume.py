@@ -1,7 +1,7 @@
-"""Going on with a run whose head is gone: from what its store knows to an environment and a past.
+"""Resumes a run whose head has ended: turns its stored record into an environment and a `Past`.
 
-The work of slices that were under way when the head went is lost, and counted as lost: their processes went with it.
-Does not read the store (`watch/archive.py`) and starts nothing.
+Slices that were under way when the head ended count as lost: their processes ended with it. Does not read the store
+(`watch/archive.py`) and starts nothing.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from orchestrator.watch.records import SlotRecord
 
 
 def environment_of(stored: StoredRun) -> Environment:
-    """Return the environment on which the run goes on: its own configuration, on the same target.
+    """Return the environment of the resumed run: its own configuration, on the same target.
 
     Raises:
-        UsageError: There is nothing to go on with: it is under way, or over.
+        UsageError: It cannot be resumed: it is under way, or over.
         ConfigError: This version does not accept the run's configuration.
         ArchiveError: The store does not say how the run was made.
     """
@@ -42,9 +42,9 @@ def environment_of(stored: StoredRun) -> Environment:
 
 
 def past_of(stored: StoredRun) -> Past:
-    """Return what the run has behind it.
+    """Return the run's state so far.
 
-    A quarantined slot gets another chance: asking to go on is asking for it.
+    Quarantined slots start again: that is part of resuming.
     """
     return Past(
         elapsed_s=stored.elapsed_s,

@@ -1,6 +1,6 @@
-"""The folder of one run: made, checked before it is written to, and kept from every other head.
+"""The folder of one run: created, checked before it is written to, and locked against other heads.
 
-Does not know what is in it but the note of who works on it, which `head_process.py` reads.
+Does not know its content, apart from the note with the head's process id, which `head_process.py` reads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def new_folder(config: Config) -> Path:
 
 
 def check_mine(folder: Path) -> None:
-    """Refuse a folder in which somebody else may have laid links, or another cluster's address: it is written to.
+    """Refuse a folder in which another user may have placed links or another cluster's address.
 
     Raises:
         UsageError: It is such a folder.

@@ -1,4 +1,4 @@
-"""What a supervisor is told before it begins: which run this is, what is behind it, and the rules of its slots.
+"""The inputs of a supervisor: the identity of the run, its past, and the rules of its slots.
 
 Plain values. Reads no store (`resume.py` does) and no file (`config.load` does).
 """
@@ -15,13 +15,13 @@ from workers.units import MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Past:
-    """What a run has behind it that another head began."""
+    """The state of a run that another head began."""
 
     elapsed_s: float = 0.0
     slots: Mapping[str, Slot] = field(default_factory=dict)
     """As their last reports left them, without a process."""
     incomplete: bool = False
-    """Whether its records lack something already."""
+    """Whether its records are incomplete already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """One run from its configuration to its exit code: environment, preflight, supervise, write the summary.
 
-Does not parse arguments (`cli/app.py`) and does not exit. Whatever happens, what was started is torn down and, once a
-run folder exists, its summary is written.
+Does not parse arguments (`cli/app.py`) and does not exit. What was started is always torn down, and once a run folder
+exists, its summary is always written.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Options:
     chaos: ChaosPlan | None = None
     """Faults to inject."""
     yes_really: bool = False
-    """The user knows that they hit a real cluster."""
+    """The user confirmed that the faults are for a real cluster."""
     fake_sensors: Path | None = None
     """A script of sensors to rehearse heat with."""
     apply_power_limit: bool = False
@@ -76,7 +76,7 @@ def run(environment: Environment, options: Options) -> int:
 
 
 def go_on(stored: StoredRun, options: Options) -> int:
-    """Go on with a run whose head is gone, in its own folder, and return the exit code.
+    """Resume a run whose head has ended, in its own folder, and return the exit code.
 
     Raises:
         OrchestratorError: It is under way, or over, or cannot be run here.
@@ -189,7 +189,7 @@ def _injector(environment: Environment, record: _Record) -> FaultInjector | None
 
 
 class _Record:
-    """What a run leaves to read: its folder, and its last words on the screen."""
+    """The records of a run: its folder, and its final lines on the screen."""
 
     def __init__(self, *, folder: Path, screen: Screen, options: Options, started_at_unix_s: float, past: Past) -> None:
         self.folder = folder
@@ -208,7 +208,7 @@ class _Record:
         self._begun = self._ended = False
 
     def begun(self, environment: Environment) -> RunInfo:
-        """Write down what the run is, so that another head can go on with it; again if it turns out to be another."""
+        """Record what the run is, so that another head can resume it; again if the cluster changes the environment."""
         info = RunInfo(
             run_id=self.folder.name,
             started_at_unix_s=self.started_at_unix_s,
@@ -245,7 +245,7 @@ class _Record:
         return info
 
     def watch(self, look: Callable[[], Snapshot], injector: FaultInjector | None) -> None:
-        """Remember how to look at the run: what it did until then is told even if it ends in an error."""
+        """Remember how to take a snapshot of the run, so that a run that ends in an error is reported too."""
         self._look = look
         self._injector = injector
 
@@ -258,7 +258,7 @@ class _Record:
         return [] if self._injector is None else self._injector.counts()
 
     def tell(self, *lines: str) -> None:
-        """Say something to the person at the terminal; a program that reads `--json` is told nothing."""
+        """Print lines for the user; with `--json` nothing is printed."""
         if not self.options.json:
             for line in lines:
                 _say(line, self.screen.err)

@@ -23,9 +23,9 @@ class Interrupts:
                 signal.signal(number, self._ask)
 
     def restore(self) -> None:
-        """Give the signals back to whom they belonged."""
+        """Restore the previous handlers."""
         for number, handler in self._before.items():
-            if handler is not None:  # set by something that is not Python, and not ours to give back
+            if handler is not None:  # set by code that is not Python, and cannot be restored
                 signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:

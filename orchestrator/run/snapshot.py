@@ -17,7 +17,7 @@ from workers.readings import SensorReading
 #: Throughput and duty are means over the reports of about this long: steady to read, quick to fall.
 _WINDOW_S = 10.0
 
-#: States in which the last throughput is history: no process of the slot works.
+#: States in which the last throughput no longer holds: no process of the slot works.
 _IDLE = frozenset({HeadState.LOST, HeadState.STARTING, HeadState.RESTARTING, HeadState.QUARANTINED})
 
 #: Of a worker that has not looked yet.
@@ -53,7 +53,7 @@ class Meter:
 
     @property
     def tflops(self) -> float | None:
-        """Sustained TFLOP/s: work over wall time, idleness for the duty included; `None` if none is counted."""
+        """Sustained TFLOP/s: work over wall time, pauses for the duty included; `None` if the workload counts none."""
         wall_s = sum(report.wall_s for report in self._reports)
         flop = sum(report.work_flop for report in self._reports)
         return flop / wall_s / 1e12 if wall_s > 0 and flop > 0 else None

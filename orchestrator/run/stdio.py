@@ -1,4 +1,4 @@
-"""Keeps this process's own words apart from what its libraries print.
+"""Separates the product's own output from what its libraries print.
 
 Ray writes multi-line warnings straight to file descriptors 1 and 2 of the driver, whatever its logging settings.
 While a run lasts, both lead to a log file; what the product itself shows goes to copies of the real ones. Does not
@@ -45,7 +45,7 @@ def own_screen(log_path: Path | None) -> Iterator[Screen]:
         yield Screen(out=out, err=err)
     finally:
         for stream in (out, err):
-            with contextlib.suppress(OSError):  # a reader that went away is no reason to fail
+            with contextlib.suppress(OSError):  # the reader may be gone
                 stream.close()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -37,7 +37,7 @@ def record(state: Path) -> dict[str, Any] | None:
 def keeper() -> psutil.Process | None:
     """The process of the one actor that has an agent."""
     for process in descendants():
-        if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::KeeperActor"):
+        if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::NodeAgentActor"):
             return process
     return None
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-#: Probable out-of-memory may be a bug; the engine believes it as often.
+#: A probable out-of-memory may be a bug; the engine accepts it as often.
 MAX_PROBABLE_IN_A_ROW: Final = 2
 
 #: Each size twice, on the way from 2^31 down to 1 by halves. A watchdog: no course comes near it.
@@ -165,9 +165,9 @@ class Attempts:
             course.waited_s += min(_POLL_S, left_s)
 
     def _is_worth_a_try(self, course: _Course) -> bool:
-        """Whether to try the smallest size now: the last call gave up there, and whoever calls again has his reason.
+        """Whether to try the smallest size now although the last call gave up there.
 
-        A caller that is resilient himself has shrunk meanwhile, and must not wait until the policy wakes.
+        The caller may be a resilient function that has shrunk its own size, and must not wait for the policy.
         """
         with self._lock:
             failures, most = self._failed_at_s, self._rules.failures_per_minute
@@ -181,8 +181,8 @@ class Attempts:
                 return size
         if not course.tried:
             return size if size <= self._start else self._down(self._start)
-        # Nothing has ever ended well, so nobody knows how much too large the start was. Half of what failed, and not
-        # less, however often: if this call is all there is, what it ends at is what everything runs with.
+        # No size has succeeded yet, so it is unknown by how much the start was too large. Take half of what failed and
+        # not less: if there is only this call, everything runs with the size it ends at.
         return max(size, self._down(course.tried[-1] // 2))
 
     def _down(self, size: int) -> int:

@@ -165,7 +165,7 @@ class _Tensors:
     def _scratch(self, kept: int) -> torch.Tensor:
         """Return the longer stretch of the block on either side of one place of the ring, as doubles.
 
-        Nobody reads an older result again, so all other places are free until the next products come.
+        Older results are not read again, so all other places are free until the next products come.
         """
         begin = (2 + kept) * self._each_bytes
         before, after = self._block[2 * self._each_bytes : begin], self._block[begin + self._each_bytes :]
