@@ -20,10 +20,13 @@ run: $(STAMP) ## Rehearse the main job on this machine for one minute; ARGS="--p
 	@$(BIN)/python -m orchestrator run --rehearse --duration 1 $(ARGS)
 
 test: $(STAMP) lint types contracts ## Run every check and every test; those that need a GPU are skipped without one
-	$(BIN)/pytest
+	@status=0; \
+	$(BIN)/pytest -n logical --maxprocesses 4 --dist loadgroup -m "not ray" || status=$$?; \
+	$(BIN)/pytest -m ray || status=$$?; \
+	exit $$status
 
 check: $(STAMP) lint types contracts ## Run what is fast: everything but the tests marked ray, torch and gpu
-	$(BIN)/pytest -q -n auto -m "not ray and not torch and not gpu"
+	$(BIN)/pytest -q -n logical --maxprocesses 4 --dist loadgroup -m "not ray and not torch and not gpu"
 
 setup: $(STAMP) ## Make .venv and install the project into it, with the versions of constraints.txt
 

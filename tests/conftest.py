@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.reaper import Reaper, reaper
 from workers.learned_limits.store import STATE_DIR_VARIABLE
 
 pytest_plugins = ["tests.in_child"]
+
+# A suite that is started in the background of a script ignores SIGINT, and so would every process that it starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "shared-machine",
@@ -21,6 +29,46 @@ settings.register_profile(
     derandomize=not os.environ.get("HYPOTHESIS_FRESH"),
 )
 settings.load_profile("shared-machine")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests that share a fixture, or a card, in one process when several run them."""
+    for item in items:
+        definitions = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009 - not public
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.xdist_group("gpu"))
+        elif any(one.scope in {"module", "class"} for definition in definitions for one in definition):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs the machine to itself where something else is at work on it."""
+    if marker := item.get_closest_marker("alone"):
+        reason = _what_disturbs(**marker.kwargs)
+        if reason:
+            pytest.skip(reason)
+
+
+def _what_disturbs(free_ram_gib: float, look_s: float = 2.0) -> str | None:
+    """Look for a while at what others do; this process and its children are idle meanwhile."""
+    idle, began_s = psutil.cpu_times().idle, time.monotonic()
+    free_bytes = psutil.virtual_memory().available
+    while (looked_s := time.monotonic() - began_s) < look_s:
+        time.sleep(0.1)
+        free_bytes = min(free_bytes, psutil.virtual_memory().available)
+    busy = (psutil.cpu_count() or 1) - (psutil.cpu_times().idle - idle) / looked_s
+    if busy > 0.5:
+        return f"needs the machine to itself: other programs keep {busy:.1f} cores busy"
+    if free_bytes < free_ram_gib * 2**30:
+        return f"needs {free_ram_gib} GiB of free RAM, and there are {free_bytes / 2**30:.1f} GiB"
+    return None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def session_reaper() -> Iterator[Reaper]:
+    """End what the tests have started when their process ends, however it ends."""
+    with reaper() as session:
+        yield session
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,15 +6,14 @@ The CPU device caps its whole process and there is no way back, so no scenario m
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 
+from tests.fork_server import ForkServer
 from workers.settings import MemorySettings, WorkerSpec, WorkloadSpec
 
 MIB = 2**20
@@ -38,12 +37,20 @@ Path(wanted).write_bytes(pickle.dumps(result))
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what starts a process that loads torch, so that `make check` can leave it to `make test`."""
     for item in items:
-        if "in_child" in getattr(item, "fixturenames", ()):
+        if {"in_child", "fork_server"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("torch")
 
 
 @pytest.fixture(scope="session")
-def in_child(tmp_path_factory: pytest.TempPathFactory) -> InChild:
+def fork_server() -> Iterator[ForkServer]:
+    """Start code in a process that is as good as fresh and has imported torch."""
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def in_child(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> InChild:
     """Run a function of a test's module in a fresh process and return what it returns."""
 
     def run(function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - whatever the function returns
@@ -52,9 +59,7 @@ def in_child(tmp_path_factory: pytest.TempPathFactory) -> InChild:
         given.write_bytes(pickle.dumps(arguments))
         source = Path(function.__code__.co_filename)
         names = [str(source.parent), source.stem, function.__name__, str(given), str(wanted)]
-        done = subprocess.run(
-            [sys.executable, "-c", CHILD, *names], capture_output=True, text=True, timeout=120, check=False
-        )
+        done = fork_server.run(CHILD, *names)
         assert done.returncode == 0, f"{function.__name__} ended with {done.returncode}:\n{done.stderr[-4000:]}"
         return pickle.loads(wanted.read_bytes())  # noqa: S301 - written by our own child
 

@@ -22,6 +22,7 @@ from orchestrator.cluster.orphan_reaper import start_time
 from orchestrator.config.load import dump_config, load_config
 from orchestrator.watch.records import STORE_NAME, RunFacts, SlotRecord
 from orchestrator.watch.store import RunStore
+from tests.fork_server import ForkServer
 from workers.messages import WorkerState
 
 ROOT = Path(__file__).parent.parent
@@ -185,10 +186,10 @@ def test_a_counter_that_goes_back_is_noticed(store: RunStore, tmp_path: Path) ->
     assert ledger.broken == ["pc1/0: steps_ok went back from 28 to 27"]
 
 
-@pytest.mark.torch
-def test_the_witness_has_every_step_of_a_process_that_was_killed(tmp_path: Path) -> None:
+def test_the_witness_has_every_step_of_a_process_that_was_killed(fork_server: ForkServer, tmp_path: Path) -> None:
     code = """
-import os, signal, torch
+import os, signal, torch, warnings
+warnings.simplefilter("ignore")
 from scripts.benches.witness import Witness
 from workers.workloads.base import WorkloadContext
 witness = Witness(WorkloadContext(device=torch.device("cpu"), dtype=torch.float32, seed=3))
@@ -199,10 +200,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     for lives in (1, 2):
         environment = {**os.environ, "ORCH_WITNESS_DIR": str(tmp_path)}
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, env=environment, timeout=60, check=False
-        )
-        assert done.returncode == -signal.SIGKILL
+        assert fork_server.run(code, cwd=ROOT, environment=environment).returncode == -signal.SIGKILL
         assert (tmp_path / "3.steps").stat().st_size == 5 * lives
 
 

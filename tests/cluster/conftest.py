@@ -24,6 +24,7 @@ import psutil
 import pytest
 
 from orchestrator.watch.records import STORE_NAME
+from tests.reaper import Reaper
 
 ROOT = Path(__file__).parents[2]
 _PR_SET_CHILD_SUBREAPER = 36
@@ -142,9 +143,10 @@ def nothing_left() -> Iterator[None]:
 
 
 @pytest.fixture
-def short_tmp() -> Iterator[Path]:
+def short_tmp(session_reaper: Reaper) -> Iterator[Path]:
     """A folder with a path short enough for Ray's sockets."""
     folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+    session_reaper.remove_at_the_end(folder)
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
 

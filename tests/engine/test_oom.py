@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import pickle
-import subprocess
-import sys
 import textwrap
 import weakref
 from itertools import pairwise
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fork_server import ForkServer
 from workers.errors import ContextCorruptedError, IncompatibleError
 from workers.oom import Failure, classify, traceback_text
 from workers.settings import FailureKind
@@ -371,7 +370,7 @@ class TestTraceback:
         assert text.endswith("end\n")
 
 
-def test_a_real_refusal_by_the_kernel_is_definite() -> None:
+def test_a_real_refusal_by_the_kernel_is_definite(fork_server: ForkServer) -> None:
     """RLIMIT_DATA makes the kernel refuse, torch raises whatever it raises, and the process goes on."""
     script = textwrap.dedent(
         """
@@ -401,8 +400,7 @@ def test_a_real_refusal_by_the_kernel_is_definite() -> None:
         print(torch.ones(mib).sum().item())
         """
     )
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    done = fork_server.run(script)
     assert done.returncode == 0, done.stderr
     verdict, still_alive = done.stdout.splitlines()
     assert verdict == 'definite | text "DefaultCPUAllocator: can\'t allocate memory"'

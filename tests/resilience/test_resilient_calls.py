@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from tests.fork_server import ForkServer
 from workers import OutOfBatchError, Retry, resilient
 from workers.settings import FailureKind
 from workers.testing import injected_error
@@ -519,11 +520,8 @@ assert len(copy()) <= 10
 """
 
 
-@pytest.mark.torch
-def test_a_function_of_the_main_script_travels_by_value() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", BY_VALUE], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+def test_a_function_of_the_main_script_travels_by_value(fork_server: ForkServer) -> None:
+    done = fork_server.run(BY_VALUE, cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,0 +1,226 @@
+"""One process imports torch once and forks a child for each scenario; importing takes a second or two of a core.
+
+A child behaves like a fresh `python -c CODE` that has imported torch: its own session, folder, environment, arguments
+and limits, no standard input, its output in files, and an ordinary end of the interpreter. The server itself runs no
+operation of torch, because a pool of OpenMP threads does not survive a fork. It ends its children when their client
+goes away, and itself when the tests do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Child:
+    """A forked process. Its output so far can be read at any time."""
+
+    def __init__(self, connection: socket.socket, pid: int, out: IO[bytes], err: IO[bytes]) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._connection = connection
+        self._out, self._err = out, err
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait for the end; return the exit status, or the negative number of the signal."""
+        if self.returncode is None:
+            self._connection.settimeout(timeout_s)
+            try:
+                answer = self._connection.recv(16)
+            except TimeoutError as error:
+                raise subprocess.TimeoutExpired(f"forked child {self.pid}", timeout_s) from error
+            assert answer, f"the fork server ended before its child {self.pid}"
+            self.returncode = int(answer)
+        return self.returncode
+
+    def kill(self) -> None:
+        """End it and what it started."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End it and forget its output."""
+        self.kill()
+        for stream in (self._connection, self._out, self._err):
+            stream.close()
+
+    @property
+    def out(self) -> str:
+        """What it has written to its standard output."""
+        return _whole(self._out)
+
+    @property
+    def err(self) -> str:
+        """What it has written to its standard error."""
+        return _whole(self._err)
+
+
+def _whole(stream: IO[bytes]) -> str:
+    return os.pread(stream.fileno(), os.fstat(stream.fileno()).st_size, 0).decode()
+
+
+class ForkServer:
+    """The tests' end of a server; it is started with the first child."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def start(
+        self, code: str, *arguments: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None
+    ) -> Child:
+        """Fork a child that runs `code` as its main module; whoever starts it closes it."""
+        ours, theirs = socket.socketpair()
+        out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
+        with theirs:
+            socket.send_fds(self._connected(), [b"f"], [theirs.fileno(), out.fileno(), err.fileno()])
+        request = pickle.dumps((code, arguments, str(cwd or Path.cwd()), dict(environment or os.environ)))
+        ours.sendall(len(request).to_bytes(8) + request)
+        # The server may still be importing torch on a busy machine.
+        ours.settimeout(120)
+        return Child(ours, int.from_bytes(ours.recv(8)), out, err)
+
+    def run(
+        self,
+        code: str,
+        *arguments: str,
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        timeout_s: float = 120.0,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `code` to its end, as `subprocess.run` would; a child that takes longer is ended."""
+        child = self.start(code, *arguments, cwd=cwd, environment=environment)
+        try:
+            status = child.wait(timeout_s)
+            return subprocess.CompletedProcess(["-c", code, *arguments], status, child.out, child.err)
+        except subprocess.TimeoutExpired as error:
+            error.output, error.stderr = child.out, child.err
+            raise
+        finally:
+            child.close()
+
+    def close(self) -> None:
+        """End the server and its children."""
+        if self._process is not None and self._control is not None:
+            self._control.close()
+            self._process.wait(30)
+
+    def _connected(self) -> socket.socket:
+        if self._control is None:
+            self._control, theirs = socket.socketpair()
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, __file__, str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+        return self._control
+
+
+def _serve(control: socket.socket) -> types.CodeType:
+    """Fork until the tests end; returns only in a child, with the code that it is to run."""
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    children: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor of the process: its id and its client
+    clients: dict[int, int] = {}  # by the descriptor of the client: the process's id
+    while True:
+        for descriptor, _ in poll.poll():
+            if descriptor == control.fileno():
+                _, received, _, _ = socket.recv_fds(control, 1, 3)
+                if not received:
+                    for pid, _client in children.values():
+                        os.killpg(pid, signal.SIGKILL)
+                    os._exit(0)
+                client = socket.socket(fileno=received[0])
+                pid = os.fork()
+                if pid == 0:
+                    return _become(client, *received[1:])
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.setpgid(pid, pid)  # as the child does; whoever comes first
+                for copy in received[1:]:
+                    os.close(copy)
+                process = os.pidfd_open(pid)
+                children[process], clients[client.fileno()] = (pid, client), pid
+                poll.register(process, select.POLLIN)
+                poll.register(client, 0)  # only whether it hangs up
+                with contextlib.suppress(OSError):
+                    client.sendall(pid.to_bytes(8))
+            elif descriptor in children:
+                pid, client = children.pop(descriptor)
+                _, status = os.waitpid(pid, 0)
+                poll.unregister(descriptor)
+                os.close(descriptor)
+                if clients.pop(client.fileno(), None) is not None:
+                    poll.unregister(client)
+                with contextlib.suppress(OSError):
+                    client.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+                client.close()
+            elif descriptor in clients:
+                poll.unregister(descriptor)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(clients.pop(descriptor), signal.SIGKILL)
+
+
+def _become(client: socket.socket, out: int, err: int) -> types.CodeType:
+    """Make this fork look like a fresh process."""
+    with contextlib.suppress(PermissionError):
+        os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    with client.makefile("rb") as stream:
+        size = int.from_bytes(stream.read(8))
+        code, arguments, cwd, environment = pickle.loads(stream.read(size))  # noqa: S301 - from the tests
+    client.detach()
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    if hasattr(time, "tzset"):
+        time.tzset()
+    sys.argv = ["-c", *arguments]
+    sys.path[:] = ["", *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *_BASE_PATH]
+    importlib.invalidate_caches()
+    return compile(code, "<string>", "exec")
+
+
+if __name__ == "__main__":
+    import faulthandler
+    import gc
+    import warnings
+
+    faulthandler.enable()
+    _own = {str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
+    _BASE_PATH = [entry for entry in sys.path if entry not in _own]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch misses NumPy, and says so once
+        import torch
+
+    _threads = len(list(Path("/proc/self/task").iterdir()))
+    assert _threads == 1, f"torch {torch.__version__} has begun threads: a fork loses them"
+    gc.collect()
+    gc.freeze()  # or every collection of a child copies all the pages of torch
+    _code = _serve(socket.socket(fileno=int(sys.argv[1])))
+    _main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(_code, vars(sys.modules["__main__"]))  # noqa: S102 - that is what it is for
