@@ -223,6 +223,15 @@ def test_every_module_and_configuration_key_named_in_prose_exists() -> None:
     assert missing == {}
 
 
+@pytest.mark.parametrize("word", ["nobody", "somebody", "anybody", "everybody", "whoever", "for ever"])
+def test_prose_names_the_subject(word: str) -> None:
+    """Plain technical English says which program, user or worker is meant, and how long."""
+    files = [file for file in [*DOCUMENTS, *SOURCES] if file.parent.name != "results"]
+    pattern = re.compile(rf"\b{word.replace(' ', chr(92) + 's+')}\b", re.IGNORECASE)
+    texts = {file: text_of(file) if file.suffix == ".md" else prose_of(file) for file in files}
+    assert [str(file.relative_to(ROOT)) for file, text in texts.items() if pattern.search(text)] == []
+
+
 @cache
 def text_of(path: Path) -> str:
     """Read a document."""
@@ -333,6 +342,7 @@ def folders() -> frozenset[str]:
     return frozenset(Path(path).parent.name for path in files_of_the_project() if path.startswith(PACKAGES))
 
 
+@cache
 def prose_of(file: Path) -> str:
     """Return the docstrings and comments of a module."""
     source = text_of(file)

@@ -126,7 +126,7 @@ class DeviceInfo:
     hostname: str
     torch_version: str
     driver: str | None = None
-    """Version of the card's driver; `None` on a CPU, or where nobody tells."""
+    """Version of the card's driver; `None` on a CPU, or where it is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ class MemoryInfo:
 
     device_total_bytes: int | None
     device_used_bytes: int | None
-    """Everybody's use of the device, not only ours."""
+    """Use of the device by all programs."""
     free_bytes: int
     """What this worker could still obtain: min(cap, what the device has free), less what it holds."""
     allocated_bytes: int
@@ -154,7 +154,7 @@ class MemoryInfo:
 
     @property
     def utilisation(self) -> float | None:
-        """Share of the device's memory in use by anybody; `None` when the device does not say."""
+        """Share of the device's memory in use by all programs; `None` when the device does not say."""
         if not self.device_total_bytes or self.device_used_bytes is None:
             return None
         return self.device_used_bytes / self.device_total_bytes

@@ -59,7 +59,7 @@ class MemorySettings:
     failures_per_minute: int = 6
     """`adaptive` never lets more steps run out of memory within any 60 s."""
     leave_free_bytes: int = 0
-    """`adaptive` gives way when less than this stays free on the device."""
+    """`adaptive` shrinks when less than this stays free on the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ class ThermalSettings:
     """A hot card is never used less than this share of the time, unless it is paused."""
     longest_pause_s: float | None = 120.0
     """A pause also ends, at the smallest duty, once the card has been below `critical_c` for so long without reaching
-    `resume_c`: others keep it warm, and waiting would be for ever. `None`: wait for ever."""
+    `resume_c`: other workers keep it warm, and waiting would not end. `None`: wait without a limit."""
     alarming_bandwidth_drop: float = 0.10
     """Memory that moves this share less than it did raises an alarm; healthy memory stays within a few percent."""
 
@@ -215,9 +215,9 @@ class StoredLimit:
     """Most that a step of `learned.size` took; `None` if no peak was measured."""
     learned_at_unix_s: float
     best_tflops: float | None = None
-    """Most that such a worker has sustained; `None` if nobody counted."""
+    """Most that such a worker has sustained; `None` if it is unknown."""
     best_under: str | None = None
-    """How much of the card it had then: its duty, and who shared the card. Under other terms its best says nothing."""
+    """How much of the card it had then: its duty, and who shared the card. Only equal terms are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

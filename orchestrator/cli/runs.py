@@ -208,7 +208,7 @@ def _verdict(ended: Mapping[str, Any]) -> str:
     words = {
         "good": "it ran to its end and every worker did its work",
         "degraded": "it ran to its end, but not every worker did its work well",
-        "interrupted": "somebody ended it before its time",
+        "interrupted": "it was ended before its time",
         "failed": "an error ended it",
     }
     meaning, error = words.get(str(ended.get("outcome"))), ended.get("error")

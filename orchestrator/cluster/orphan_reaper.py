@@ -59,8 +59,8 @@ def main(folder: str) -> None:
 def _at_work_in(folder: str) -> Iterator[int]:
     """Yield the processes of Ray that have the folder in their command line, or a file of it open.
 
-    Both, because Ray's workers and agents overwrite their command line with a title of their own, `ray::…`. Somebody's
-    notebook that only reads a log has neither.
+    Both, because Ray's workers and agents overwrite their command line with a title of their own, `ray::…`. A
+    notebook of the user that only reads a log has neither.
     """
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():

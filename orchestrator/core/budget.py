@@ -52,7 +52,7 @@ class NodeBudget:
 def gpu_fraction(workers: int, gpus: int) -> float:
     """Return the `num_gpus` of one worker, so that all of them fit on the cards and none is split over two.
 
-    Cut down to Ray's steps: seven workers get 0.1428, because at 0.1429 the seventh would wait for ever.
+    Rounded down to Ray's steps: seven workers get 0.1428, because at 0.1429 the seventh would wait without end.
     """
     return RAY_STEPS // workers_per_card(workers, gpus) / RAY_STEPS if gpus else 0.0
 

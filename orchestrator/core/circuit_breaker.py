@@ -1,7 +1,7 @@
-"""When it is the card that is sick, not its workers: all of them keep dying on it. Pure.
+"""Finds cards on which every worker keeps dying, so that the card is quarantined and not each worker. Pure.
 
-A worker that dies again and again is given up by itself (`lifecycle.py`). If every worker of a card does, the card, its
-driver, its power or its cable is the likelier cause, and one message says more than seven.
+A single worker that keeps dying is quarantined by the lifecycle (`lifecycle.py`). If every worker of a card does, the
+likely cause is the card, its driver, its power or its cable, and one message is enough.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from orchestrator.core.slot import Phase, Rules, Slot
 #: being killed at once and once more; the slot's own limit is higher.
 _DEATHS = 3
 
-#: With one worker on a card nobody can tell the one from the other.
+#: With one worker on a card, a faulty card cannot be distinguished from a faulty worker.
 _LEAST_WORKERS = 2
 
 

@@ -1,4 +1,4 @@
-"""What the supervisor asks of a cluster, in the project's words. Knows no Ray; `cluster.ray_fleet` speaks it.
+"""The fleet protocol: what the supervisor asks of a cluster. Knows no Ray; `cluster.ray_fleet` implements it on Ray.
 
 Covers the messages and the protocol. Does not decide anything about slots.
 """
@@ -23,13 +23,13 @@ class NodeFact:
     address: str
     cpus: float
     gpus: float
-    """As declared with `ray start --num-gpus`, which nobody checks."""
+    """As declared with `ray start --num-gpus`, which is not verified."""
     shows_card: bool = True
     """Whether Ray itself found a card there."""
     answers: bool = True
     """Whether it can be reached by our own clock, which is faster than Ray's."""
     refuses: bool = False
-    """Whether it said so itself that nothing of Ray runs there any more: not silence, which may have other reasons."""
+    """Whether its machine refused the connection, so that no raylet runs there. Silence may have other reasons."""
 
 
 class SliceFailure(StrEnum):
@@ -93,14 +93,14 @@ class DeathCause:
 
 
 class NodePower(Protocol):
-    """The switch of every node, where the nodes are ours."""
+    """Ends and starts nodes, where the nodes belong to this run."""
 
     def end(self, name: str) -> None:
         """End a node as a power cut would."""
         ...
 
     def start_again(self, name: str) -> None:
-        """Begin to start a node that was ended; it joins by and by."""
+        """Begin to start a node that was ended; it joins later."""
         ...
 
 
@@ -136,7 +136,7 @@ class Fleet(Protocol):
         ...
 
     def forget(self, slot: str) -> None:
-        """Give up the slot's slices under way: of them, only a report that comes all the same is told."""
+        """Give up the slot's slices under way: their failures are not returned, only reports that still arrive."""
         ...
 
     def restart(self, slot: str) -> None:
@@ -160,7 +160,7 @@ class Fleet(Protocol):
         ...
 
     def start_node(self, node: str) -> None:
-        """Begin to start a node that `end_node` ended; it joins by and by.
+        """Begin to start a node that `end_node` ended; it joins later.
 
         Raises:
             UsageError: This cluster's nodes are not ours to start.

@@ -1,8 +1,8 @@
 """Whether a worker's memory grows from slice to slice although its work stays the same. Pure.
 
-Looks at the resident memory of the process, and on a card at what its tensors hold besides. Both go up and down with
-the work, so only the least of the last reports counts, against the most of the first ones after the work last changed.
-Measures nothing (the worker does) and ends nothing (`lifecycle.py`).
+Uses the resident memory of the process, and on a card also what its tensors hold. Both vary with the work, so the
+lowest value of the last reports is compared with the highest of the first ones after the work last changed. Measures
+nothing (the worker does) and ends nothing (`lifecycle.py`).
 """
 
 from __future__ import annotations

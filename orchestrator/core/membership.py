@@ -1,7 +1,7 @@
-"""From what the cluster shows to what it means for the nodes of a run: who joined, who left, who cannot be used. Pure.
+"""Follows the nodes of a run: which joined, which left, which cannot be used. Pure.
 
 A node is known by its label, and by its node id for as long as that lives: a raylet that was started again is the same
-node with another id. Decides nothing about a slot (`lifecycle.py`) and asks nobody (`supervisor.py` does).
+node with another id. Decides nothing about a slot (`lifecycle.py`) and queries nothing (`supervisor.py` does).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def looked(
 ) -> tuple[NodeBook, tuple[tuple[str, NodeEvent], ...]]:
     """Compare the live nodes with what is known; return the new book, and what happened to which node.
 
-    A node that does not answer counts as gone, whatever Ray says of it: Ray is slower to find out.
+    A node that does not answer counts as gone, even if Ray still lists it: Ray is slower to notice.
     """
     answering = [fact for fact in facts if fact.answers and fact.name in config.nodes]
     refused: dict[str, str] = {}

@@ -1,6 +1,6 @@
-"""The exact commands that make a PC a node of the cluster: what `up` prints and what errors tell to type.
+"""The exact commands that make a PC a node of the cluster, for `up` and for error messages.
 
-Covers the words alone. Does not run them. Every value that ends up in a command is quoted for the shell.
+Covers the text. Does not run it. Every value that ends up in a command is quoted for the shell.
 """
 
 from __future__ import annotations

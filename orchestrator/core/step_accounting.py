@@ -1,4 +1,4 @@
-"""The books of a slot: what was sent, what came back, what was lost. Pure.
+"""Counts the steps of a slot: what was sent, what was reported, what was lost. Pure.
 
 A slice is named by (slot, incarnation, sequence) and is in exactly one of three states: under way, counted, or lost.
 Every step that a report tells of is counted once. A lost slice counts for nothing, and adds the most good steps it may

@@ -123,7 +123,7 @@ def check_token(auth: str, token: TokenFacts, *, is_needed: bool) -> Finding:
     if auth == "none":
         return warn(
             "token",
-            "switched off (cluster.auth: none): whoever reaches the head's port may run programs on these PCs",
+            "switched off (cluster.auth: none): any program that reaches the head's port may run code on these PCs",
             hint="set cluster.auth: token, end every node and start it with what `up` prints",
         )
     if token.from_environment:

@@ -45,8 +45,8 @@ def check_mine(folder: Path) -> None:
     status = folder.stat()
     if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
         raise UsageError(
-            f"{folder} belongs to somebody else, or anybody may write in it; copy it into your own run "
-            f"folder if you trust it, and go on with the copy"
+            f"{folder} belongs to another user, or other users may write in it; copy it into your own run "
+            f"folder if you trust it, and resume the copy"
         )
 
 

@@ -99,7 +99,7 @@ class Supervisor:
         self._outbox: list[tuple[str, slots.Command]] = []
         self._changed: set[str] = set(self._plans)
         self._unexplained: dict[str, float] = {}
-        """Slots whose process has ended, nobody knows why -> until when to ask."""
+        """Slots whose process has ended for an unknown reason -> until when to ask."""
         self._began_s = self._looked_at_s = self._clock.monotonic_s()
         self._ticks_from_s = self._began_s
         self._first_proven_s: float | None = None
@@ -361,7 +361,7 @@ class Supervisor:
         )
 
     def _drain(self) -> None:
-        """Let what runs end, begin nothing, and do not wait for ever."""
+        """Let slices under way end, send no more, and wait for a limited time."""
         for name in self._slots:
             self._feed(name, slots.Drain())
         self._send_out()

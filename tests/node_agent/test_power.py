@@ -169,7 +169,7 @@ def test_what_somebody_else_has_set_meanwhile_stays(node: Ready) -> None:
     agent.outcome()
     Path(f"{pc.fake.script_path}.limit-0").write_text("320000\n")
     assert agent.end() == (
-        "pc1's NVIDIA GeForce RTX 3090: power limit left at 320 W, which somebody else has set meanwhile",
+        "pc1's NVIDIA GeForce RTX 3090: power limit left at 320 W, which another program has set meanwhile",
     )
     assert pc.limits_w() == [320.0]
     assert pc.is_clean()

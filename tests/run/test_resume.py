@@ -149,7 +149,7 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "20260101-000000-abcd"
     folder.mkdir()
     os.chown(folder, 12345, 12345)
-    with pytest.raises(UsageError, match="somebody else"):
+    with pytest.raises(UsageError, match="another user"):
         go_on(stored(folder=folder), OPTIONS)
 
 

@@ -1,6 +1,6 @@
-"""What a worker does between two steps: look at its card and its results, rest as it should, and say how it is.
+"""What a worker does between two steps: read sensors, check results, pause for the duty, and set its state.
 
-Two things make it rest: the duty of its slot and the heat of its card. Does not run steps (`engine.py`) and decides
+Two things make it pause: the duty of its slot and the heat of its card. Does not run steps (`engine.py`) and decides
 nothing: the governor and the schedule of the checks do.
 """
 

@@ -1,8 +1,8 @@
 """One slice: ask the policy, run steps, survive, report.
 
-The engine lives in the worker's process for as long as that does and is driven by directives. It never decides a
-size (the policy does) and never touches the device but through `Device`. No exception leaves `run_slice` except a
-request to stop the process: failures travel as text in the report.
+The engine lives as long as the worker's process and is driven by directives. It never decides a size (the policy does)
+and uses the device only through `Device`. No exception leaves `run_slice` except a request to stop the process:
+failures are text in the report.
 """
 
 from __future__ import annotations

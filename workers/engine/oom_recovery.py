@@ -1,4 +1,4 @@
-"""What a worker does when memory has run out: give everything back, prove that the device answers, look what is there.
+"""Recovery from out-of-memory: give everything back, prove that the device answers, measure what is free.
 
 Runs outside every exception handler: a handler's traceback holds the frames, and the frames hold the tensors. Decides
 no size (the policy does).

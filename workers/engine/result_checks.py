@@ -1,4 +1,4 @@
-"""Checks of a worker's results now and then, and what they found: the shell around `verification`.
+"""Runs checks of a worker's results when they are due, and keeps what they found.
 
 Calls the workload's own check when one is due, and survives it. Does not know how a result is checked, and does not
 judge a worker by more than one finding: a wrong result is never forgotten while the process lives.
@@ -32,7 +32,7 @@ class ResultChecks:
 
         Args:
             share: Of the time that checks may take, 0 for none.
-            where: Slot and card, for whoever has to find a sick one.
+            where: Slot and card, so that the user finds a faulty one.
         """
         self._schedule = CheckSchedule(share)
         self._where = where

@@ -45,9 +45,9 @@ class Session:
     workload: Workload
     policy: Policy[Any]
     state: Any
-    """The policy's, from `take_up` on; nobody else knows what is in it."""
+    """The policy's, from `take_up` on; its content is the policy's own."""
     key: LimitKey
-    """The circumstances, under which alone what is learned here means anything."""
+    """The circumstances for which learned values are valid."""
     incarnation: int
     heat: ThermalControl
     proof: ResultChecks
@@ -142,8 +142,8 @@ def open_session(spec: WorkerSpec, incarnation: int, stats: SliceStats) -> Sessi
         IncompatibleError: They can never work here.
         ContextCorruptedError: The device failed while it was opened; a fresh process may do better.
     """
-    # torch's modules live for ever: taken out of the collector's sight, a collection costs 1 ms instead of 70. Without
-    # a collection before it: that would cost every start what this saves, for little that was garbage.
+    # torch's modules are never freed. Hidden from the collector, they make a collection cost 1 ms instead of 70. There
+    # is no collection before it: that would cost each start what this saves, for little garbage.
     gc.freeze()
     failure: Failure | None = None
     chaos: ChaoticWorkload | None = None

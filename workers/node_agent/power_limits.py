@@ -108,7 +108,7 @@ def restore(node: str, change: PowerChange) -> str | None:
         if now_mw == change.before_mw:
             return None
         if now_mw != change.set_mw:
-            return f"{name}: power limit left at {now_mw / 1000:g} W, which somebody else has set meanwhile"
+            return f"{name}: power limit left at {now_mw / 1000:g} W, which another program has set meanwhile"
         pynvml.nvmlDeviceSetPowerManagementLimit(handle, change.before_mw)
         now_mw = int(pynvml.nvmlDeviceGetPowerManagementLimit(handle))
     except pynvml.NVMLError as error:

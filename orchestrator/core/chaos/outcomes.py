@@ -1,4 +1,4 @@
-"""What became of each injected fault, told by how slots change. Injects nothing (`schedule.py`). Pure."""
+"""The outcome of each injected fault, derived from how slots change. Injects nothing (`schedule.py`). Pure."""
 
 from __future__ import annotations
 

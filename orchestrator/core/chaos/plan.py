@@ -1,6 +1,6 @@
 """What `run --chaos` asks for: the grammar of the option, and what a cluster must be for it.
 
-Does not say which slice is struck (`schedule.py`), and does nothing to anybody. Pure.
+Does not choose the slices (`schedule.py`), and injects nothing. Pure.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ def _every(piece: str, text: str) -> float:
 
 
 def _time(piece: str, text: str) -> float:
-    # Elsewhere a plain number means minutes; after an @ nobody would guess that.
+    # Elsewhere a plain number means minutes; after an @ that would be unexpected.
     if text[-1:].isalpha():
         try:
             return parse_duration(text)

@@ -1,9 +1,9 @@
-"""The book of the injected faults of one run: those under way, and each with its one outcome.
+"""The injected faults of one run: those under way, and the outcome of each.
 
 Rules:
 
 1. A slot has at most one strike under way, and none while its node is down or on its way back.
-2. A fault gets one outcome, and keeps it. What nobody can know is called overtaken, not struck.
+2. A fault gets one outcome, and keeps it. If it is unknown whether it struck, the outcome is MOOT.
 3. Same plan, same seed, same sequence of calls: same faults.
 
 Keeps what `schedule.py` and `outcomes.py` decide. Pure.
@@ -37,7 +37,7 @@ class FaultOutcome(StrEnum):
     GIVEN_UP = "given_up"
     #: The run, or the node's next fault, came before it was back.
     NOT_BACK = "not_back"
-    #: Something else came first, so that it met nothing, or nobody can know.
+    #: Something else came first, so it struck nothing, or that is unknown.
     MOOT = "moot"
 
 

@@ -1,11 +1,11 @@
-"""Between the slots and their leases: what each says of its card, and what the directives under way allow it. Pure.
+"""Connects slots to leases: collects what reports say about each card, and what directives under way allow. Pure.
 
-The supervisor looks once a turn, and asks for the lease of each directive when it sends that. How the leases come about
-is in `leases.py`.
+The supervisor calls `look` once a turn, and asks for the lease of each directive when it sends it. `leases.py` computes
+the leases.
 
-Starts are staggered by leases too. Where several workers share a card, the first directive of a process lets it hold
-nothing: it opens the card, one process at a time (`workers/devices/init_lock.py`), and tells what is there. So nobody
-climbs before the head knows the card, and after that each climbs in bytes of its own.
+Leases also order the starts. Where several workers share a card, the first directive of a process lets it hold nothing:
+it opens the card, one process at a time (`workers/devices/init_lock.py`), and reports what is there. So no worker
+obtains memory before the head knows the card, and then each worker obtains bytes of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EXPECTED_S: Final = 30.0
 
 
 class MemoryBroker:
-    """The books of one run's leases."""
+    """The leases of one run."""
 
     def __init__(self, plans: Mapping[str, SlotPlan]) -> None:
         self._specs = {name: plan.spec for name, plan in plans.items() if _heeds_leases(plan.spec)}
@@ -76,7 +76,7 @@ class MemoryBroker:
         node = self._specs[name].node
         neighbours = [other for other_name, other in slots.items() if self._specs[other_name].node == node]
         seen = {other.device.uuid for other in neighbours if other.device is not None}
-        # With two cards on its node nobody can tell which one it will get.
+        # With two cards on its node it is unknown which one it will get.
         return seen.pop() if len(seen) == 1 else None
 
     def _claimant(self, slot: Slot, card: str | None, context_bytes: int) -> Claimant:

@@ -1,7 +1,7 @@
-"""Whether a worker takes what it is leased, or leaves it to the others. Pure.
+"""Whether a worker uses its lease, or leaves it to the others. Pure.
 
-A worker with small steps, or one that can run nothing, holds little however much it may hold. What it leaves for some
-reports is lent out, all but some room above what it holds: growing into that room is how it says that it wants more.
+A worker with small steps, or one that can run nothing, holds little even with a large lease. What it leaves unused for
+some reports is lent to others, except a reserve above what it holds. When it grows into that reserve, it wants more.
 Divides nothing (`leases.py` does).
 """
 

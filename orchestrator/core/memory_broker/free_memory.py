@@ -1,9 +1,8 @@
-"""What a card has for our workers, from looks that each of them took at another moment. Pure.
+"""Estimates the memory of a card for our workers, from samples that they took at different moments. Pure.
 
-A report says how much its worker held and what the card had free at that moment. What the others held then is not in
-it: only that it was what their reports before and after say, or something between. Looks at which that makes no
-difference are believed; while workers grow or shrink there may be none, and then only bounds are known. Divides nothing
-among the workers (`leases.py`).
+A report says how much its worker held and what the card had free at that moment. What the other workers held then lies
+between their reports before and after. A sample is used as exact if this makes no difference. While workers grow or
+shrink there may be no such sample, and then only bounds are known. Divides nothing among the workers (`leases.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Look:
     most_bytes: int
     """The most that it held since its look before."""
     free_bytes: int | None
-    """On the card, for anybody; `None` for a process that has ended: it saw nothing, and holds nothing."""
+    """Free on the card; `None` for a process that has ended: it measured nothing, and holds nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +42,7 @@ class Looks:
     """The most that each worker may come to hold before its next report."""
 
 
-#: Nobody has looked yet.
+#: No worker has reported yet.
 NO_LOOKS: Final = Looks()
 
 
@@ -67,11 +66,11 @@ def gone(looks: Looks, slot: str, now_s: float) -> Looks:
 def available(looks: Looks, total_bytes: int) -> tuple[int, int] | None:
     """Return the least and the most that the card may have for our workers: what they hold, and what is free.
 
-    The least is that of the whole window, so that what is there for a moment is not promised. The most is that of the
-    last look of each worker, so that a moment's lack moves nobody and a lasting one does at once.
+    The least is that of the whole window, so that memory that is free only for a moment is not promised. The most is
+    that of the last sample of each worker, so that a short lack changes no lease and a lasting one does at once.
 
     Returns:
-        `None` as long as nobody has looked.
+        `None` before the first report.
     """
     bounds = _bounds(looks)
     if not bounds:

@@ -1,16 +1,16 @@
-"""What each worker of a shared card may hold now: fair shares of what the card has for ours, promised once. Pure.
+"""Leases: what each worker of a shared card may hold now, as fair shares in which each byte is promised once. Pure.
 
-Workers of one card all see the same free bytes. When a game gives its memory back, all of them would grow into it, and
-those that come too late would be left with what they have. So the head leases: what its workers hold and what is free,
-less a little, is divided max-min fairly by what each may hold (its cap) and takes. Rules:
+Workers of one card all see the same free bytes. When another program frees memory, all of them would grow into it, and
+the late ones would fail. So the head leases: what its workers hold and what is free, less a reserve, is divided max-min
+fairly by what each may hold (its cap) and uses. Rules:
 
-1. Where the caps of all workers fit, every lease is the cap. A card with one worker, or one that nobody has looked at,
-   has no leases.
+1. Where the caps of all workers fit, every lease is the cap. A card with one worker, or one without a report, has no
+   leases.
 2. Bytes are promised once. A promise that was not taken yet counts as used, and so does what a directive under way
    still allows after its lease was cut.
 3. A lease is cut when hardly more is there than is promised, or when another worker has less than its share and what
    is free does not make up for it. It grows only into bytes that were there in all of the last seconds, and small
-   differences move nobody. Who is far below its share waits for half of the rest, rather than for many small parts.
+   differences change no lease. A worker far below its share waits for half of the rest, not for many small parts.
 4. What a worker leaves untaken is lent to the others, and given back when it begins to grow (`demand.py`).
 
 How much there is follows from reports that were made at different moments (`free_memory.py`). Does not enforce a lease
@@ -31,11 +31,11 @@ from orchestrator.core.memory_broker.free_memory import NO_LOOKS, Look, Looks, a
 #: Share of a card that is not promised where the caps do not fit: what changes between two reports comes out of it.
 _SPARE: Final = 0.01
 
-#: When no more than this is left of that, leases are cut: who takes all that is free may want more than that.
+#: When no more than this is left of that, leases are cut: a program that takes all that is free may need more.
 _LEFT: Final = 0.25
 
 #: So long a worker waits for at least half of what it is short of: a step that is much too small is worth nothing, and
-#: each increase costs a change of size. Who lets go of memory does so within two slices.
+#: each increase costs a change of size. A worker that gives memory back does so within two slices.
 _WAITS_S: Final = 10.0
 
 #: Otherwise a lease moves only by more than this share of itself.
@@ -48,13 +48,13 @@ class Claimant:
 
     slot: str
     card: str | None
-    """What identifies the card; `None` if nobody knows it yet, or if it is none that workers share."""
+    """What identifies the card; `None` if it is unknown yet, or not shared by workers."""
     cap_bytes: int
     """What its allocator may ever hold; before it has reported, its budget less `unopened_bytes`."""
     granted_bytes: int = 0
     """The most that a directive under way lets it hold: the cap for one without a lease, 0 if none is under way."""
     leave_free_bytes: int = 0
-    """What it leaves free on the card for everybody: it makes way by itself for whoever takes of that."""
+    """What it leaves free on the card: it shrinks by itself when other programs take of that."""
     unopened_bytes: int = 0
     """What opening the card will cost it, its context; 0 once it has reported."""
     report: tuple[int, int] | None = None
@@ -64,7 +64,7 @@ class Claimant:
     peak_bytes: int | None = None
     """The most that its tensors took in that slice; `None` if that did not say."""
     free_bytes: int | None = None
-    """What the card had free at that report, for anybody; `None` if that did not say."""
+    """What the card had free at that report; `None` if that did not say."""
     total_bytes: int | None = None
     """Of the card; `None` if the report did not say."""
     starving: bool = False
@@ -131,7 +131,7 @@ def leased(books: Books, claimants: Sequence[Claimant], now_s: float) -> tuple[B
 
 
 def fair_shares(pool_bytes: int, wanted: Mapping[str, int]) -> dict[str, int]:
-    """Divide max-min fairly: nobody gets more than it wants, and no share could grow but at a smaller one's cost."""
+    """Divide max-min fairly: no worker gets more than it wants, and growing one share would cut a smaller one."""
     shares = dict.fromkeys(wanted, 0)
     left_bytes = max(0, pool_bytes)
     for place, slot in enumerate(sorted(wanted, key=lambda slot: (wanted[slot], slot))):
@@ -237,7 +237,7 @@ def _offered(demands: Mapping[str, Demand], caps: dict[str, int], pool_bytes: in
 
 
 def _goals(demands: Mapping[str, Demand], caps: dict[str, int], pool_bytes: int) -> dict[str, int]:
-    """Return what each worker should have: its share, and its part of what nobody wants."""
+    """Return what each worker should have: its share, and its part of what no worker wants."""
     shares = fair_shares(pool_bytes, _wanted(demands, caps))
     rest = fair_shares(pool_bytes - sum(shares.values()), {slot: caps[slot] - shares[slot] for slot in shares})
     return {slot: share + rest[slot] for slot, share in shares.items()}
