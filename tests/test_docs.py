@@ -33,9 +33,9 @@ SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 
 OPTIONS = {
     "run": {
-        "--config", "-c", "--duration", "--local", "--rehearse", "--scale", "--workload", "--policy", "--set", "--json",
-        "--plain", "--wait-for-nodes", "--run-dir", "--resume", "--chaos", "--chaos-seed", "--yes-really",
-        "--fake-sensors", "--apply-power-limit", "--help",
+        "--config", "-c", "--duration", "--local", "--rehearse", "--debug", "--scale", "--workload", "--policy",
+        "--set", "--json", "--plain", "--wait-for-nodes", "--run-dir", "--resume", "--chaos", "--chaos-seed",
+        "--yes-really", "--fake-sensors", "--apply-power-limit", "--help",
     },
     "plan": {"--config", "-c", "--set", "--json", "--help"},
     "up": {"node", "--config", "-c", "--set", "--head-address", "--exec", "--help"},

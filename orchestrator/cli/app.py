@@ -20,6 +20,7 @@ from orchestrator.cli.options import (
     ApplyPowerLimit,
     AsJson,
     ConfigPath,
+    Debug,
     FakeSensors,
     Local,
     NewRunDir,
@@ -50,6 +51,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     ] = None,
     local: Local = False,
     rehearse: Rehearse = False,
+    debug: Debug = False,
     scale: Annotated[
         float | None, typer.Option(help="Of bytes in a rehearsal; sizes by its root. Default: 1/16 on a CPU.")
     ] = None,
@@ -88,6 +90,8 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
 
     if local and rehearse:
         raise UsageError("--local and --rehearse exclude each other")
+    if debug and (local or rehearse):
+        raise UsageError("--debug runs one worker in this process: it excludes --local and --rehearse")
     if scale is not None and not rehearse:
         raise UsageError("--scale only makes sense with --rehearse")
     options = runner.Options(
@@ -107,11 +111,13 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     _let_workers_import_from_here()
     if resume is not None:
         changed = [text for text in given if not text.startswith("run.dir=")]
-        if local or rehearse or changed or overrides:
+        if local or rehearse or debug or changed or overrides:
             raise UsageError("--resume goes on with the run's own configuration; start a new run to change anything")
         raise typer.Exit(runner.go_on(read_run(find_run(Path(loaded.run.dir), resume)), options))
     if rehearse:
         environment = environments.in_rehearsal(loaded, scale)
+    elif debug:
+        environment = environments.in_this_process(loaded)
     elif local:
         environment = environments.on_this_machine(loaded)
     else:

@@ -18,6 +18,9 @@ Local = Annotated[bool, typer.Option("--local", help="This machine alone, with w
 Rehearse = Annotated[
     bool, typer.Option("--rehearse", help="Every node as a small copy on this machine: real Ray, real failures.")
 ]
+Debug = Annotated[
+    bool, typer.Option("--debug", help="One worker in this process, without Ray: breakpoints in your workload work.")
+]
 Plain = Annotated[bool, typer.Option("--plain", help="Lines instead of a live table.")]
 NewRunDir = Annotated[str | None, typer.Option(help="Where run folders go. Default: run.dir.", metavar="DIR")]
 FakeSensors = Annotated[

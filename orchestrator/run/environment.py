@@ -1,4 +1,4 @@
-"""The three targets of a run: the user's cluster, this machine as it is, or a rehearsal of the cluster on this machine.
+"""The targets of a run: the user's cluster, this machine as it is, a rehearsal of the cluster here, or this process.
 
 Each turns a configuration into an `Environment`: what will run, where, and the lines that tell the user. Does not start
 anything by itself; entering `Environment.fleet` does.
@@ -7,7 +7,7 @@ anything by itself; entering `Environment.fleet` does.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -16,6 +16,7 @@ import psutil
 
 from orchestrator.cluster import local_gpus
 from orchestrator.cluster.connect import connected
+from orchestrator.cluster.in_process_fleet import in_process
 from orchestrator.cluster.local_cluster import rehearsed
 from orchestrator.cluster.raylets import RayletPlan
 from orchestrator.config.load import config_from_data
@@ -47,11 +48,12 @@ _LOCAL_CPU_WORKER_GIB = 1.0
 
 
 class Mode(StrEnum):
-    """Which of the three targets."""
+    """Which of the targets."""
 
     CLUSTER = "cluster"
     REHEARSE = "rehearse"
     LOCAL = "local"
+    DEBUG = "debug"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +108,8 @@ def again(mode: str, config: Config, target: Target) -> Environment:
         address = config.cluster.address
         lines = () if address == "auto" else (f"Connecting to {address}, as the run did",)
         return Environment(mode=Mode.CLUSTER, config=config, target=target, fleet=fleet, lines=lines)
+    if Mode(mode) is Mode.DEBUG:
+        return Environment(mode=Mode.DEBUG, config=config, target=target, fleet=_in_process(config), lines=())
     raylets = [_raylet(config, name) for name in _head_first(config)]
     return Environment(mode=Mode(mode), config=config, target=target, fleet=rehearsed(raylets), lines=(_STARTING,))
 
@@ -191,10 +195,7 @@ def _with_one_card_a_node(config: Config) -> Config:
 def on_this_machine(config: Config) -> Environment:
     """Run on what this machine has: its cards, else its CPU. `nodes:` of the configuration is ignored."""
     cards = local_gpus.cards()
-    node = _card_node(cards) if cards else _cpu_node()
-    data = {**config.model_dump(), "nodes": {"local": node}}
-    data["cluster"] = {**data["cluster"], "head": None}
-    local = config_from_data(data, "--local")
+    local = _on_one_node(config, _card_node(cards) if cards else _cpu_node(), "--local")
     words = f"{len(cards)} x {cards[0].name}" if cards else f"{os.cpu_count()} cores of {_BY_KERNEL}"
     workers, budget_gib = local.nodes["local"].workers, local.nodes["local"].vram_per_worker_gib
     return Environment(
@@ -204,6 +205,36 @@ def on_this_machine(config: Config) -> Environment:
         fleet=rehearsed([_raylet(local, "local")]),
         lines=(f"This machine: {words}; {workers} workers x {budget_gib:.2f} GiB", _STARTING),
     )
+
+
+def in_this_process(config: Config) -> Environment:
+    """Run one worker in this process, on a card of this machine or on its CPU, so that a debugger sees its workload.
+
+    Its duty is not limited: it would have to rest for a multiple of the time that the user spends at a breakpoint.
+    """
+    cards = local_gpus.cards()[:1]
+    node = {**(_card_node(cards) if cards else _cpu_node()), "workers": 1}
+    debug = _on_one_node(config.model_copy(update={"compute_share_mode": "none"}), node, "--debug")
+    words = cards[0].name if cards else f"{os.cpu_count()} cores of {_BY_KERNEL}"
+    return Environment(
+        mode=Mode.DEBUG,
+        config=debug,
+        target=Target(device="cuda" if cards else "cpu", one_machine=not cards),
+        fleet=_in_process(debug),
+        lines=(f"One worker in this process: {words}; {debug.nodes['local'].vram_per_worker_gib:.2f} GiB",),
+    )
+
+
+def _in_process(config: Config) -> AbstractContextManager[Fleet]:
+    budget = node_budget(config.head_node, config.nodes[config.head_node], config)
+    return in_process(config.head_node, cpus=budget.cpus_total, gpus=budget.gpus)
+
+
+def _on_one_node(config: Config, node: Mapping[str, object], source: str) -> Config:
+    """Return the configuration with this machine as its only node; `source` is named where it is refused."""
+    data = {**config.model_dump(), "nodes": {"local": node}}
+    data["cluster"] = {**data["cluster"], "head": None}
+    return config_from_data(data, source)
 
 
 def _raylet(config: Config, name: str) -> RayletPlan:

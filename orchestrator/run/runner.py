@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -29,7 +29,7 @@ from orchestrator.run.fault_injection import FaultInjector
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.run_info import Past, RunInfo
 from orchestrator.run.signals import Interrupts
-from orchestrator.run.stdio import Screen, own_screen
+from orchestrator.run.stdio import Screen, own_screen, shared_screen
 from orchestrator.run.supervisor import Supervisor
 from orchestrator.watch.archive import StoredRun
 from orchestrator.watch.events import EventLog
@@ -90,6 +90,8 @@ def go_on(stored: StoredRun, options: Options) -> int:
 def _check_pretence(environment: Environment, options: Options) -> None:
     if options.fake_sensors is not None:
         fake_sensors.check(options.fake_sensors, is_rehearsal=environment.mode is Mode.REHEARSE)
+    if environment.mode is Mode.DEBUG:
+        _check_debug(options)
     if options.chaos is None:
         return
     is_rehearsal = environment.mode is not Mode.CLUSTER
@@ -100,14 +102,28 @@ def _check_pretence(environment: Environment, options: Options) -> None:
     check(options.chaos, environment.config.nodes, environment.config.head_node, is_rehearsal=is_rehearsal)
 
 
+def _check_debug(options: Options) -> None:
+    if options.json:
+        raise UsageError("--json keeps standard output for one object; with --debug the debugger talks there")
+    if options.chaos is not None:
+        raise UsageError("--chaos ends worker processes; with --debug there is none but this one")
+    if options.apply_power_limit:
+        raise UsageError("--apply-power-limit needs an agent on each node, which --debug does not start")
+
+
 def _in_folder(
     folder: Path, environment: Environment, options: Options, started_at_unix_s: float, past: Past | None
 ) -> int:
     interrupts = Interrupts()
     interrupts.install()
-    with run_dir.owned(folder), own_screen(folder / "ray.log") as screen:
+    is_debug = environment.mode is Mode.DEBUG
+    with run_dir.owned(folder), shared_screen() if is_debug else own_screen(folder / "ray.log") as screen:
         record = _Record(
-            folder=folder, screen=screen, options=options, started_at_unix_s=started_at_unix_s, past=past or Past()
+            folder=folder,
+            screen=screen,
+            options=replace(options, plain=options.plain or is_debug),
+            started_at_unix_s=started_at_unix_s,
+            past=past or Past(),
         )
         try:
             if past is None:

@@ -25,6 +25,12 @@ class Screen:
 
 
 @contextlib.contextmanager
+def shared_screen() -> Iterator[Screen]:
+    """Leave standard output and error as they are, for a debugger that talks there."""
+    yield Screen(out=sys.stdout, err=sys.stderr)
+
+
+@contextlib.contextmanager
 def own_screen(log_path: Path | None) -> Iterator[Screen]:
     """Send everything written to file descriptors 1 and 2 into `log_path`, and yield the real ones.
 

@@ -1,0 +1,176 @@
+"""`run --debug`: a breakpoint in the user's workload stops at the user's terminal, and the run goes on from there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+#: Stops once, in the third step.
+WORKLOAD = """
+import torch
+from workers.workloads.base import StepResult, Workload
+
+class Mine(Workload):
+    steps = 0
+
+    def step(self, size, batch):
+        Mine.steps += 1
+        answer = f"answer {40 + Mine.steps}"
+        if Mine.steps == 3:
+            breakpoint()
+        torch.ones(64, 64) @ torch.ones(64, 64)
+        return StepResult(flop=2.0 * 64**3)
+
+    def release(self):
+        pass
+"""
+
+
+class Terminal:
+    """A user at a terminal: types a command and reads what it shows."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.runs = folder / "runs"
+        self.shown = ""
+        self._seen = 0
+        """How much of it was waited for."""
+        self._end, theirs = pty.openpty()
+        # Import of Ray or of its parts would be seen as a module that cannot be found.
+        (folder / "ray.py").write_text("raise ImportError('--debug works without Ray')\n", encoding="utf-8")
+        config = ("--config", str(ROOT / "cluster.yaml"), "--run-dir", str(self.runs))
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "orchestrator", "run", "--debug", *config, *arguments],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), "TERM": "dumb"},
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+        )
+        os.close(theirs)
+
+    def read_until(self, text: str, within_s: float = 120.0) -> None:
+        """Wait until `text` was shown after all that was waited for before."""
+        deadline_s = time.monotonic() + within_s
+        while (found := self.shown.find(text, self._seen)) < 0:
+            assert time.monotonic() < deadline_s, f"no {text!r} in:\n{self.shown}"
+            assert self._read(), f"it ended without {text!r}:\n{self.shown}"
+        self._seen = found + len(text)
+
+    def type(self, line: str) -> None:
+        """Type a line."""
+        os.write(self._end, f"{line}\n".encode())
+
+    def wait(self, within_s: float = 120.0) -> int:
+        """Read to the end; return the exit code."""
+        while self._read():
+            pass
+        return self.process.wait(within_s)
+
+    def summary(self) -> dict[str, Any]:
+        """The summary of the only run."""
+        (path,) = self.runs.glob("*/summary.json")
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+
+    def events(self) -> list[str]:
+        """The names of all events of the only run."""
+        (path,) = self.runs.glob("*/events.jsonl")
+        return [json.loads(line)["event"] for line in path.read_text(encoding="utf-8").splitlines()]
+
+    def close(self) -> None:
+        """End the command if it has not ended."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._end)
+
+    def _read(self) -> bool:
+        ready, _, _ = select.select([self._end], [], [], 1.0)
+        if not ready:
+            return True
+        with contextlib.suppress(OSError):  # on Linux, what says that the other end is closed
+            data = os.read(self._end, 65536)
+            self.shown += data.decode(errors="replace")
+            return bool(data)
+        return False
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the user's workload."""
+    (tmp_path / "mine.py").write_text(WORKLOAD, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def stopped(folder: Path) -> Iterator[Terminal]:
+    """A run that has stopped at the breakpoint."""
+    terminal = Terminal(folder, "--workload", "mine:Mine", "--duration", "2s", "--set", "compute_share_mode=duty")
+    try:
+        terminal.read_until("(Pdb)")
+        yield terminal
+    finally:
+        terminal.close()
+
+
+@pytest.mark.torch
+def test_a_breakpoint_in_a_workload_stops_shows_a_variable_and_goes_on(stopped: Terminal) -> None:
+    assert "mine.py" in stopped.shown, "it stops in the user's own file"
+    assert "One worker in this process" in stopped.shown
+    stopped.type("p answer")
+    stopped.read_until("answer 43")
+    stopped.read_until("(Pdb)")
+    stopped.type("c")
+    assert stopped.wait() == 0, stopped.shown
+    assert "local/0 RUNNING" in stopped.shown
+    assert "Outcome: good" in stopped.shown
+    summary = stopped.summary()
+    assert summary["outcome"] == "good"
+    (row,) = summary["workers"]
+    assert (row["slot"], row["state"], row["steps_error"], row["restarts"]) == ("local/0", "RUNNING", 0, 0)
+    assert row["steps_ok"] > 3
+    assert row["duty_requested"] is None, "the worker does not rest for the time that was spent at the prompt"
+    assert {"run_started", "node_joined", "device_opened", "counting", "run_ended"} <= set(stopped.events())
+
+
+@pytest.mark.torch
+def test_the_debuggers_quit_ends_the_run_as_an_interrupt_does(stopped: Terminal) -> None:
+    stopped.type("q")
+    assert stopped.wait() == 130, stopped.shown
+    assert stopped.summary()["outcome"] == "interrupted"
+    assert "Traceback" not in stopped.shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--local"], "excludes --local and --rehearse"),
+        (["--rehearse"], "excludes --local and --rehearse"),
+        (["--resume", "latest"], "goes on with the run's own configuration"),
+        (["--json"], "the debugger talks there"),
+        (["--chaos", "kill:rate=1"], "there is none but this one"),
+        (["--apply-power-limit"], "does not start"),
+        (["--fake-sensors", "heat.json"], "only makes sense with --rehearse"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_in_words(folder: Path, arguments: list[str], words: str) -> None:
+    terminal = Terminal(folder, *arguments)
+    try:
+        assert terminal.wait() == 2, terminal.shown
+        assert words in terminal.shown
+        assert "Traceback" not in terminal.shown
+        assert not terminal.runs.exists()
+    finally:
+        terminal.close()
