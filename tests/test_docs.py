@@ -75,7 +75,8 @@ for sequence in range(slices):
     )
     print(json.dumps({
         "verdict": report.verdict, "state": report.state, "reason": report.reason, "size": report.size,
-        "steps_ok": report.steps_ok, "steps_oom": report.steps_oom, "error": report.error, "flop": report.work_flop,
+        "steps_ok": report.counts.steps_ok, "steps_oom": report.counts.steps_oom, "error": report.error,
+        "flop": report.counts.work_flop,
     }))
 """
 

@@ -7,7 +7,7 @@ sides may use it. Bytes and seconds throughout; `None` means unknown.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
@@ -170,8 +170,55 @@ class WorkerEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepCounts:
+    """The counters of steps and result checks: of one slice, of a slot, or of a whole run.
+
+    The only place that names them; whatever adds counts up, adds two of these. Their names are keys of summary.json.
+    """
+
+    steps_ok: int = 0
+    steps_oom: int = 0
+    steps_error: int = 0
+    """Steps that failed by the workload's own fault."""
+    oom_count: int = 0
+    """Every out-of-memory error, those of progressive allocation included."""
+    emergency_count: int = 0
+    """Times the prepared 128x128 product was run because memory had run out."""
+    verify_checks: int = 0
+    verify_errors: int = 0
+    """Checked results that were wrong."""
+    work_flop: float = 0.0
+    busy_s: float = 0.0
+    """Time for which steps and checks kept the device busy."""
+
+    def __add__(self, other: StepCounts) -> StepCounts:
+        """Return the sum, counter by counter."""
+        names = StepCounts.__slots__
+        return StepCounts(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    @staticmethod
+    def total(counts: Iterable[StepCounts]) -> StepCounts:
+        """Return the sum of any number of counts; of thousands, faster than adding them one by one."""
+        known = tuple(counts)
+        return StepCounts(**{name: sum(getattr(one, name) for one in known) for name in StepCounts.__slots__})
+
+    @property
+    def steps(self) -> int:
+        """All steps that were begun and ended, however they ended."""
+        return self.steps_ok + self.steps_oom + self.steps_error
+
+    @property
+    def success_rate(self) -> float | None:
+        """Share of the steps that ended well, 0..1; `None` before the first. An out-of-memory counts against it."""
+        return self.steps_ok / self.steps if self.steps else None
+
+
+NO_COUNTS = StepCounts()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The result of a slice, which is also the heartbeat. Counts are of this slice alone."""
+    """The result of a slice, which is also the heartbeat. Its counts are of this slice alone."""
 
     slot: str
     incarnation: int
@@ -184,18 +231,8 @@ class Report:
     size: int | None
     batch: int | None
     claim_bytes: int | None
-    steps_ok: int = 0
-    steps_oom: int = 0
-    steps_error: int = 0
-    oom_count: int = 0
-    """Every out-of-memory of the slice, those of progressive allocation included."""
-    emergency_count: int = 0
-    """Times the prepared 128x128 product was run because memory had run out."""
-    work_flop: float = 0.0
-    busy_s: float = 0.0
+    counts: StepCounts = NO_COUNTS
     wall_s: float = 0.0
-    verify_checks: int = 0
-    verify_errors: int = 0
     sensors: SensorReading | None = None
     """The last look at the sensors; `None` if there was none yet."""
     rss_bytes: int | None = None

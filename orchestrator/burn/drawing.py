@@ -17,6 +17,7 @@ from orchestrator.burn.verdict import Check, Judged, Verdict, error_count, verdi
 from orchestrator.config.duration import format_duration
 from orchestrator.watch.cells import Glyphs, decimals_for, number, share_pct, whole
 from orchestrator.watch.phrases import counted
+from workers.messages import StepCounts
 
 _STYLES = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.NOT_JUDGED: "yellow"}
 
@@ -73,9 +74,8 @@ def _table(phase: PhaseResult, glyphs: Glyphs) -> Table:
 def _cells(phase: PhaseResult, taken: Taken, workers: Sequence[Judged], glyphs: Glyphs) -> Iterator[Text]:
     """Yield a node's cells: of its workers, always what the worst one shows."""
     figures = [worker.figures for worker in workers]
-    checks, wrong = (
-        sum(getattr(worker.row, name) for worker in workers) for name in ("verify_checks", "verify_errors")
-    )
+    counts = StepCounts.total(worker.row.counts for worker in workers)
+    checks, wrong = counts.verify_checks, counts.verify_errors
     held = [one.vram_held_share for one in figures if one.vram_held_share is not None]
     sums = [one.tflops_mean for one in figures if one.tflops_mean is not None]
     total = sum(sums) if sums else None

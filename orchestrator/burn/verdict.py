@@ -206,8 +206,8 @@ def error_count(row: Row, figures: Figures) -> int:
     An out-of-memory error that was survived does not count, nor the emergency product after it: finding the largest
     size that fits may cost one. A worker without memory for any step was not at work.
     """
-    idle = row.state in _FALLEN or row.steps_ok == 0 or bool(figures.emergency_share)
-    return row.steps_error + row.restarts + idle
+    idle = row.state in _FALLEN or row.counts.steps_ok == 0 or bool(figures.emergency_share)
+    return row.counts.steps_error + row.restarts + idle
 
 
 def _figures(measured: Measured, limits: Limits) -> Figures:
@@ -280,8 +280,8 @@ def _errors(row: Row, figures: Figures) -> Finding:
     starved = figures.emergency_share
     said = [
         f"ended {row.state}: {row.reason}" if row.state in _FALLEN else "",
-        "did no step" if row.steps_ok == 0 else "",
-        _times(row.steps_error, "error of the workload", "errors of the workload"),
+        "did no step" if row.counts.steps_ok == 0 else "",
+        _times(row.counts.steps_error, "error of the workload", "errors of the workload"),
         f"without memory for any step for {_pct(starved)} of the time" if starved else "",
         _times(row.restarts, "restart"),
     ]
@@ -290,13 +290,14 @@ def _errors(row: Row, figures: Figures) -> Finding:
 
 
 def _results(row: Row, unchecked: str | None) -> Finding:
-    if row.verify_errors:
-        return _finding(Check.RESULTS, False, f"{row.verify_errors} of {row.verify_checks} checked results were wrong")
+    checks, wrong = row.counts.verify_checks, row.counts.verify_errors
+    if wrong:
+        return _finding(Check.RESULTS, False, f"{wrong} of {checks} checked results were wrong")
     if unchecked is not None:
-        return _finding(Check.RESULTS, None, f"{row.verify_checks} results checked, then no more: {unchecked}")
-    if not row.verify_checks:
+        return _finding(Check.RESULTS, None, f"{checks} results checked, then no more: {unchecked}")
+    if not checks:
         return _finding(Check.RESULTS, None, "no result was checked")
-    return _finding(Check.RESULTS, True, f"{row.verify_checks} results checked")
+    return _finding(Check.RESULTS, True, f"{checks} results checked")
 
 
 def _temperature(figures: Figures, limits: Limits) -> Finding:

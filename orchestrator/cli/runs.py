@@ -84,7 +84,7 @@ def report_text(folder: Path, width: int, glyphs: Glyphs = UNICODE) -> str:
     events = read_events(run.folder, _TOLD)
     lines = [*_header(run, glyphs), "", *_table(snapshot, width, glyphs), "", *closing_lines(snapshot, glyphs)]
     if (lost := snapshot.steps_lost_upper_bound) is not None:
-        lines.append(f"{counted(snapshot.steps_ok, 'good step')} counted, at most {whole(lost)} lost")
+        lines.append(f"{counted(snapshot.counts.steps_ok, 'good step')} counted, at most {whole(lost)} lost")
     lines += _section("what happened", _happenings(events), glyphs)
     lines += _section("errors of the workload", _errors(events), glyphs)
     lines += _section("injected faults", iter(fault_lines(run.faults)), glyphs)
@@ -132,15 +132,16 @@ def _run_cells(one: Listed, glyphs: Glyphs) -> tuple[str, ...]:
         cells += [None, glyphs.clean(one.outcome), exit_code, *[None] * 6]
     else:
         snapshot = run.snapshot()
+        counts = snapshot.counts
         cells += [
             glyphs.clean(run.facts.mode),
             glyphs.clean(one.outcome),
             exit_code,
             f"{clock(run.elapsed_s)}/{clock(run.facts.duration_s)}",
             str(len(run.slots)),
-            whole(snapshot.steps_ok),
-            share_pct(snapshot.success_rate),
-            whole(snapshot.oom_count),
+            whole(counts.steps_ok),
+            share_pct(counts.success_rate),
+            whole(counts.oom_count),
             whole(snapshot.restart_count),
         ]
     return tuple(cell or glyphs.missing for cell in cells)
@@ -149,6 +150,7 @@ def _run_cells(one: Listed, glyphs: Glyphs) -> tuple[str, ...]:
 def _run_object(one: Listed) -> dict[str, Any]:
     run = one.run
     snapshot = None if run is None else run.snapshot()
+    counts = None if snapshot is None else snapshot.counts
     return {
         "run_id": one.run_id,
         "started_at_unix_s": one.started_at_unix_s,
@@ -160,10 +162,10 @@ def _run_object(one: Listed) -> dict[str, Any]:
         "remaining_s": None if run is None else run.remaining_s,
         "heads": None if run is None else run.heads,
         "workers": None if run is None else len(run.slots),
-        "steps_ok": None if snapshot is None else snapshot.steps_ok,
+        "steps_ok": None if counts is None else counts.steps_ok,
         "steps_lost_upper_bound": None if snapshot is None else snapshot.steps_lost_upper_bound,
-        "success_rate": None if snapshot is None else snapshot.success_rate,
-        "oom_count": None if snapshot is None else snapshot.oom_count,
+        "success_rate": None if counts is None else counts.success_rate,
+        "oom_count": None if counts is None else counts.oom_count,
         "restart_count": None if snapshot is None else snapshot.restart_count,
         "incomplete": None if run is None else run.incomplete,
         "error": one.error,

@@ -123,7 +123,7 @@ def explained(slot: Slot, cause: DeathCause) -> Slot:
 def _restarted(slot: Slot) -> Slot:
     """Give up what is under way and count a restart."""
     slot = step_accounting.all_lost(slot)
-    return replace(slot, counters=replace(slot.counters, restarts=slot.counters.restarts + 1))
+    return replace(slot, restarts=slot.restarts + 1)
 
 
 def _pause_s(slot: Slot, moment: Moment) -> float:
@@ -142,6 +142,6 @@ def _pause_s(slot: Slot, moment: Moment) -> float:
 
 def _jittered(pause_s: float, slot: Slot, moment: Moment) -> float:
     """Return between half of the pause and all of it (AWS Architecture Blog, "Exponential Backoff And Jitter")."""
-    seed = f"{moment.rules.seed}:{slot.slot}:{slot.counters.restarts}"
+    seed = f"{moment.rules.seed}:{slot.slot}:{slot.restarts}"
     drawn = hashlib.blake2b(seed.encode(), digest_size=8)
     return pause_s * (0.5 + 0.5 * int.from_bytes(drawn.digest(), "big") / 2**64)

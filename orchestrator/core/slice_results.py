@@ -44,7 +44,7 @@ def refused(slot: Slot, event: SliceReported, _: Moment) -> Transition:
     fields = (
         ("incarnation", report.incarnation),
         ("sequence", report.sequence),
-        ("steps_ok", report.steps_ok),
+        ("steps_ok", report.counts.steps_ok),
         ("expected_incarnation", slot.incarnation),
     )
     return slot, (Note(name="report_refused", fields=fields),)
@@ -74,7 +74,7 @@ def _accepted(slot: Slot, flight: Flight, report: Report, moment: Moment) -> Tra
         report=report,
         device=report.device if report.device is not None else slot.device,
         resume=report.resume if report.resume is not None else slot.resume,
-        counters=step_accounting.counted(slot.counters, report),
+        counts=slot.counts + report.counts,
         errors_in_a_row=slot.errors_in_a_row + 1 if report.error is not None else 0,
         leak=watched(slot.leak, report),
     )
@@ -84,7 +84,7 @@ def _accepted(slot: Slot, flight: Flight, report: Report, moment: Moment) -> Tra
         why = f"the workload failed {slot.errors_in_a_row} times in a row: {report.reason}"
         return restart_policy.quarantine(slot, why)
     if report.verdict is Verdict.CONTEXT_CORRUPTED:
-        if report.device is None and report.oom_count > 0:
+        if report.device is None and report.counts.oom_count > 0:
             return restart_policy.no_memory_for_context(slot, report.reason, moment)
         return restart_policy.died(slot, report.reason, moment, before=(Restart(),))
     return _go_on(slot, moment)

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from orchestrator.core.fleet import DeathCause, SliceFailed, SliceReported
 from orchestrator.core.leak_detector import NO_WATCH, LeakWatch
-from workers.messages import DeviceInfo, Report, ResumeState, WorkerState
+from workers.messages import NO_COUNTS, DeviceInfo, Report, ResumeState, StepCounts, WorkerState
 from workers.settings import Scalar
 
 
@@ -75,24 +75,6 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counters:
-    """Sums over all incarnations of a slot."""
-
-    steps_ok: int = 0
-    steps_oom: int = 0
-    steps_error: int = 0
-    oom_count: int = 0
-    emergency_count: int = 0
-    verify_checks: int = 0
-    verify_errors: int = 0
-    restarts: int = 0
-    steps_lost_upper_bound: int = 0
-    """At most so many good steps were done in slices that gave no report; they are in no other sum."""
-    work_flop: float = 0.0
-    busy_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Flight:
     """A slice under way."""
 
@@ -137,7 +119,11 @@ class Slot:
     """The last one accepted."""
     device: DeviceInfo | None = None
     """The last that any report told of: one of a broken process tells of none."""
-    counters: Counters = Counters()
+    counts: StepCounts = NO_COUNTS
+    """Of all reports accepted, over all incarnations."""
+    restarts: int = 0
+    steps_lost_upper_bound: int = 0
+    """At most so many good steps were done in slices that gave no report; they are not in `counts`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

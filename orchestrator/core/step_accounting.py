@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from orchestrator.core.slot import Counters, Flight, Slot
-from workers.messages import Report
+from orchestrator.core.slot import Flight, Slot
 
 #: A slice may do this many times the steps that the last report makes likely: enough to notice that steps got faster,
 #: and small enough for a bound on what was lost that says something.
@@ -35,7 +34,7 @@ def step_limit(slot: Slot, duration_s: float) -> int:
     report = slot.report
     if report is None or report.wall_s <= 0:
         return _LEAST_LIMIT
-    likely = duration_s * report.steps_ok / report.wall_s
+    likely = duration_s * report.counts.steps_ok / report.wall_s
     return _LEAST_LIMIT + math.ceil(min(_HEADROOM * likely, _MOST_LIKELY))
 
 
@@ -60,21 +59,5 @@ def all_lost(slot: Slot) -> Slot:
     """Give up every slice under way."""
     if not slot.in_flight:
         return slot
-    counters = replace(slot.counters, steps_lost_upper_bound=slot.counters.steps_lost_upper_bound + steps_at_risk(slot))
-    return replace(slot, in_flight=(), counters=counters)
-
-
-def counted(counters: Counters, report: Report) -> Counters:
-    """Add a report to the sums."""
-    return replace(
-        counters,
-        steps_ok=counters.steps_ok + report.steps_ok,
-        steps_oom=counters.steps_oom + report.steps_oom,
-        steps_error=counters.steps_error + report.steps_error,
-        oom_count=counters.oom_count + report.oom_count,
-        emergency_count=counters.emergency_count + report.emergency_count,
-        verify_checks=counters.verify_checks + report.verify_checks,
-        verify_errors=counters.verify_errors + report.verify_errors,
-        work_flop=counters.work_flop + report.work_flop,
-        busy_s=counters.busy_s + report.busy_s,
-    )
+    lost = slot.steps_lost_upper_bound + steps_at_risk(slot)
+    return replace(slot, in_flight=(), steps_lost_upper_bound=lost)

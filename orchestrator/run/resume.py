@@ -7,19 +7,20 @@ Slices that were under way when the head ended count as lost: their processes en
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict
 from typing import Any
 
 from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import Target
-from orchestrator.core.slot import Counters, Slot
+from orchestrator.core.slot import Slot
 from orchestrator.errors import UsageError
 from orchestrator.run import environment as environments
 from orchestrator.run.environment import Environment
 from orchestrator.run.run_info import Past
 from orchestrator.watch.archive import StoredRun
 from orchestrator.watch.records import SlotRecord
+from workers.messages import NO_COUNTS, StepCounts
 
 
 def environment_of(stored: StoredRun) -> Environment:
@@ -58,25 +59,22 @@ def _config(stored: StoredRun) -> Config:
 
 
 def _slot(record: SlotRecord) -> Slot:
-    counters = _counters(record.counters)
+    lost_before = int(_counter(record.counters, "steps_lost_upper_bound", 0))
     return Slot(
         slot=record.slot,
         # The processes of before are gone, and a report of theirs must not be taken for one of these.
         incarnation=record.incarnation + 1,
         next_sequence=record.next_sequence,
         resume=record.resume,
-        counters=replace(counters, steps_lost_upper_bound=counters.steps_lost_upper_bound + record.steps_at_risk),
+        counts=StepCounts(**{name: _counter(record.counters, name, new) for name, new in asdict(NO_COUNTS).items()}),
+        restarts=int(_counter(record.counters, "restarts", 0)),
+        steps_lost_upper_bound=lost_before + record.steps_at_risk,
     )
 
 
-def _counters(stored: Mapping[str, int | float]) -> Counters:
-    # A counter that another version did not know begins at 0; one that is no number, too.
-    new = Counters()
-    values: dict[str, Any] = {}
-    for item in fields(Counters):
-        value = stored.get(item.name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 2**63:
-            continue
-        if type(value) is int or type(getattr(new, item.name)) is float:
-            values[item.name] = value
-    return Counters(**values)
+def _counter(stored: Mapping[str, int | float], name: str, new: Any) -> Any:  # noqa: ANN401 - int or float, as `new` is
+    """Return a stored counter; `new` for one that another version did not know, and for one that is no number."""
+    value = stored.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 2**63:
+        return new
+    return value if type(value) is int or type(new) is float else new

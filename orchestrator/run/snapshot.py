@@ -9,7 +9,7 @@ from orchestrator.config.gpu_specs import match_profile, peak_tflops
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import HeadState, Slot
 from orchestrator.core.step_accounting import steps_at_risk
-from orchestrator.watch.model import Row, success_rate
+from orchestrator.watch.model import Row
 from orchestrator.watch.records import SlotRecord
 from workers.messages import DeviceInfo, Report, WorkerState
 from workers.readings import SensorReading
@@ -55,7 +55,7 @@ class Meter:
     def tflops(self) -> float | None:
         """Sustained TFLOP/s: work over wall time, pauses for the duty included; `None` if the workload counts none."""
         wall_s = sum(report.wall_s for report in self._reports)
-        flop = sum(report.work_flop for report in self._reports)
+        flop = sum(report.counts.work_flop for report in self._reports)
         return flop / wall_s / 1e12 if wall_s > 0 and flop > 0 else None
 
     @property
@@ -68,7 +68,7 @@ class Meter:
     def duty(self) -> float | None:
         """Share of wall time the device was kept busy."""
         wall_s = sum(report.wall_s for report in self._reports)
-        return min(1.0, sum(report.busy_s for report in self._reports) / wall_s) if wall_s > 0 else None
+        return min(1.0, sum(report.counts.busy_s for report in self._reports) / wall_s) if wall_s > 0 else None
 
 
 def _is_first(report: Report) -> bool:
@@ -100,7 +100,11 @@ def record(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> SlotRecord
         incarnation=slot.incarnation,
         next_sequence=slot.next_sequence,
         steps_at_risk=steps_at_risk(slot),
-        counters=asdict(slot.counters),
+        counters={
+            **asdict(slot.counts),
+            "restarts": slot.restarts,
+            "steps_lost_upper_bound": slot.steps_lost_upper_bound,
+        },
         resume=slot.resume,
         row=row(plan, slot, meter, now_s).to_dict(),
     )
@@ -108,7 +112,7 @@ def record(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> SlotRecord
 
 def row(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
     """Return what the table shows of a slot at `now_s` (monotonic seconds)."""
-    report, counters = slot.report, slot.counters
+    report = slot.report
     device = slot.device
     memory = report.memory if report is not None else None
     sensors = report.sensors if report is not None and report.sensors is not None else _NO_SENSORS
@@ -136,16 +140,9 @@ def row(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
         budget_bytes=plan.spec.budget_bytes,
         device_used_bytes=memory.device_used_bytes if memory is not None else None,
         device_total_bytes=memory.device_total_bytes if memory is not None else None,
-        steps_ok=counters.steps_ok,
-        steps_oom=counters.steps_oom,
-        steps_error=counters.steps_error,
-        success_rate=success_rate(
-            steps_ok=counters.steps_ok, steps_oom=counters.steps_oom, steps_error=counters.steps_error
-        ),
-        oom_count=counters.oom_count,
+        counts=slot.counts,
         alloc_retries=memory.alloc_retries if memory is not None else None,
-        emergency_count=counters.emergency_count,
-        restarts=counters.restarts,
+        restarts=slot.restarts,
         duty_requested=plan.spec.duty,
         temperature_c=sensors.temperature_c,
         temperature_of=_temperature_of(sensors),
@@ -157,7 +154,5 @@ def row(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
         fan_pct=sensors.fan_pct,
         throttle_pct=sensors.throttle_pct,
         duty_measured=None if slot.state in _IDLE else meter.duty,
-        verify_checks=counters.verify_checks,
-        verify_errors=counters.verify_errors,
         heartbeat_age_s=now_s - slot.heard_at_s if slot.heard_at_s is not None else None,
     )

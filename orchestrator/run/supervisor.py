@@ -142,8 +142,8 @@ class Supervisor:
             nodes_seen=tuple(name for name in self._config.nodes if name in self._nodes.present),
             rows=tuple(row(plan, self._slots[name], self._meters[name], now_s) for name, plan in self._plans.items()),
             notices=(*membership.notices(self._nodes, self._config), *self._outlets.problems),
-            restart_count=sum(slot.counters.restarts for slot in self._slots.values()),
-            steps_lost_upper_bound=sum(slot.counters.steps_lost_upper_bound for slot in self._slots.values()),
+            restart_count=sum(slot.restarts for slot in self._slots.values()),
+            steps_lost_upper_bound=sum(slot.steps_lost_upper_bound for slot in self._slots.values()),
         )
 
     def _over(self) -> bool:
@@ -314,7 +314,7 @@ class Supervisor:
         if self._injector is not None:
             accepted = next((command.report for command in commands if isinstance(command, slots.Accept)), None)
             self._injector.watch(before, after, accepted, now_s)
-        if after.counters.restarts > before.counters.restarts:
+        if after.restarts > before.restarts:
             self._unexplained[name] = now_s + _EXPLAIN_WITHIN_S
         self._slots[name] = after
         self._changed.add(name)

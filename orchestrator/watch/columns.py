@@ -163,12 +163,13 @@ def _ratio(part_bytes: int, whole_bytes: int) -> float:
 
 def _health_columns(glyphs: Glyphs) -> tuple[Column, ...]:
     def oom(row: Row) -> Text:
-        noted = f"{whole(row.oom_count)}/{whole(row.emergency_count)}"
-        return Text(noted, "yellow" if row.oom_count or row.emergency_count else "")
+        noted = f"{whole(row.counts.oom_count)}/{whole(row.counts.emergency_count)}"
+        return Text(noted, "yellow" if row.counts.oom_count or row.counts.emergency_count else "")
 
     def success(row: Row) -> Text | None:
-        low = row.success_rate is not None and row.success_rate < LOW_SUCCESS_RATE
-        return _text(share_pct(row.success_rate), "red" if low else "")
+        rate = row.counts.success_rate
+        low = rate is not None and rate < LOW_SUCCESS_RATE
+        return _text(share_pct(rate), "red" if low else "")
 
     def duty(row: Row) -> Text | None:
         known = (row.duty_requested, row.duty_measured)
@@ -185,10 +186,10 @@ def _health_columns(glyphs: Glyphs) -> tuple[Column, ...]:
         return _text(joined((number(row.power_w, 0), number(row.power_limit_w, 0)), glyphs.missing))
 
     def verify(row: Row) -> Text | None:
-        if not row.verify_checks and not row.verify_errors:
+        if not row.counts.verify_checks and not row.counts.verify_errors:
             return None  # a workload that checks nothing has not passed any check
-        noted = f"{whole(row.verify_checks)}/{whole(row.verify_errors)}"
-        return Text(noted, "bold red" if row.verify_errors else "")
+        noted = f"{whole(row.counts.verify_checks)}/{whole(row.counts.verify_errors)}"
+        return Text(noted, "bold red" if row.counts.verify_errors else "")
 
     def restarts(row: Row) -> Text:
         return Text(whole(row.restarts) or "", "magenta" if row.restarts else "")

@@ -154,7 +154,7 @@ class PlainLines:
             f"nodes {len(snapshot.nodes_seen)}/{len(snapshot.nodes_planned)}",
             counts or "no workers yet",
             tflops_words(snapshot.tflops_total, self._glyphs),
-            f"oom {snapshot.oom_count}",
+            f"oom {snapshot.counts.oom_count}",
         )
         return "  ".join(said)
 

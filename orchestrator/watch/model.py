@@ -11,12 +11,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
 from orchestrator.core.slot import HeadState, SlotState, slot_state
-from workers.messages import WorkerState
+from workers.messages import NO_COUNTS, StepCounts, WorkerState
 
 #: States from worst to best: the order of the table, and of every list of states in words.
 STATES_WORST_FIRST = (
@@ -50,20 +50,11 @@ def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def success_rate(*, steps_ok: int, steps_oom: int, steps_error: int) -> float | None:
-    """Return the share of steps that ended well, 0..1; `None` before the first step.
-
-    A step that ran out of memory counts against it, as in the guides.
-    """
-    steps = steps_ok + steps_oom + steps_error
-    return steps_ok / steps if steps else None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One slot of the health table; its fields are the keys of a row in summary.json, in that order.
+    """One slot of the health table; `ROW_KEYS` are its keys in summary.json.
 
-    Counters are the head's, over the whole run: they outlive the process in the slot and never go backwards.
+    Counts are the head's, over the whole run: they outlive the process in the slot and never go backwards.
     """
 
     slot: str
@@ -90,13 +81,8 @@ class Row:
     budget_bytes: int | None = None
     device_used_bytes: int | None = None
     device_total_bytes: int | None = None
-    steps_ok: int = 0
-    steps_oom: int = 0
-    steps_error: int = 0
-    success_rate: float | None = None
-    oom_count: int = 0
     alloc_retries: int | None = None
-    emergency_count: int = 0
+    counts: StepCounts = NO_COUNTS
     restarts: int = 0
     duty_requested: float | None = None
     duty_measured: float | None = None
@@ -111,13 +97,11 @@ class Row:
     sm_clock_mhz: int | None = None
     fan_pct: float | None = None
     throttle_pct: float | None = None
-    verify_checks: int = 0
-    verify_errors: int = 0
     heartbeat_age_s: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as JSON knows it: no enums, and `None` for a number that is not finite."""
-        values = asdict(self)
+        values = {key: getattr(self.counts if key in _COUNT_KEYS else self, key) for key in ROW_KEYS}
         values["state"] = self.state.value
         return {key: finite(value) if isinstance(value, float) else value for key, value in values.items()}
 
@@ -128,27 +112,45 @@ class Row:
         Raises:
             ValueError: A needed key is missing, or a value is of the wrong kind.
         """
-        known = {name: values[name] for name in _row_kinds() if name in values}
+        kinds = _row_kinds()
+        known = {name: values[name] for name in ROW_KEYS if name in values}
         if missing := {"slot", "node", "state", "reason"} - known.keys():
             raise ValueError(f"a worker's row lacks {', '.join(sorted(missing))}")
         for name, value in known.items():
-            if type(value) not in _row_kinds()[name]:
+            if type(value) not in kinds[name]:
                 raise ValueError(f"slot {known['slot']}: {name} cannot be {value!r}")
-        return cls(**{**known, "state": slot_state(known["state"])})
+        counts = StepCounts(**{name: value for name, value in known.items() if name in StepCounts.__slots__})
+        own = {name: value for name, value in known.items() if name in Row.__slots__}
+        return cls(**{**own, "state": slot_state(known["state"]), "counts": counts})
+
+
+#: Keys that follow another one, and are told by a row's counts.
+_COUNTS_AFTER = {
+    "device_total_bytes": ("steps_ok", "steps_oom", "steps_error", "success_rate", "oom_count"),
+    "alloc_retries": ("emergency_count",),
+    "throttle_pct": ("verify_checks", "verify_errors"),
+}
+
+_COUNT_KEYS = frozenset(key for keys in _COUNTS_AFTER.values() for key in keys)
+
+#: The keys of a row in JSON, in the order of summary.json: its fields, with its counts at their places.
+ROW_KEYS = tuple(
+    key for item in fields(Row) if item.name != "counts" for key in (item.name, *_COUNTS_AFTER.get(item.name, ()))
+)
 
 
 @cache
 def _row_kinds() -> dict[str, frozenset[type]]:
-    """Name of each field of a row -> the types its value has in JSON."""
-    hints = get_type_hints(Row)
+    """Key of a row -> the types that its value has in JSON."""
+    hints = {**get_type_hints(StepCounts), "success_rate": float | None, **get_type_hints(Row)}
     kinds: dict[str, frozenset[type]] = {}
-    for item in fields(Row):
-        types = set(get_args(hints[item.name]) or (hints[item.name],))
+    for key in ROW_KEYS:
+        types = set(get_args(hints[key]) or (hints[key],))
         if WorkerState in types:
             types.add(str)
         if float in types:
             types.add(int)  # JSON writes 70.0 as 70 as often as not
-        kinds[item.name] = frozenset(types)
+        kinds[key] = frozenset(types)
     return kinds
 
 
@@ -191,44 +193,9 @@ class Snapshot:
         return finite(sum(known)) if known else None
 
     @property
-    def steps_ok(self) -> int:
-        """Steps that ended well."""
-        return sum(row.steps_ok for row in self.rows)
-
-    @property
-    def steps_oom(self) -> int:
-        """Steps that ran out of memory."""
-        return sum(row.steps_oom for row in self.rows)
-
-    @property
-    def steps_error(self) -> int:
-        """Steps that the workload itself failed."""
-        return sum(row.steps_error for row in self.rows)
-
-    @property
-    def success_rate(self) -> float | None:
-        """Share of all steps that ended well, 0..1; `None` before the first step."""
-        return success_rate(steps_ok=self.steps_ok, steps_oom=self.steps_oom, steps_error=self.steps_error)
-
-    @property
-    def oom_count(self) -> int:
-        """Every out-of-memory, those of progressive allocation included."""
-        return sum(row.oom_count for row in self.rows)
-
-    @property
-    def emergency_count(self) -> int:
-        """Times a worker had to run the small product that needs no memory."""
-        return sum(row.emergency_count for row in self.rows)
-
-    @property
-    def verify_checks(self) -> int:
-        """Results checked for correctness."""
-        return sum(row.verify_checks for row in self.rows)
-
-    @property
-    def verify_errors(self) -> int:
-        """Results that were wrong."""
-        return sum(row.verify_errors for row in self.rows)
+    def counts(self) -> StepCounts:
+        """Sum over all slots."""
+        return StepCounts.total(row.counts for row in self.rows)
 
 
 def severity(row: Row) -> Severity:
@@ -245,9 +212,10 @@ def in_trouble(row: Row) -> bool:
 
 
 def _trouble(row: Row) -> int:
-    if row.verify_errors:
+    if row.counts.verify_errors:
         return 0
-    if row.steps_error or (row.success_rate is not None and row.success_rate < LOW_SUCCESS_RATE):
+    rate = row.counts.success_rate
+    if row.counts.steps_error or (rate is not None and rate < LOW_SUCCESS_RATE):
         return 1
     return _NO_TROUBLE
 

@@ -13,7 +13,8 @@ from typing import Any
 from orchestrator.config.duration import format_duration
 from orchestrator.core.slot import SlotState
 from orchestrator.watch.cells import Glyphs, decimals_for, number, share_pct, whole
-from orchestrator.watch.model import Row, Snapshot, natural_order, success_rate
+from orchestrator.watch.model import Row, Snapshot, natural_order
+from workers.messages import StepCounts
 
 
 def counted(count: int, noun: str, nouns: str | None = None) -> str:
@@ -60,14 +61,15 @@ def totals(snapshot: Snapshot) -> tuple[str, ...]:
     restarts = counted(snapshot.restart_count, "restart")
     if snapshot.steps_lost_upper_bound:
         restarts += f" (at most {counted(snapshot.steps_lost_upper_bound, 'step')} lost)"
+    counts = snapshot.counts
     said = [
-        _steps_words(snapshot.success_rate, snapshot.steps_ok + snapshot.steps_oom + snapshot.steps_error),
-        f"{whole(snapshot.oom_count)} OOM",
-        counted(snapshot.emergency_count, "emergency", "emergencies"),
+        _steps_words(counts),
+        f"{whole(counts.oom_count)} OOM",
+        counted(counts.emergency_count, "emergency", "emergencies"),
         restarts,
     ]
-    if snapshot.verify_checks or snapshot.verify_errors:
-        said.append(f"{counted(snapshot.verify_checks, 'check')}, {whole(snapshot.verify_errors)} wrong")
+    if counts.verify_checks or counts.verify_errors:
+        said.append(f"{counted(counts.verify_checks, 'check')}, {whole(counts.verify_errors)} wrong")
     return tuple(said)
 
 
@@ -91,21 +93,18 @@ def closing_lines(snapshot: Snapshot, glyphs: Glyphs) -> tuple[str, ...]:
 
 def _node_line(name: str, rows: Sequence[Row], glyphs: Glyphs) -> str:
     known = [row.tflops for row in rows if row.tflops is not None]
-    steps_ok = sum(row.steps_ok for row in rows)
-    steps_oom = sum(row.steps_oom for row in rows)
-    steps_error = sum(row.steps_error for row in rows)
-    rate = success_rate(steps_ok=steps_ok, steps_oom=steps_oom, steps_error=steps_error)
+    counts = StepCounts.total(row.counts for row in rows)
     said = (
         name,
         counted(len(rows), "worker"),
         tflops_words(sum(known) if known else None, glyphs),
-        _steps_words(rate, steps_ok + steps_oom + steps_error),
-        f"{whole(sum(row.oom_count for row in rows))} OOM",
+        _steps_words(counts),
+        f"{whole(counts.oom_count)} OOM",
         counted(sum(row.restarts for row in rows), "restart"),
     )
     return "  ".join(said)
 
 
-def _steps_words(rate: float | None, steps: int) -> str:
-    good = share_pct(rate)
-    return "no steps yet" if good is None else f"{good} % of {counted(steps, 'step')} good"
+def _steps_words(counts: StepCounts) -> str:
+    good = share_pct(counts.success_rate)
+    return "no steps yet" if good is None else f"{good} % of {counted(counts.steps, 'step')} good"

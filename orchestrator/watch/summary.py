@@ -49,6 +49,7 @@ def summary_dict(
     Returns:
         Only what JSON can hold without `NaN` or `Infinity`. `duration_s` is how long the run really took.
     """
+    counts = snapshot.counts
     summary: dict[str, Any] = {
         "schema": SCHEMA,
         "run_id": snapshot.run_id,
@@ -59,17 +60,17 @@ def summary_dict(
         "nodes_planned": list(snapshot.nodes_planned),
         "nodes_seen": list(snapshot.nodes_seen),
         "workers_planned": len(snapshot.rows),
-        "steps_ok": snapshot.steps_ok,
-        "steps_oom": snapshot.steps_oom,
-        "steps_error": snapshot.steps_error,
-        "success_rate": snapshot.success_rate,
-        "oom_count": snapshot.oom_count,
-        "emergency_count": snapshot.emergency_count,
+        "steps_ok": counts.steps_ok,
+        "steps_oom": counts.steps_oom,
+        "steps_error": counts.steps_error,
+        "success_rate": counts.success_rate,
+        "oom_count": counts.oom_count,
+        "emergency_count": counts.emergency_count,
         "restart_count": snapshot.restart_count,
         "steps_lost_upper_bound": snapshot.steps_lost_upper_bound,
         "tflops_total": snapshot.tflops_total,
-        "verify_checks": snapshot.verify_checks,
-        "verify_errors": snapshot.verify_errors,
+        "verify_checks": counts.verify_checks,
+        "verify_errors": counts.verify_errors,
         "workers": [row.to_dict() for row in snapshot.rows],
         "notices": list(snapshot.notices),
         "faults": [dict(fault) for fault in faults],
@@ -108,9 +109,10 @@ def exit_code_for(
     if interrupted:
         return "interrupted", _EXIT_INTERRUPTED
     fallen = _AWAY & snapshot.state_counts.keys()
-    rate = snapshot.success_rate
-    idle = any(row.steps_ok == 0 for row in snapshot.rows)
-    if fallen or idle or incomplete or snapshot.verify_errors or rate is None or rate < min_success_rate:
+    counts = snapshot.counts
+    rate = counts.success_rate
+    idle = any(row.counts.steps_ok == 0 for row in snapshot.rows)
+    if fallen or idle or incomplete or counts.verify_errors or rate is None or rate < min_success_rate:
         return "degraded", _EXIT_DEGRADED
     return "good", _EXIT_GOOD
 

@@ -89,6 +89,8 @@ PUT_SLOT = """INSERT INTO slots VALUES (
     next_sequence = excluded.next_sequence, steps_at_risk = excluded.steps_at_risk, counters = excluded.counters,
     resume = excluded.resume, row = excluded.row"""
 
+_COUNTS_SAMPLED = ("steps_ok", "steps_oom", "steps_error", "oom_count", "emergency_count")
+
 # The last sample of a run may fall on the moment of the one before it.
 PUT_SAMPLE = """INSERT OR REPLACE INTO samples VALUES (
     :at_unix_s, :slot, :state, :size, :batch, :tflops, :allocated_bytes, :reserved_bytes, :claim_bytes, :cap_bytes,
@@ -164,11 +166,7 @@ def sample_line(row: Row, at_unix_s: float) -> Line:
         "reserved_bytes": _whole_if_any(row.reserved_bytes),
         "claim_bytes": _whole_if_any(row.claim_bytes),
         "cap_bytes": _whole_if_any(row.cap_bytes),
-        "steps_ok": _whole(row.steps_ok),
-        "steps_oom": _whole(row.steps_oom),
-        "steps_error": _whole(row.steps_error),
-        "oom_count": _whole(row.oom_count),
-        "emergency_count": _whole(row.emergency_count),
+        **{name: _whole(getattr(row.counts, name)) for name in _COUNTS_SAMPLED},
         "restarts": _whole(row.restarts),
         "duty_measured": finite(row.duty_measured),
         "temperature_c": finite(row.temperature_c),

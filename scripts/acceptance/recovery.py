@@ -68,7 +68,7 @@ def _descent(report: Report, asked_size: int) -> Descent:
         ended_size=report.size,
         state=report.state.value,
         verdict=report.verdict.value,
-        steps_ok=report.steps_ok,
+        steps_ok=report.counts.steps_ok,
         recoveries_s=tuple(float(detail["recovery_s"] or 0.0) for detail in ooms),
         kinds=tuple(str(detail["kind"]) for detail in ooms),
     )

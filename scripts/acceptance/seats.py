@@ -65,12 +65,12 @@ class Turn:
     @property
     def flop_per_s(self) -> float:
         """Work over time; whatever lies between steps and slices counts against it."""
-        return sum(report.work_flop for report in self.reports) / self.window_s
+        return sum(report.counts.work_flop for report in self.reports) / self.window_s
 
     @property
     def duty(self) -> float:
         """Share of the time within steps."""
-        return sum(report.busy_s for report in self.reports) / self.window_s
+        return sum(report.counts.busy_s for report in self.reports) / self.window_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,9 +89,9 @@ def _stand(turn: Turn, budget_bytes: int) -> Stand:
         reserved_bytes=last.memory.reserved_bytes if last.memory else 0,
         budget_bytes=budget_bytes,
         process_used_bytes=turn.process_used_bytes,
-        steps_ok=sum(report.steps_ok for report in turn.reports),
-        steps_oom=sum(report.steps_oom for report in turn.reports),
-        steps_error=sum(report.steps_error for report in turn.reports),
+        steps_ok=sum(report.counts.steps_ok for report in turn.reports),
+        steps_oom=sum(report.counts.steps_oom for report in turn.reports),
+        steps_error=sum(report.counts.steps_error for report in turn.reports),
         flop_per_s=turn.flop_per_s,
     )
 

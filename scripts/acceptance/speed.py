@@ -84,7 +84,7 @@ def measure(ground: Ground) -> list[Race]:
                         if product_next:
                             (turn,) = crew.turn(ground.watch, seconds=scale.turn_s)
                             product.append(turn.flop_per_s)
-                            failures += sum(each.steps_oom + each.steps_error for each in turn.reports)
+                            failures += sum(each.counts.steps_oom + each.counts.steps_error for each in turn.reports)
                         else:
                             flop, took_s = bare_turn(bare, order, ground.watch)
                             reference.append(flop / took_s)

@@ -46,7 +46,9 @@ def measure(ground: Ground) -> list[Total]:
                         size=size,
                         workers=workers,
                         flop_per_s=sum(turn.flop_per_s for turn in turns),
-                        failures=sum(each.steps_oom + each.steps_error for turn in turns for each in turn.reports),
+                        failures=sum(
+                            each.counts.steps_oom + each.counts.steps_error for turn in turns for each in turn.reports
+                        ),
                     )
                 )
         progress(f"totals: size {size} done")

@@ -23,7 +23,7 @@ from benches.common import Result, progress
 from orchestrator.config.load import config_from_data, dump_config
 from orchestrator.core.fleet import DeathCause, NodeFact, Reservation, SliceReported
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
-from workers.messages import DeviceInfo, Directive, MemoryInfo, Report, Verdict, WorkerState
+from workers.messages import DeviceInfo, Directive, MemoryInfo, Report, StepCounts, Verdict, WorkerState
 from workers.readings import SensorReading
 from workers.settings import Learned, LimitKey, StoredLimit
 from workers.units import GIB, MIB
@@ -187,9 +187,7 @@ def _report(worker: _Worker, directive: Directive, drawn: random.Random) -> Repo
         size=spec.workload.size,
         batch=spec.workload.batch,
         claim_bytes=held_bytes,
-        steps_ok=steps,
-        work_flop=steps * 1.1e12,
-        busy_s=0.6 * wall_s,
+        counts=StepCounts(steps_ok=steps, work_flop=steps * 1.1e12, busy_s=0.6 * wall_s),
         wall_s=wall_s,
         verify_checks=drawn.randrange(2),
         sensors=SensorReading(

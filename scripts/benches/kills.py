@@ -226,7 +226,7 @@ def _answer(ray: Any, actor: Any, pid_before: int) -> int:  # noqa: ANN401 - Ray
 
 
 def _runs(report: Report) -> bool:
-    return report.verdict is Verdict.OK and report.state is WorkerState.RUNNING and report.steps_ok > 0
+    return report.verdict is Verdict.OK and report.state is WorkerState.RUNNING and report.counts.steps_ok > 0
 
 
 def _facts(environment: Environment) -> RunFacts:

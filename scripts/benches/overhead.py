@@ -190,8 +190,8 @@ def _product(fleet: Fleet, config: Any, plan: SlotPlan, seconds: float) -> Turn:
     window_s = later[-1][0] - began_s
     reports = [report for _, report in later]
     return Turn(
-        flop_per_s=sum(report.work_flop for report in reports) / window_s,
+        flop_per_s=sum(report.counts.work_flop for report in reports) / window_s,
         in_slices=sum(report.wall_s for report in reports) / window_s,
-        in_steps=sum(report.busy_s for report in reports) / window_s,
+        in_steps=sum(report.counts.busy_s for report in reports) / window_s,
         last=reports[-1],
     )

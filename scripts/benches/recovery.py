@@ -67,8 +67,8 @@ def run(errors: int, device: str, budget_bytes: int, size: int) -> Result:
     ooms = 0
     for sequence in range(errors + 1):
         report = engine.run_slice(Directive(incarnation=0, sequence=sequence, duration_s=0.0, resume=None))
-        ooms += report.steps_oom
-        if report.verdict is not Verdict.OK or report.steps_error or report.steps_ok != 1:
+        ooms += report.counts.steps_oom
+        if report.verdict is not Verdict.OK or report.counts.steps_error or report.counts.steps_ok != 1:
             broken.append(
                 f"slice {sequence} ended {report.verdict} {report.state}: {report.reason} {report.error or ''}"
             )

@@ -53,14 +53,14 @@ def run(rounds: int, seconds: float, size: int, device: str) -> Result:
             for number in range(rounds):
                 order = list(workers) if number % 2 else list(reversed(workers))
                 work = {kind: _turn(workers[kind], seconds) for kind in order}
-                rates = {kind: report.work_flop / report.wall_s for kind, report in work.items()}
+                rates = {kind: report.counts.work_flop / report.wall_s for kind, report in work.items()}
                 rows.append(
                     {
                         "round": number + 1,
                         "sensors_ratio": rates["sensors"] / rates["off"],
                         "checks_ratio": rates["sensors and checks"] / rates["off"],
-                        "checks": work["sensors and checks"].verify_checks,
-                        "wrong": work["sensors and checks"].verify_errors,
+                        "checks": work["sensors and checks"].counts.verify_checks,
+                        "wrong": work["sensors and checks"].counts.verify_errors,
                     }
                 )
                 progress(f"{number + 1}/{rounds}  {rows[-1]['sensors_ratio']:.3f}  {rows[-1]['checks_ratio']:.3f}")

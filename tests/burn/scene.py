@@ -7,7 +7,7 @@ from typing import Any
 
 from orchestrator.burn.verdict import Check, Judged, Measured, Sample, Verdict
 from orchestrator.watch.model import Row
-from workers.messages import WorkerState
+from workers.messages import StepCounts, WorkerState
 
 LENGTH_S = 600.0
 
@@ -22,8 +22,7 @@ ROW = Row(
     dtype="fp16",
     cap_bytes=1000,
     reserved_bytes=950,
-    steps_ok=100,
-    verify_checks=10,
+    counts=StepCounts(steps_ok=100, verify_checks=10),
 )
 
 GOOD = Sample(

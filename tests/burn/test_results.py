@@ -22,6 +22,7 @@ from orchestrator.watch.cells import ASCII, UNICODE, Glyphs
 from orchestrator.watch.summary import summary_text
 from tests.burn.scene import GOOD as SEEN
 from tests.burn.scene import ROW, measured
+from tests.counting import with_changes
 from workers.messages import WorkerState
 
 CONFIG = config_from_data({"nodes": {"pc1": {"gpu": "rtx-3090", "workers": 1, "vram_per_worker_gib": 3.0}}})
@@ -30,7 +31,7 @@ TAKES = takes(CONFIG, {"pc1": ("fp32", "fp16")}, 600.0, set(Phase))
 
 def worker(slot: str = "pc1/0", **changes: Any) -> Judged:  # noqa: ANN401 - fields of a sample, else of a row
     row = {name: changes.pop(name) for name in list(changes) if not hasattr(SEEN, name)}
-    return judge(measured(replace(ROW, slot=slot, node=slot.partition("/")[0], **row), **changes))
+    return judge(measured(with_changes(ROW, slot=slot, node=slot.partition("/")[0], **row), **changes))
 
 
 def result(*workers: tuple[Judged, ...], **last: Any) -> BurnResult:  # noqa: ANN401 - fields of a run

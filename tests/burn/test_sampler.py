@@ -14,6 +14,7 @@ from orchestrator.watch.model import Snapshot
 from orchestrator.watch.records import STORE_NAME
 from orchestrator.watch.store import RunStore
 from tests.burn.scene import ROW
+from tests.counting import with_changes
 from tests.watch.test_store import FACTS
 from workers.messages import WorkerState
 
@@ -28,7 +29,7 @@ def snapshot(elapsed_s: float, duration_s: float, **changes: object) -> Snapshot
         duration_s=duration_s,
         nodes_planned=("pc1", "pc2"),
         nodes_seen=("pc1", "pc2"),
-        rows=(replace(ROW, **changes), other),  # type: ignore[arg-type]  # fields of a row
+        rows=(with_changes(ROW, **changes), other),
     )
 
 
@@ -78,7 +79,7 @@ def test_every_worker_has_its_own_samples_its_last_row_and_its_alarms() -> None:
     first, second = sampler.measured(
         {"pc2/0": ["power brake", "card lost", "power brake"]}, {"pc1/0": "no memory for it"}
     )
-    assert (first.row.slot, first.row.steps_ok, first.alarms) == ("pc1/0", 777, ())
+    assert (first.row.slot, first.row.counts.steps_ok, first.alarms) == ("pc1/0", 777, ())
     assert second.alarms == ("power brake", "card lost")
     assert (first.unchecked, second.unchecked) == ("no memory for it", None)
     assert [sample.temperature_c for sample in second.samples] == [1.0, 3.0]

@@ -14,6 +14,7 @@ from orchestrator.burn.phases import Phase
 from orchestrator.burn.verdict import PURPOSE, Check, Measured, Sample, Verdict, judge, overall, verdict_of
 from orchestrator.core.slot import HeadState
 from tests.burn.scene import ROW, measured, text, verdict
+from tests.counting import with_changes
 from workers.messages import WorkerState
 
 PASS, FAIL, NOT_JUDGED = Verdict.PASS, Verdict.FAIL, Verdict.NOT_JUDGED
@@ -60,13 +61,15 @@ def test_a_worker_that_gave_way_for_most_of_the_time_fails() -> None:
     ],
 )
 def test_each_error_fails_and_is_named(changes: dict[str, Any], said: str) -> None:
-    judged = judge(measured(replace(ROW, **changes)))
+    judged = judge(measured(with_changes(ROW, **changes)))
     assert verdict(judged, Check.ERRORS) is FAIL
     assert said in text(judged, Check.ERRORS)
 
 
 def test_an_out_of_memory_that_was_survived_is_no_error() -> None:
-    assert verdict(judge(measured(replace(ROW, steps_oom=3, oom_count=5, emergency_count=5))), Check.ERRORS) is PASS
+    assert (
+        verdict(judge(measured(with_changes(ROW, steps_oom=3, oom_count=5, emergency_count=5))), Check.ERRORS) is PASS
+    )
 
 
 def test_a_worker_without_memory_for_any_step_was_not_at_work() -> None:
@@ -79,15 +82,15 @@ def test_a_worker_without_memory_for_any_step_was_not_at_work() -> None:
     ("checks", "errors", "expected"), [(10, 0, PASS), (10, 1, FAIL), (0, 0, NOT_JUDGED), (0, 1, FAIL)]
 )
 def test_results_that_nobody_checked_are_not_right(checks: int, errors: int, expected: Verdict) -> None:
-    judged = judge(measured(replace(ROW, verify_checks=checks, verify_errors=errors)))
+    judged = judge(measured(with_changes(ROW, verify_checks=checks, verify_errors=errors)))
     assert verdict(judged, Check.RESULTS) is expected
 
 
 def test_results_that_were_checked_for_a_while_are_not_judged() -> None:
-    judged = judge(measured(replace(ROW, verify_checks=10), unchecked="no memory for it"))
+    judged = judge(measured(with_changes(ROW, verify_checks=10), unchecked="no memory for it"))
     assert text(judged, Check.RESULTS) == "10 results checked, then no more: no memory for it"
     assert verdict_of(Phase.CAPS, [judged]) is NOT_JUDGED
-    assert verdict(judge(measured(replace(ROW, verify_errors=1), unchecked="no memory")), Check.RESULTS) is FAIL
+    assert verdict(judge(measured(with_changes(ROW, verify_errors=1), unchecked="no memory")), Check.RESULTS) is FAIL
 
 
 @pytest.mark.parametrize(
@@ -161,13 +164,13 @@ def test_throughput_must_neither_scatter_nor_fall(
 
 
 def test_throughput_is_judged_on_cards_and_after_a_minute() -> None:
-    assert verdict(judge(measured(replace(ROW, device="cpu"))), Check.THROUGHPUT) is NOT_JUDGED
+    assert verdict(judge(measured(with_changes(ROW, device="cpu"))), Check.THROUGHPUT) is NOT_JUDGED
     assert verdict(judge(measured(length_s=30.0)), Check.THROUGHPUT) is NOT_JUDGED
     assert verdict(judge(measured(length_s=70.0)), Check.THROUGHPUT) is PASS
 
 
 def test_a_worker_that_never_came_fails() -> None:
-    row = replace(ROW, state=HeadState.STARTING, cap_bytes=None, steps_ok=0, verify_checks=0, device=None)
+    row = with_changes(ROW, state=HeadState.STARTING, cap_bytes=None, steps_ok=0, verify_checks=0, device=None)
     judged = judge(Measured(row=row, length_s=60.0, samples=()))
     assert {finding.check for finding in judged.findings if finding.verdict is FAIL} == {Check.ERRORS}
     assert Verdict.PASS not in {finding.verdict for finding in judged.findings}
@@ -206,7 +209,7 @@ samples = st.lists(
 
 @given(samples, st.integers(0, 2000) | st.none(), st.sampled_from(WorkerState))
 def test_anything_that_may_be_seen_is_judged(seen: list[Sample], cap_bytes: int | None, state: WorkerState) -> None:
-    judged = judge(Measured(row=replace(ROW, cap_bytes=cap_bytes, state=state), length_s=100.0, samples=seen))
+    judged = judge(Measured(row=with_changes(ROW, cap_bytes=cap_bytes, state=state), length_s=100.0, samples=seen))
     assert [finding.check for finding in judged.findings] == list(Check)
     assert all(finding.text for finding in judged.findings)
     if all(sample.temperature_c is None for sample in seen):

@@ -54,4 +54,4 @@ def test_the_killed_one_can_be_resumed_with_its_counters_and_sizes(runs: Path) -
     for name, slot in past.slots.items():
         assert slot.incarnation == 1
         assert slot.resume is not None
-        assert slot.counters.steps_ok == before[name]["steps_ok"] > 0
+        assert slot.counts.steps_ok == before[name]["steps_ok"] > 0

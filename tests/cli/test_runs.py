@@ -19,7 +19,7 @@ from orchestrator.watch.model import Row, Snapshot
 from orchestrator.watch.records import STORE_NAME, RunFacts, SlotRecord
 from orchestrator.watch.store import RunStore
 from orchestrator.watch.summary import summary_dict, write_summary
-from workers.messages import WorkerState
+from workers.messages import StepCounts, WorkerState
 
 ROOT = Path(__file__).parents[2]
 RUN_ID = "20261120-051500-0b76"
@@ -38,8 +38,8 @@ def facts(run_id: str, **changed: object) -> RunFacts:
 
 
 def snapshot_of(run_id: str, **changed: object) -> Snapshot:
-    row = Row(slot="pc1/0", node="pc1", state=WorkerState.RUNNING, reason="steady", steps_ok=990, steps_oom=10,
-              success_rate=0.99, oom_count=10, restarts=2)  # fmt: skip
+    row = Row(slot="pc1/0", node="pc1", state=WorkerState.RUNNING, reason="steady", restarts=2,
+              counts=StepCounts(steps_ok=990, steps_oom=10, oom_count=10))  # fmt: skip
     usual: dict[str, Any] = {
         "run_id": run_id, "started_at": 1_700_000_000.0, "now_unix_s": 1_700_000_130.0, "elapsed_s": 125.0,
         "duration_s": 300.0, "nodes_planned": ("pc1",), "nodes_seen": ("pc1",), "rows": (row,), "restart_count": 2,

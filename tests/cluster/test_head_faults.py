@@ -239,5 +239,5 @@ def test_a_run_of_the_version_before_the_layers_is_brought_to_its_end(start: Sta
     assert code == 0, err
     summary = json.loads(out)
     assert summary["run_id"] == run_id
-    assert summary["steps_ok"] > before.snapshot().steps_ok > 0
+    assert summary["steps_ok"] > before.snapshot().counts.steps_ok > 0
     assert all(worker["size"] >= 128 and worker["steps_ok"] > 0 for worker in summary["workers"])

@@ -7,6 +7,7 @@ whose report never came or came too late. For `test_lifecycle_machine.py`, which
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -34,6 +35,7 @@ from orchestrator.core.slot import (
     Submit,
 )
 from tests.core.scene import report_of
+from workers.messages import NO_COUNTS
 
 FINAL = {Phase.QUARANTINED, Phase.STOPPED}
 
@@ -48,18 +50,8 @@ ILLEGAL: set[tuple[Phase, type[Event]]] = {
     (Phase.STOPPED, CardQuarantined),
 }
 
-#: What a report adds to; the rest of the counters is the head's own.
-SUMMED = (
-    "steps_ok",
-    "steps_oom",
-    "steps_error",
-    "oom_count",
-    "emergency_count",
-    "verify_checks",
-    "verify_errors",
-    "work_flop",
-    "busy_s",
-)
+#: What a report adds to; the other counters are the head's own.
+SUMMED = tuple(asdict(NO_COUNTS))
 
 #: A slice: its incarnation and its sequence.
 Name: TypeAlias = tuple[int, int]

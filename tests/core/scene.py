@@ -22,6 +22,7 @@ from orchestrator.core.slot import (
     Submit,
     Tick,
 )
+from tests.counting import with_counts
 from workers.messages import DeviceInfo, MemoryInfo, Report, Verdict, WorkerState
 
 MIB = 2**20
@@ -79,7 +80,7 @@ def report_of(slot: str, incarnation: int, sequence: int, **changes: object) -> 
         "batch": 128,
         "claim_bytes": 1,
     }
-    return Report(**{**usual, **changes})
+    return Report(**with_counts({**usual, **changes}))
 
 
 class Scene:

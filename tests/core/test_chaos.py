@@ -37,6 +37,7 @@ from workers.messages import (
     FaultKind,
     ProcessFault,
     Report,
+    StepCounts,
     Verdict,
     WorkerEvent,
     WorkerState,
@@ -205,7 +206,7 @@ class Fleet:
                 size=256,
                 batch=32,
                 claim_bytes=None,
-                steps_ok=STEPS_PER_SLICE if submit.duration_s else 1,
+                counts=StepCounts(steps_ok=STEPS_PER_SLICE if submit.duration_s else 1),
                 wall_s=submit.duration_s or 0.05,
                 events=events,
             )

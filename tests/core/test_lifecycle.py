@@ -7,6 +7,7 @@ One event in, the state and the commands that come out. How it ends is in `test_
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ import pytest
 from orchestrator.core.slot import (
     Accept,
     Close,
-    Counters,
     Drain,
     Flight,
     Forget,
@@ -30,6 +30,7 @@ from orchestrator.core.slot import (
     Tick,
 )
 from tests.core.scene import RULES, Scene, notes, sequences, submits
+from tests.counting import counters, counters_of
 from workers.messages import WorkerState
 
 
@@ -95,7 +96,7 @@ def test_a_report_counts_and_the_next_slice_goes_out_at_once() -> None:
         resume={"failures": 2},
     )
     commands = scene.feed(event, later_s=2)
-    assert scene.slot.counters == Counters(
+    assert counters_of(scene.slot) == counters(
         steps_ok=7,
         steps_oom=2,
         steps_error=1,
@@ -125,7 +126,7 @@ def test_two_slices_are_under_way_whatever_is_reported() -> None:
     for sequence in range(1, 20):
         assert [flight.sequence for flight in scene.slot.in_flight] == [sequence, sequence + 1]
         assert sequences(scene.feed(scene.report(steps_ok=1), later_s=1)) == [sequence + 2]
-    assert scene.slot.counters.steps_ok == 20
+    assert scene.slot.counts.steps_ok == 20
 
 
 def test_reports_that_arrive_in_the_wrong_order_both_count() -> None:
@@ -133,7 +134,7 @@ def test_reports_that_arrive_in_the_wrong_order_both_count() -> None:
     scene.work()
     scene.feed(scene.report(sequence=2, steps_ok=3))
     scene.feed(scene.report(sequence=1, steps_ok=4))
-    assert scene.slot.counters.steps_ok == 7
+    assert scene.slot.counts.steps_ok == 7
     assert [flight.sequence for flight in scene.slot.in_flight] == [3, 4]
 
 
@@ -220,7 +221,7 @@ def test_a_node_that_leaves_takes_its_slots_along() -> None:
     assert scene.deeds(NodeLeft()) == [Forget()]
     assert (scene.slot.phase, scene.slot.state) == (Phase.ABSENT, HeadState.LOST)
     assert scene.slot.reason == "its node has left the cluster"
-    assert scene.slot.counters == Counters(steps_ok=3, steps_lost_upper_bound=8)
+    assert counters_of(scene.slot) == counters(steps_ok=3, steps_lost_upper_bound=8)
     before = scene.slot
     assert scene.feed(Tick(), later_s=1e6) == []
     assert scene.slot == before
@@ -237,12 +238,12 @@ def test_a_node_that_joins_again_continues_with_a_new_incarnation_and_the_same_c
     scene = Scene()
     scene.work(steps_ok=3, resume={"failures": 2})
     scene.feed(NodeLeft())
-    counters = scene.slot.counters
+    counts = scene.slot.counts
     assert scene.deeds(NodeJoined(), later_s=3600) == [
         Submit(incarnation=1, sequence=3, duration_s=0.0, step_limit=1, resume={"failures": 2})
     ]
     assert scene.slot.state is HeadState.STARTING
-    assert scene.slot.counters == counters
+    assert scene.slot.counts == counts
     assert scene.feed(Tick()) == []
 
 
@@ -255,7 +256,7 @@ def test_a_refused_node_changes_only_the_reason_of_a_slot_that_waits(known: bool
     before = scene.slot
     assert scene.feed(NodeRefused(reason="pc1 offers 4 CPUs")) == []
     assert scene.slot.reason == "pc1 offers 4 CPUs"
-    assert (scene.slot.phase, scene.slot.state, scene.slot.counters) == (before.phase, before.state, before.counters)
+    assert scene.slot == replace(before, reason="pc1 offers 4 CPUs")
     scene.feed(NodeJoined())
     assert (scene.slot.phase, scene.slot.reason) == (Phase.WORKING, "its process is starting")
 

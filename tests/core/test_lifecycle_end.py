@@ -6,7 +6,6 @@ import pytest
 
 from orchestrator.core.slot import (
     Close,
-    Counters,
     Drain,
     Event,
     Forget,
@@ -17,6 +16,7 @@ from orchestrator.core.slot import (
     Tick,
 )
 from tests.core.scene import Scene, submits
+from tests.counting import counters, counters_of
 from workers.messages import Verdict, WorkerState
 
 
@@ -28,11 +28,8 @@ def test_draining_waits_for_the_running_slice_and_the_queued_one_and_counts_both
     assert scene.deeds(scene.report(steps_ok=1)) == []
     assert scene.slot.phase is Phase.WORKING
     assert scene.deeds(scene.report(steps_ok=1)) == []
-    assert (scene.slot.phase, scene.slot.state, scene.slot.counters) == (
-        Phase.STOPPED,
-        WorkerState.RUNNING,
-        Counters(steps_ok=3),
-    )
+    assert (scene.slot.phase, scene.slot.state) == (Phase.STOPPED, WorkerState.RUNNING)
+    assert counters_of(scene.slot) == counters(steps_ok=3)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +46,7 @@ def test_draining_waits_for_nothing_that_may_not_be_running(before: list[Event],
         scene.feed(event)
     assert scene.deeds(Drain()) == [Forget()]
     assert (scene.slot.phase, scene.slot.in_flight) == (Phase.STOPPED, ())
-    assert scene.slot.counters == Counters(steps_lost_upper_bound=lost)
+    assert counters_of(scene.slot) == counters(steps_lost_upper_bound=lost)
 
 
 def test_draining_during_the_back_off_stops_at_once() -> None:
@@ -94,7 +91,7 @@ def test_what_is_still_under_way_when_the_run_closes_is_lost(reported: int) -> N
         scene.feed(scene.report(steps_ok=2))
     assert scene.feed(Close()) == [Forget()]
     assert (scene.slot.phase, scene.slot.in_flight) == (Phase.STOPPED, ())
-    assert scene.slot.counters == Counters(steps_ok=2 * reported, steps_lost_upper_bound=4 * (2 - reported))
+    assert counters_of(scene.slot) == counters(steps_ok=2 * reported, steps_lost_upper_bound=4 * (2 - reported))
 
 
 def test_closing_stops_a_slot_that_pauses_or_waits_and_no_timer_is_left() -> None:

@@ -11,7 +11,6 @@ from orchestrator.core.slot import (
     Abandon,
     CardQuarantined,
     Close,
-    Counters,
     DeathExplained,
     Drain,
     EndRun,
@@ -25,6 +24,7 @@ from orchestrator.core.slot import (
     Tick,
 )
 from tests.core.scene import CPU, RULES, Scene, notes, sequences, submits
+from tests.counting import counters, counters_of
 from workers.messages import Verdict, WorkerState
 
 #: Steps that a slice may do whose slot knows no speed yet.
@@ -37,14 +37,14 @@ def test_a_process_that_dies_is_restarted_at_once_and_continues_where_the_last_r
     assert scene.deeds(scene.failure()) == [Forget()]
     assert (scene.slot.phase, scene.slot.state) == (Phase.PAUSING, HeadState.RESTARTING)
     assert scene.slot.reason == "its process ended: killed, or crashed"
-    assert scene.slot.counters == Counters(steps_ok=3, restarts=1, steps_lost_upper_bound=2 * LEAST)
+    assert counters_of(scene.slot) == counters(steps_ok=3, restarts=1, steps_lost_upper_bound=2 * LEAST)
     assert scene.feed(Tick()) == [
         Submit(incarnation=1, sequence=3, duration_s=0.0, step_limit=1, resume={"failures": 2})
     ]
-    assert scene.slot.counters.steps_ok == 3
+    assert scene.slot.counts.steps_ok == 3
     assert (scene.slot.state, scene.slot.proven) == (HeadState.RESTARTING, False)
     assert sequences(scene.feed(scene.report(steps_ok=4))) == [4, 5]
-    assert (scene.slot.state, scene.slot.counters.steps_ok) == (WorkerState.RUNNING, 7)
+    assert (scene.slot.state, scene.slot.counts.steps_ok) == (WorkerState.RUNNING, 7)
 
 
 def test_a_report_from_before_a_death_is_refused_after_it() -> None:
@@ -55,7 +55,7 @@ def test_a_report_from_before_a_death_is_refused_after_it() -> None:
     assert len(notes(scene.feed(queued), "report_refused")) == 1
     scene.feed(Tick())
     assert len(notes(scene.feed(queued), "report_refused")) == 1
-    assert scene.slot.counters.steps_ok == 0
+    assert scene.slot.counts.steps_ok == 0
 
 
 def test_two_slices_that_fail_together_are_one_death() -> None:
@@ -66,7 +66,7 @@ def test_two_slices_that_fail_together_are_one_death() -> None:
     before = scene.slot
     assert scene.feed(second) == []
     assert scene.slot == before
-    assert scene.slot.counters.restarts == 1
+    assert scene.slot.restarts == 1
 
 
 @pytest.mark.parametrize(
@@ -84,15 +84,15 @@ def test_a_slice_that_fails_in_a_process_that_worked_is_a_death_in_its_own_words
     scene.work()
     scene.feed(scene.failure(failure))
     assert (scene.slot.phase, scene.slot.state, scene.slot.reason) == (Phase.PAUSING, HeadState.RESTARTING, words)
-    assert (scene.slot.counters.restarts, scene.slot.deaths_at_s) == (1, (scene.now_s,))
+    assert (scene.slot.restarts, scene.slot.deaths_at_s) == (1, (scene.now_s,))
 
 
 def test_a_process_that_ends_before_its_first_report_has_died() -> None:
     scene = Scene()
     scene.feed(NodeJoined())
     scene.feed(scene.failure(SliceFailure.DIED), later_s=1.0)
-    assert (scene.slot.state, scene.slot.counters.restarts) == (HeadState.RESTARTING, 1)
-    assert scene.slot.counters.steps_lost_upper_bound == 1
+    assert (scene.slot.state, scene.slot.restarts) == (HeadState.RESTARTING, 1)
+    assert scene.slot.steps_lost_upper_bound == 1
 
 
 FULL_RAM = DeathExplained(cause=DeathCause(host_memory=True, text="NODE_OUT_OF_MEMORY: …"))
@@ -153,7 +153,7 @@ def test_deaths_in_the_window_end_in_quarantine_for_good() -> None:
     for event in (Tick(), NodeLeft(), NodeJoined(), CardQuarantined(reason="sick"), Drain(), Close()):
         assert scene.feed(event, later_s=1000) == []
     assert scene.slot == before
-    assert scene.slot.counters == Counters(steps_ok=3, restarts=3, steps_lost_upper_bound=3 * 2 * LEAST)
+    assert counters_of(scene.slot) == counters(steps_ok=3, restarts=3, steps_lost_upper_bound=3 * 2 * LEAST)
 
 
 def test_deaths_further_apart_than_the_window_are_not_added_up() -> None:
@@ -162,7 +162,7 @@ def test_deaths_further_apart_than_the_window_are_not_added_up() -> None:
     for _ in range(5):
         assert scene.die() == 0
         scene.feed(scene.report(), later_s=RULES.death_window_s)
-    assert scene.slot.counters.restarts == 5
+    assert scene.slot.restarts == 5
 
 
 def test_an_actor_that_cannot_be_reached_right_after_a_restart_has_not_died_again() -> None:
@@ -178,7 +178,7 @@ def test_an_actor_that_cannot_be_reached_right_after_a_restart_has_not_died_agai
         # The same process is still awaited.
         assert scene.slot.incarnation == 1
     # Each try may have done the one step of its proof.
-    assert scene.slot.counters == Counters(restarts=1, steps_lost_upper_bound=2 * LEAST + 10)
+    assert counters_of(scene.slot) == counters(restarts=1, steps_lost_upper_bound=2 * LEAST + 10)
     scene.feed(scene.report())
     assert scene.slot.state is WorkerState.RUNNING
 
@@ -187,11 +187,11 @@ def test_a_slice_that_was_never_sent_is_not_lost() -> None:
     scene = Scene()
     scene.work()
     scene.feed(scene.failure())
-    lost = scene.slot.counters.steps_lost_upper_bound
+    lost = scene.slot.steps_lost_upper_bound
     for _ in range(10):
         scene.feed(Tick(), later_s=0.3)
         assert scene.deeds(scene.failure(SliceFailure.UNSENT)) == [Forget()]
-    assert scene.slot.counters == Counters(restarts=1, steps_lost_upper_bound=lost)
+    assert counters_of(scene.slot) == counters(restarts=1, steps_lost_upper_bound=lost)
 
 
 def test_a_process_that_dies_in_its_first_step_has_died() -> None:
@@ -200,10 +200,10 @@ def test_a_process_that_dies_in_its_first_step_has_died() -> None:
     for deaths in range(1, RULES.max_deaths):
         # What fails at once was sent to the process before.
         scene.feed(scene.failure(SliceFailure.DIED), later_s=0.1)
-        assert scene.slot.counters.restarts == deaths - 1
+        assert scene.slot.restarts == deaths - 1
         scene.feed(Tick(), later_s=0.3)
         scene.feed(scene.failure(SliceFailure.DIED), later_s=1.0)
-        assert scene.slot.counters.restarts == deaths
+        assert scene.slot.restarts == deaths
         assert scene.slot.state is HeadState.RESTARTING
         scene.feed(Tick(), later_s=RULES.restart_backoff_max_s)
     assert scene.deeds(scene.failure(SliceFailure.DIED), later_s=1.0) == [Abandon()]
@@ -213,13 +213,13 @@ def test_a_process_that_was_told_to_end_may_take_one_slice_down_with_it() -> Non
     scene = Scene()
     scene.work()
     scene.feed(Tick(), later_s=RULES.hang_timeout_s + 2)  # hung: its process is ended
-    assert scene.slot.counters.restarts == 1
+    assert scene.slot.restarts == 1
     scene.feed(Tick())
     scene.feed(scene.failure(SliceFailure.DIED), later_s=1.0)
-    assert scene.slot.counters.restarts == 1
+    assert scene.slot.restarts == 1
     scene.feed(Tick(), later_s=0.3)
     scene.feed(scene.failure(SliceFailure.DIED), later_s=1.0)
-    assert scene.slot.counters.restarts == 2
+    assert scene.slot.restarts == 2
 
 
 def test_an_actor_that_cannot_be_reached_for_the_start_timeout_is_quarantined() -> None:
@@ -283,7 +283,7 @@ def test_a_slice_that_hangs_has_its_process_ended() -> None:
     assert scene.deeds(Tick(), later_s=61) == []
     assert scene.deeds(Tick(), later_s=0.1) == [Forget(), Restart()]
     assert scene.slot.reason == "no report for 60 s; its process was ended"
-    assert scene.slot.counters == Counters(restarts=1, steps_lost_upper_bound=2 * LEAST)
+    assert counters_of(scene.slot) == counters(restarts=1, steps_lost_upper_bound=2 * LEAST)
     assert [submit.resume for submit in submits(scene.feed(Tick()))] == [{"failures": 1}]
 
 
@@ -319,7 +319,7 @@ def test_a_poisoned_process_is_replaced_and_its_last_report_counts() -> None:
         HeadState.RESTARTING,
         "illegal access",
     )
-    assert scene.slot.counters == Counters(steps_ok=2, restarts=1, steps_lost_upper_bound=LEAST)
+    assert counters_of(scene.slot) == counters(steps_ok=2, restarts=1, steps_lost_upper_bound=LEAST)
     assert scene.slot.resume == {"failures": 1}
 
 
@@ -341,7 +341,7 @@ def test_a_card_too_full_for_a_context_is_waited_for_and_no_death() -> None:
     pause_s = scene.slot.wake_at_s - scene.now_s
     # With jitter: the workers of a full card must not all come back at the same moment.
     assert RULES.restart_backoff_max_s / 2 <= pause_s <= RULES.restart_backoff_max_s
-    assert scene.slot.counters.restarts == 1
+    assert scene.slot.restarts == 1
 
 
 def test_a_slot_that_was_given_up_says_that_the_ram_was_full_once_that_is_known() -> None:
@@ -394,7 +394,7 @@ def test_a_worker_that_cannot_be_built_but_has_worked_in_an_earlier_process_is_s
     scene.feed(scene.failure())
     scene.feed(Tick())
     assert scene.deeds(scene.failure(SliceFailure.UNBUILDABLE)) == [Forget(), Restart()]
-    assert (scene.slot.state, scene.slot.counters.restarts) == (HeadState.RESTARTING, 2)
+    assert (scene.slot.state, scene.slot.restarts) == (HeadState.RESTARTING, 2)
 
 
 def test_errors_of_the_workload_in_a_row_end_in_quarantine() -> None:
@@ -404,7 +404,7 @@ def test_errors_of_the_workload_in_a_row_end_in_quarantine() -> None:
         assert len(sequences(scene.feed(scene.report(error="Traceback …", reason="boom", steps_error=1)))) == 1
     assert scene.deeds(scene.report(error="Traceback …", reason="boom", steps_error=1)) == [Abandon()]
     assert scene.slot.reason == "the workload failed 3 times in a row: boom"
-    assert scene.slot.counters == Counters(steps_error=3, steps_lost_upper_bound=LEAST)
+    assert counters_of(scene.slot) == counters(steps_error=3, steps_lost_upper_bound=LEAST)
 
 
 def test_errors_of_the_workload_count_whatever_else_the_report_says() -> None:

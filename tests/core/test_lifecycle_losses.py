@@ -10,7 +10,6 @@ from orchestrator.core.fleet import SliceFailure
 from orchestrator.core.slot import (
     CardQuarantined,
     Close,
-    Counters,
     Drain,
     Event,
     Forget,
@@ -22,6 +21,7 @@ from orchestrator.core.slot import (
     Tick,
 )
 from tests.core.scene import CPU, MEMORY, MIB, Scene, notes, submits
+from tests.counting import counters, counters_of
 from workers.messages import Verdict, WorkerState
 
 #: One step in 10 ms: a full slice may do 204.
@@ -66,9 +66,9 @@ def test_every_slice_that_ends_without_a_report_adds_its_limit_to_what_is_lost_a
     }
     scene.feed(events[how], later_s=62)
     assert scene.slot.in_flight == ()
-    assert (scene.slot.counters.steps_ok, scene.slot.counters.steps_lost_upper_bound) == (1, lost)
+    assert (scene.slot.counts.steps_ok, scene.slot.steps_lost_upper_bound) == (1, lost)
     scene.feed(Close())
-    assert scene.slot.counters.steps_lost_upper_bound == lost
+    assert scene.slot.steps_lost_upper_bound == lost
 
 
 @pytest.mark.parametrize("how", ["dies", "cannot be reached", "node left", "does not come up", "drains", "closed"])
@@ -85,7 +85,7 @@ def test_a_process_that_does_not_come_up_loses_one_step_at_most(how: str) -> Non
     }
     scene.feed(events[how], later_s=121)
     assert scene.slot.in_flight == ()
-    assert scene.slot.counters.steps_lost_upper_bound == 1
+    assert scene.slot.steps_lost_upper_bound == 1
 
 
 class Leaking(Scene):
@@ -121,7 +121,7 @@ def test_a_leak_is_told_once_for_each_process() -> None:
         assert scene.slot.reason == "LEAK: its memory grew by 40 MiB while its work stayed the same"
         scene.feed(scene.failure())
         scene.feed(Tick(), later_s=10)
-    assert scene.slot.counters.restarts == 2
+    assert scene.slot.restarts == 2
 
 
 def test_a_leak_does_not_hide_why_a_worker_is_not_running() -> None:
@@ -151,7 +151,7 @@ def test_a_leak_up_to_the_limit_is_a_fresh_process_and_no_death() -> None:
     )
     assert scene.slot.reason == "its memory grew by 60 MiB while its work stayed the same; its process was replaced"
     assert (scene.slot.deaths_at_s, scene.slot.in_flight) == ((), ())
-    assert scene.slot.counters.restarts == 1
+    assert scene.slot.restarts == 1
     assert [(submit.incarnation, submit.step_limit) for submit in submits(scene.feed(Tick()))] == [(1, 1)]
     scene.settle()
     assert scene.slot.phase is Phase.WORKING
@@ -173,7 +173,7 @@ def test_leaks_alone_never_end_in_quarantine() -> None:
     for restarts in range(1, 5):
         scene.settle()
         scene.grow(60)
-        assert (scene.slot.phase, scene.slot.counters.restarts) == (Phase.PAUSING, restarts)
+        assert (scene.slot.phase, scene.slot.restarts) == (Phase.PAUSING, restarts)
         scene.feed(Tick())
 
 
@@ -182,7 +182,7 @@ def test_who_is_not_asked_to_watch_for_leaks_says_and_does_nothing() -> None:
     scene.feed(NodeJoined())
     scene.settle()
     assert scene.grow(100_000) == []
-    assert (scene.slot.phase, scene.slot.reason, scene.slot.counters.restarts) == (Phase.WORKING, "steady", 0)
+    assert (scene.slot.phase, scene.slot.reason, scene.slot.restarts) == (Phase.WORKING, "steady", 0)
 
 
 def test_a_draining_worker_is_not_replaced_for_its_leak() -> None:
@@ -195,7 +195,7 @@ def test_a_draining_worker_is_not_replaced_for_its_leak() -> None:
     scene.hold(160)
     assert scene.slot.phase is Phase.WORKING
     scene.hold(160)
-    assert (scene.slot.phase, scene.slot.counters.restarts) == (Phase.STOPPED, 0)
+    assert (scene.slot.phase, scene.slot.restarts) == (Phase.STOPPED, 0)
 
 
 def test_a_leak_restart_loses_the_slice_behind_the_report() -> None:
@@ -205,4 +205,4 @@ def test_a_leak_restart_loses_the_slice_behind_the_report() -> None:
     for _ in range(5):
         limit = scene.slot.in_flight[1].step_limit
         scene.hold(160)
-    assert scene.slot.counters == Counters(restarts=1, steps_lost_upper_bound=limit)
+    assert counters_of(scene.slot) == counters(restarts=1, steps_lost_upper_bound=limit)

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.core import step_accounting
-from orchestrator.core.slot import Counters, Flight, NodeJoined, Slot
+from orchestrator.core.slot import Flight, NodeJoined, Slot
 from tests.core.scene import Scene, report_of
-
-#: What the head counts itself; everything else comes from reports.
-HEADS_OWN = {"restarts", "steps_lost_upper_bound"}
+from tests.counting import counters, counters_of
+from workers.messages import NO_COUNTS, StepCounts
 
 rates = st.floats(0.01, 1e6)
 slices_s = st.floats(0.1, 60)
@@ -107,13 +106,13 @@ def test_a_slow_start_does_not_hold_a_worker_back_for_long(rate: float, opening_
 @given(limits=st.lists(st.integers(1, 10**6), max_size=2), before=st.integers(0, 10**9))
 def test_what_is_given_up_adds_its_limits_and_is_under_way_no_more(limits: list[int], before: int) -> None:
     flights = tuple(flight(index, limit) for index, limit in enumerate(limits))
-    slot = Slot(slot="pc1/0", in_flight=flights, counters=Counters(steps_ok=5, steps_lost_upper_bound=before))
+    slot = Slot(slot="pc1/0", in_flight=flights, counts=StepCounts(steps_ok=5), steps_lost_upper_bound=before)
     assert step_accounting.steps_at_risk(slot) == sum(limits)
     lost = step_accounting.all_lost(slot)
     assert lost.in_flight == ()
-    assert lost.counters == Counters(steps_ok=5, steps_lost_upper_bound=before + sum(limits))
+    assert counters_of(lost) == counters(steps_ok=5, steps_lost_upper_bound=before + sum(limits))
     assert step_accounting.all_lost(lost) == lost
-    assert replace(lost, in_flight=flights, counters=slot.counters) == slot, "nothing else changes"
+    assert replace(lost, in_flight=flights, steps_lost_upper_bound=before) == slot, "nothing else changes"
 
 
 def test_a_slice_that_was_counted_is_under_way_no_more_and_the_other_still_is() -> None:
@@ -124,7 +123,7 @@ def test_a_slice_that_was_counted_is_under_way_no_more_and_the_other_still_is() 
     assert closed.in_flight == (second,)
     assert step_accounting.flight_of(closed, 2, 3) is None
     assert step_accounting.flight_of(closed, 2, 4) is second
-    assert closed.counters == slot.counters
+    assert counters_of(closed) == counters_of(slot)
 
 
 @pytest.mark.parametrize(("incarnation", "sequence"), [(1, 3), (3, 3), (2, 2), (2, 5)])
@@ -133,16 +132,18 @@ def test_a_slice_of_another_name_is_not_under_way(incarnation: int, sequence: in
     assert step_accounting.flight_of(slot, incarnation, sequence) is None
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(Counters) if field.name not in HEADS_OWN])
-def test_each_number_of_a_report_is_added_to_its_own_sum_and_to_no_other(name: str) -> None:
-    before = Counters(**{field.name: index for index, field in enumerate(fields(Counters))})
-    after = step_accounting.counted(before, report_of("pc1/0", 0, 0, **{name: 100}))
-    assert after == replace(before, **{name: getattr(before, name) + 100})
+@pytest.mark.parametrize("name", StepCounts.__slots__)
+def test_each_counter_is_added_to_its_own_sum_and_to_no_other(name: str) -> None:
+    before = StepCounts(**{field.name: index for index, field in enumerate(fields(StepCounts))})
+    more = StepCounts(**{name: 100})
+    expected = replace(before, **{name: getattr(before, name) + 100})
+    assert before + more == more + before == StepCounts.total((before, more)) == expected
 
 
-def test_a_report_of_nothing_changes_no_sum() -> None:
-    before = Counters(steps_ok=3, restarts=2, steps_lost_upper_bound=7, work_flop=1e12)
-    assert step_accounting.counted(before, report_of("pc1/0", 0, 0)) == before
+def test_counts_of_nothing_change_no_sum() -> None:
+    before = StepCounts(steps_ok=3, work_flop=1e12)
+    assert before + NO_COUNTS == before
+    assert StepCounts.total(()) == NO_COUNTS
 
 
 def test_a_report_that_took_no_time_to_speak_of_does_not_break_the_sum() -> None:

@@ -145,7 +145,7 @@ def names(reports: Sequence[Report]) -> list[str]:
 
 
 def failures(reports: Sequence[Report]) -> int:
-    return sum(report.oom_count for report in reports)
+    return sum(report.counts.oom_count for report in reports)
 
 
 def share_held(report: Report) -> float:
@@ -159,7 +159,8 @@ def all_is_well(reports: Sequence[Report]) -> bool:
     """Whether nothing failed and nothing waited."""
     return all(
         (report.verdict, report.state) == (Verdict.OK, WorkerState.RUNNING)
-        and (report.steps_oom, report.oom_count, report.emergency_count, report.steps_error) == (0, 0, 0, 0)
+        and (report.counts.steps_oom, report.counts.oom_count, report.counts.emergency_count, report.counts.steps_error)
+        == (0, 0, 0, 0)
         for report in reports
     )
 
@@ -347,7 +348,7 @@ class TestChange:
         assert all_is_well(reports[:20])
         assert 1 <= failures(reports[20:]) <= 2
         assert all(report.state is WorkerState.RUNNING for report in reports)
-        assert all(report.steps_error == 0 for report in reports)
+        assert all(report.counts.steps_error == 0 for report in reports)
         held_bytes = taken_bytes(reports[-1]) + more_mib * MIB
         assert held_bytes >= 0.85 * reports[-1].device.cap_bytes
 
@@ -381,7 +382,7 @@ class TestLies:
         for report in in_child(lying, rows(make_spec, Liar), 1000.0, 3):
             assert report.state is WorkerState.EMERGENCY
             assert "the smallest step" in report.reason
-            assert (report.steps_oom, report.oom_count) == (0, 0)
+            assert (report.counts.steps_oom, report.counts.oom_count) == (0, 0)
 
 
 def starving(spec: WorkerSpec) -> list[Report]:
@@ -393,7 +394,7 @@ def starving(spec: WorkerSpec) -> list[Report]:
 def test_no_more_failures_within_a_minute_than_allowed(in_child: InChild, make_spec: MakeSpec, allowed: int) -> None:
     reports = in_child(starving, rows(make_spec, failures_per_minute=allowed))
     assert sum(report.wall_s for report in reports) < 60, "the scenario was not over within a minute"
-    assert 1 <= sum(report.steps_oom for report in reports) <= allowed
+    assert 1 <= sum(report.counts.steps_oom for report in reports) <= allowed
     assert all(report.verdict is Verdict.OK for report in reports)
     assert reports[-1].state is WorkerState.EMERGENCY
     assert reports[-1].reason
@@ -408,7 +409,7 @@ def test_a_network_whose_gradients_nobody_sees_stays_within_its_allowance(
         name=mine(Network), policy="adaptive", size=64, batch=65536, budget_bytes=REHEARSAL_BUDGET_BYTES // 2
     )
     reports = in_child(slices, spec, 40)
-    assert all(report.verdict is Verdict.OK and report.steps_error == 0 for report in reports)
+    assert all(report.verdict is Verdict.OK and report.counts.steps_error == 0 for report in reports)
     assert failures(reports) <= 6
     assert reports[-1].state is WorkerState.RUNNING
     assert 4096 < reports[-1].batch < 65536

@@ -33,7 +33,7 @@ def until_it_works(spec: WorkerSpec, folder: Path) -> list[Report]:
     """Run slices under a card that is hot for the first ten seconds."""
     spec = hot(spec, sensors(folder, temperature_c=[[0, 90], [10, 90], [10.001, 60]]))
     engine, reports = Engine(spec), []
-    while not reports or reports[-1].steps_ok == 0:
+    while not reports or reports[-1].counts.steps_ok == 0:
         sequence = len(reports)
         directive = Directive(incarnation=0, sequence=sequence, duration_s=0.5, resume=None)
         reports.append(engine.run_slice(directive))
@@ -70,7 +70,7 @@ class TestHeat:
     ) -> None:
         reports = in_child(slices, hot(make_spec(), sensors(tmp_path, temperature_c=86)), 2, 0.3)
         for report in reports:
-            assert (report.verdict, report.state, report.steps_ok) == (Verdict.OK, WorkerState.PAUSED, 0)
+            assert (report.verdict, report.state, report.counts.steps_ok) == (Verdict.OK, WorkerState.PAUSED, 0)
             assert "paused at 86 C, goes on below 75 C" in report.reason
 
     def test_it_goes_on_when_the_card_is_cool_again(
@@ -78,7 +78,7 @@ class TestHeat:
     ) -> None:
         reports = in_child(until_it_works, make_spec(), tmp_path)
         assert reports[0].state is WorkerState.PAUSED
-        assert reports[-1].steps_ok > 0
+        assert reports[-1].counts.steps_ok > 0
         assert [event.detail["band"] for event in named(reports, "thermal_band")] == ["NORMAL"]
 
     def test_without_thresholds_nothing_is_done_about_it(
@@ -86,7 +86,7 @@ class TestHeat:
     ) -> None:
         fake = sensors(tmp_path, temperature_c=99)
         (report,) = in_child(slices, hot(make_spec(), fake, THERMAL_OFF), 1, 0.0)
-        assert (report.state, report.steps_ok) == (WorkerState.RUNNING, 1)
+        assert (report.state, report.counts.steps_ok) == (WorkerState.RUNNING, 1)
         assert report.sensors is not None
         assert report.sensors.temperature_c == 99
 
@@ -99,7 +99,7 @@ class TestHeat:
         assert raised.detail["alarm"] == "thermal slowdown by the hardware"
         assert reports[-1].state is WorkerState.THROTTLED
         assert "thermal slowdown by the hardware" in reports[-1].reason
-        assert reports[-1].busy_s / reports[-1].wall_s < 0.95, "it sleeps between steps"
+        assert reports[-1].counts.busy_s / reports[-1].wall_s < 0.95, "it sleeps between steps"
         assert reports[-1].sensors is not None
         assert reports[-1].sensors.throttle_pct == 100
 
@@ -108,7 +108,7 @@ class TestHeat:
     ) -> None:
         fake = sensors(tmp_path, temperature_c=65, lost_after_calls=0)
         reports = in_child(slices, hot(make_spec(), fake), 2, 0.5)
-        assert all(report.verdict is Verdict.OK and report.steps_ok > 0 for report in reports)
+        assert all(report.verdict is Verdict.OK and report.counts.steps_ok > 0 for report in reports)
         assert [event.detail["alarm"] for event in named(reports, "alarm_raised")] == ["card lost"]
         assert reports[-1].sensors is not None
         assert reports[-1].sensors.lost
@@ -138,24 +138,24 @@ def test_a_hot_processor_is_no_cause_for_alarm(make_spec: MakeSpec) -> None:
 class TestResults:
     def test_right_results_are_checked_now_and_then(self, in_child: InChild, make_spec: MakeSpec) -> None:
         reports = in_child(slices, replace(make_spec(), check_share=0.2), 3, 0.5)
-        assert sum(report.verify_checks for report in reports) >= 1
-        assert [report.verify_errors for report in reports] == [0, 0, 0]
+        assert sum(report.counts.verify_checks for report in reports) >= 1
+        assert [report.counts.verify_errors for report in reports] == [0, 0, 0]
         assert reports[-1].state is WorkerState.RUNNING
 
     def test_a_share_of_nothing_checks_nothing(self, in_child: InChild, make_spec: MakeSpec) -> None:
         (report,) = in_child(slices, make_spec(), 1, 0.5)
-        assert report.verify_checks == 0
+        assert report.counts.verify_checks == 0
 
     def test_a_flipped_bit_is_found_and_never_forgotten(self, in_child: InChild, make_spec: MakeSpec) -> None:
         spec = replace(make_spec(), check_share=0.3, step_faults=StepFaults(seed=1, flip_rate=1.0))
         reports = in_child(slices, spec, 3, 0.5)
-        assert sum(report.verify_errors for report in reports) >= 2
+        assert sum(report.counts.verify_errors for report in reports) >= 2
         assert reports[-1].state is WorkerState.CORRUPT
-        assert reports[-1].steps_ok > 0, "it goes on, and goes on being checked"
+        assert reports[-1].counts.steps_ok > 0, "it goes on, and goes on being checked"
         assert spec.slot in reports[-1].reason
         assert "wrong result" in reports[-1].reason
         found = named(reports, "corrupt")
-        assert len(found) == sum(report.verify_errors for report in reports)
+        assert len(found) == sum(report.counts.verify_errors for report in reports)
         assert all(spec.slot in str(event.detail["where"]) for event in found)
 
 
@@ -201,5 +201,7 @@ def test_a_check_that_cannot_run_costs_the_worker_nothing(
     failed = named(reports, "check_failed")
     assert {event.detail["kind"] for event in failed} == {kind}
     assert told is None or len(failed) == told, "a bug is told once"
-    assert all(report.state is WorkerState.RUNNING and report.steps_ok > 0 for report in reports)
-    assert [(r.oom_count, r.steps_oom, r.steps_error, r.verify_checks) for r in reports] == [(0, 0, 0, 0)] * 2
+    assert all(report.state is WorkerState.RUNNING and report.counts.steps_ok > 0 for report in reports)
+    assert [
+        (r.counts.oom_count, r.counts.steps_oom, r.counts.steps_error, r.counts.verify_checks) for r in reports
+    ] == [(0, 0, 0, 0)] * 2

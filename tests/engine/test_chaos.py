@@ -85,11 +85,11 @@ class TestSteps:
         struck = [report for report in reports if told(report, FaultKind.OOM)]
         assert struck
         for report in reports:
-            assert report.steps_oom == told(report, FaultKind.OOM)
-            assert report.emergency_count >= report.steps_oom, "the device was proven alive each time"
-            assert sum(event.name == "oom" for event in report.events) == report.steps_oom
+            assert report.counts.steps_oom == told(report, FaultKind.OOM)
+            assert report.counts.emergency_count >= report.counts.steps_oom, "the device was proven alive each time"
+            assert sum(event.name == "oom" for event in report.events) == report.counts.steps_oom
             assert report.error is None
-        assert sum(report.steps_ok for report in reports) > 0, "and went on working"
+        assert sum(report.counts.steps_ok for report in reports) > 0, "and went on working"
         assert "type torch.OutOfMemoryError" in {
             event.detail["evidence"] for report in struck for event in report.events if event.name == "oom"
         }
@@ -97,21 +97,21 @@ class TestSteps:
     def test_a_rate_is_met_and_repeats(self, in_child: InChild, make_spec: MakeSpec) -> None:
         spec = with_faults(make_spec(name=BRIEF), raise_rate=0.2)
         one, two = (in_child(slices, spec, [0.0] * 300, {}) for _ in range(2))
-        failed = [report.steps_error for report in one]
-        assert failed == [report.steps_error for report in two]
+        failed = [report.counts.steps_error for report in one]
+        assert failed == [report.counts.steps_error for report in two]
         assert sum(failed) / len(failed) == pytest.approx(0.2, abs=0.07)
 
     def test_so_many_after_so_many_to_the_step(self, in_child: InChild, make_spec: MakeSpec) -> None:
         spec = with_faults(make_spec(name=BRIEF, size=4096), oom_num=3, oom_skip=5)
         reports = in_child(slices, spec, [0.0] * 10, {})
-        assert [report.steps_oom for report in reports] == [0, 0, 0, 0, 0, 3, 0, 0, 0, 0]
+        assert [report.counts.steps_oom for report in reports] == [0, 0, 0, 0, 0, 3, 0, 0, 0, 0]
         assert [told(report, FaultKind.OOM) for report in reports] == [0, 0, 0, 0, 0, 3, 0, 0, 0, 0]
-        assert [report.steps_ok for report in reports] == [1] * 10
+        assert [report.counts.steps_ok for report in reports] == [1] * 10
 
     def test_probable_ones_are_told_as_such(self, in_child: InChild, make_spec: MakeSpec) -> None:
         spec = with_faults(make_spec(name=BRIEF, size=4096), oom_num=1, oom_kind=FailureKind.PROBABLE)
         (report,) = in_child(slices, spec, [0.0], {})
-        assert (report.steps_oom, told(report, FaultKind.OOM)) == (1, 1)
+        assert (report.counts.steps_oom, told(report, FaultKind.OOM)) == (1, 1)
         assert [event.detail["kind"] for event in report.events if event.name == "oom"] == ["probable"]
 
     def test_a_raise_is_an_error_of_the_workload_and_ends_the_slice(
@@ -120,15 +120,15 @@ class TestSteps:
         spec = with_faults(make_spec(name=BRIEF), raise_rate=1.0)
         for report in in_child(slices, spec, [1.0, 1.0], {}):
             assert report.verdict is Verdict.OK
-            assert (report.steps_ok, report.steps_oom, report.steps_error) == (0, 0, 1)
+            assert (report.counts.steps_ok, report.counts.steps_oom, report.counts.steps_error) == (0, 0, 1)
             assert told(report, FaultKind.RAISE) == 1
             assert report.state is WorkerState.BACKOFF
             assert "(injected)" in report.error
 
     def test_rates_of_nothing_change_nothing(self, in_child: InChild, make_spec: MakeSpec) -> None:
         (report,) = in_child(slices, with_faults(make_spec(name=BRIEF)), [0.3], {})
-        assert (report.steps_oom, report.steps_error) == (0, 0)
-        assert report.steps_ok > 0
+        assert (report.counts.steps_oom, report.counts.steps_error) == (0, 0)
+        assert report.counts.steps_ok > 0
         assert not [event for event in report.events if event.name == "chaos"]
 
 
@@ -165,7 +165,7 @@ spec, directives = pickle.loads(Path(given).read_bytes())
 engine = Engine(spec)
 for directive in directives:
     report = engine.run_slice(directive)
-    print(report.sequence, report.verdict, report.steps_ok, flush=True)
+    print(report.sequence, report.verdict, report.counts.steps_ok, flush=True)
 """
 
 Start: TypeAlias = Callable[[FaultKind], Child]
@@ -227,10 +227,10 @@ class TestStrikes:
         good, struck, after = in_child(slices, with_faults(make_spec(name=BRIEF)), [0.0, 0.4, 0.4], {1: process_fault})
         assert good.verdict is Verdict.OK
         assert struck.verdict is after.verdict is Verdict.CONTEXT_CORRUPTED
-        assert struck.steps_ok > 0, "it struck in the middle of the slice"
+        assert struck.counts.steps_ok > 0, "it struck in the middle of the slice"
         assert struck.wall_s >= 0.2
         assert "illegal memory access" in struck.reason
-        assert after.steps_ok == 0
+        assert after.counts.steps_ok == 0
 
     def test_a_strike_that_no_step_met_waits_for_the_next_slice(self, in_child: InChild, make_spec: MakeSpec) -> None:
         """The step takes longer than the slice, so that none begins after the strike's time."""
@@ -238,7 +238,7 @@ class TestStrikes:
         spec = with_faults(make_spec(name=f"{Path(__file__).stem}:{Long.__name__}"))
         reports = in_child(slices, spec, [0.0, 0.1, 0.1], {1: late})
         assert [report.verdict for report in reports] == [Verdict.OK, Verdict.OK, Verdict.CONTEXT_CORRUPTED]
-        assert reports[2].steps_ok == 0, "at its first step"
+        assert reports[2].counts.steps_ok == 0, "at its first step"
 
     def test_what_is_no_strike_is_refused(self) -> None:
         with pytest.raises(ValueError, match="node does not strike a process"):

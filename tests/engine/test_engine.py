@@ -213,7 +213,12 @@ class TestFits:
         for report in fits["reports"]:
             assert report.verdict is Verdict.OK
             assert report.state is WorkerState.RUNNING
-            assert (report.oom_count, report.steps_oom, report.steps_error, report.emergency_count) == (0, 0, 0, 0)
+            assert (
+                report.counts.oom_count,
+                report.counts.steps_oom,
+                report.counts.steps_error,
+                report.counts.emergency_count,
+            ) == (0, 0, 0, 0)
             assert 0.95 * report.device.cap_bytes <= report.claim_bytes <= report.device.cap_bytes
 
     def test_the_claim_is_held_in_live_tensors(self, fits: Found) -> None:
@@ -221,13 +226,13 @@ class TestFits:
         assert 0.9 * report.claim_bytes <= report.memory.allocated_bytes <= report.device.cap_bytes
 
     def test_no_duration_ends_with_the_first_good_step(self, fits: Found) -> None:
-        assert fits["reports"][0].steps_ok == 1
+        assert fits["reports"][0].counts.steps_ok == 1
 
     def test_a_duration_is_filled(self, fits: Found) -> None:
         report = fits["reports"][1]
-        assert report.steps_ok > 1
-        assert report.work_flop > 0
-        assert 0 < report.busy_s <= report.wall_s
+        assert report.counts.steps_ok > 1
+        assert report.counts.work_flop > 0
+        assert 0 < report.counts.busy_s <= report.wall_s
 
     def test_the_cap_is_what_the_kernel_enforces(self, fits: Found) -> None:
         report = fits["reports"][1]
@@ -275,17 +280,17 @@ class TestTooLarge:
         )
         assert shrunk.state is WorkerState.RUNNING
         assert (shrunk.size, shrunk.batch) == (int(16384 * 0.7**failures), 128 - 16 * failures)
-        assert (shrunk.steps_oom, shrunk.steps_ok) == (failures, 1)
+        assert (shrunk.counts.steps_oom, shrunk.counts.steps_ok) == (failures, 1)
 
     def test_every_failure_was_real_and_survived(self, shrunk: Report) -> None:
         ooms = [event for event in shrunk.events if event.name == "oom"]
-        assert shrunk.steps_oom == len(ooms) == shrunk.oom_count >= 3
-        assert shrunk.emergency_count >= 1
+        assert shrunk.counts.steps_oom == len(ooms) == shrunk.counts.oom_count >= 3
+        assert shrunk.counts.emergency_count >= 1
         assert {event.detail["kind"] for event in ooms} == {"definite"}
         assert all("DefaultCPUAllocator" in str(event.detail["text"]) for event in ooms)
         assert all(event.detail["needed_bytes"] > event.detail["free_bytes"] for event in ooms)
         assert shrunk.verdict is Verdict.OK
-        assert shrunk.steps_error == 0
+        assert shrunk.counts.steps_error == 0
         assert shrunk.error is None
 
     def test_another_process_resumes_at_the_learned_size(
@@ -294,7 +299,7 @@ class TestTooLarge:
         resumed = in_child(first_slice, too_large, shrunk.resume)
         assert resumed.size == shrunk.size
         assert resumed.batch == shrunk.batch
-        assert (resumed.oom_count, resumed.steps_ok) == (0, 1)
+        assert (resumed.counts.oom_count, resumed.counts.steps_ok) == (0, 1)
         assert "resumed" in names(resumed)
 
     def test_a_living_engine_adopts_what_another_incarnation_has_learned(
@@ -335,8 +340,8 @@ class TestEmergency:
             assert report.state is WorkerState.EMERGENCY
             assert report.verdict is Verdict.OK
             assert "smallest step" in report.reason
-            assert report.emergency_count >= 1, "each slice proves that the device answers"
-            assert report.steps_ok == 0
+            assert report.counts.emergency_count >= 1, "each slice proves that the device answers"
+            assert report.counts.steps_ok == 0
             assert report.error is None
 
     def test_it_is_announced_once(self, starved_then_fed: Found) -> None:
@@ -352,15 +357,15 @@ class TestEmergency:
     def test_when_memory_returns_it_runs_again(self, starved_then_fed: Found) -> None:
         last = starved_then_fed["fed"][-1]
         assert last.state is WorkerState.RUNNING
-        assert last.steps_ok == 1
-        assert last.steps_oom == 0
+        assert last.counts.steps_ok == 1
+        assert last.counts.steps_oom == 0
 
     def test_a_workload_that_tells_its_need_waits_for_no_blind_try(
         self, in_child: InChild, make_spec: MakeSpec
     ) -> None:
         found = in_child(memory_returns, make_spec(name=mine(Hungry)), True)
         assert len(found["fed"]) == 1
-        assert all(report.steps_oom == 0 for report in found["starved"][1:]), "no attempt that must fail"
+        assert all(report.counts.steps_oom == 0 for report in found["starved"][1:]), "no attempt that must fail"
 
 
 # --- nothing is kept -------------------------------------------------------------------------------------------
@@ -391,7 +396,7 @@ class TestNothingIsKept:
 
     def test_the_next_step_has_the_memory_again(self, deep: Found) -> None:
         assert deep["good_steps"] == 1
-        assert deep["report"].steps_oom == 1
+        assert deep["report"].counts.steps_oom == 1
         assert deep["report"].state is WorkerState.RUNNING
 
     def test_what_was_free_in_recovery_is_all_of_it(self, deep: Found) -> None:
@@ -418,7 +423,7 @@ class TestWorkloadErrors:
     def test_a_bug_ends_the_slice_and_nothing_else(self, in_child: InChild, make_spec: MakeSpec) -> None:
         for report in in_child(several, make_spec(name=mine(Buggy)), 3):
             assert report.verdict is Verdict.OK
-            assert (report.steps_error, report.steps_ok, report.steps_oom) == (1, 0, 0)
+            assert (report.counts.steps_error, report.counts.steps_ok, report.counts.steps_oom) == (1, 0, 0)
             assert report.state is WorkerState.BACKOFF
             assert "the labels are missing" in report.reason
             assert report.error.startswith("Traceback")
@@ -429,7 +434,7 @@ class TestWorkloadErrors:
     def test_a_bug_that_passes_leaves_no_trace(self, in_child: InChild, make_spec: MakeSpec) -> None:
         injector = OomInjector(num=1, kind=FailureKind.OTHER)
         first, second = in_child(several, make_spec(name=mine(Injected)), 2, injector)
-        assert (first.steps_error, second.steps_error) == (1, 0)
+        assert (first.counts.steps_error, second.counts.steps_error) == (1, 0)
         assert second.state is WorkerState.RUNNING
         assert second.error is None
 
@@ -438,13 +443,13 @@ class TestWorkloadErrors:
     ) -> None:
         (report,) = in_child(several, make_spec(name=mine(Loss)), 1)
         assert report.verdict is Verdict.OK
-        assert report.steps_error == 1
+        assert report.counts.steps_error == 1
         assert "StepResult" in report.reason
 
     def test_a_bug_outside_the_step_is_reported_like_one_inside(self, in_child: InChild, make_spec: MakeSpec) -> None:
         for report in in_child(several, make_spec(name=mine(Clumsy)), 2):
             assert report.verdict is Verdict.OK
-            assert report.steps_error == 1
+            assert report.counts.steps_error == 1
             assert report.state is WorkerState.BACKOFF
             assert "outside its step" in report.reason
             assert "KeyError: 'optimizer'" in report.error
@@ -452,18 +457,18 @@ class TestWorkloadErrors:
     def test_probable_memory_is_believed_twice_in_a_row(self, in_child: InChild, make_spec: MakeSpec) -> None:
         injector = OomInjector(num=4, kind=FailureKind.PROBABLE)
         first, second, third = in_child(several, make_spec(name=mine(Injected), size=2048), 3, injector)
-        assert first.steps_oom == MAX_PROBABLE_IN_A_ROW
+        assert first.counts.steps_oom == MAX_PROBABLE_IN_A_ROW
         assert first.size == int(2048 * 0.7**MAX_PROBABLE_IN_A_ROW)
-        assert first.steps_error == 1
+        assert first.counts.steps_error == 1
         assert "CUBLAS_STATUS_ALLOC_FAILED" in first.error
-        assert (second.steps_oom, second.steps_error) == (0, 1), "still the same row"
+        assert (second.counts.steps_oom, second.counts.steps_error) == (0, 1), "still the same row"
         assert third.state is WorkerState.RUNNING
 
     def test_a_good_step_ends_the_row(self, in_child: InChild, make_spec: MakeSpec) -> None:
         spec = make_spec(name=mine(Injected), size=4096)
         reports = in_child(rows_of_two, spec)
-        assert [report.steps_error for report in reports] == [0, 0, 0]
-        assert [report.steps_oom for report in reports] == [2, 2, 2]
+        assert [report.counts.steps_error for report in reports] == [0, 0, 0]
+        assert [report.counts.steps_oom for report in reports] == [2, 2, 2]
 
     def test_a_poisoned_device_ends_the_process_for_good(self, in_child: InChild, make_spec: MakeSpec) -> None:
         injector = OomInjector(num=1, skip=1, kind=FailureKind.CONTEXT_CORRUPTED)
@@ -473,7 +478,7 @@ class TestWorkloadErrors:
             assert report.verdict is Verdict.CONTEXT_CORRUPTED
             assert report.state is WorkerState.STOPPED
             assert "illegal memory access" in report.reason
-            assert report.steps_ok == 0, "nothing may touch the device again"
+            assert report.counts.steps_ok == 0, "nothing may touch the device again"
             assert report.resume == good.resume, "a fresh process goes on where this one stood"
 
 
@@ -497,8 +502,8 @@ def injected_storm(spec: WorkerSpec, seed: int) -> tuple[list[Report], list[int]
 def test_a_seeded_storm_of_failures_is_survived_and_repeats(in_child: InChild, make_spec: MakeSpec) -> None:
     spec = make_spec(name=mine(Injected), size=8192)
     reports, sizes = in_child(injected_storm, spec, 3)
-    assert sum(report.steps_oom for report in reports) == 12
-    assert all(report.verdict is Verdict.OK and report.steps_error == 0 for report in reports)
+    assert sum(report.counts.steps_oom for report in reports) == 12
+    assert all(report.verdict is Verdict.OK and report.counts.steps_error == 0 for report in reports)
     assert reports[-1].state is WorkerState.RUNNING
     assert sizes == sorted(sizes, reverse=True), "classic never grows"
     assert in_child(injected_storm, spec, 3)[1] == sizes
@@ -551,7 +556,7 @@ def test_duty_is_the_share_of_time_the_device_is_busy(
     in_child: InChild, make_spec: MakeSpec, duty: float | None, low: float, high: float
 ) -> None:
     reports = in_child(dutiful, make_spec(name=mine(Busy), duty=duty))
-    busy_s, wall_s = sum(report.busy_s for report in reports), sum(report.wall_s for report in reports)
+    busy_s, wall_s = sum(report.counts.busy_s for report in reports), sum(report.wall_s for report in reports)
     assert low <= busy_s / wall_s <= high
 
 

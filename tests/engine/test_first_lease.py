@@ -42,12 +42,12 @@ def opened(in_child: InChild, make_spec: MakeSpec) -> list[Report]:
 
 def test_it_opens_its_device_and_waits(opened: list[Report]) -> None:
     for report in opened[:2]:
-        assert (report.verdict, report.state, report.steps_ok) == (Verdict.OK, WorkerState.WARMING, 0)
+        assert (report.verdict, report.state, report.counts.steps_ok) == (Verdict.OK, WorkerState.WARMING, 0)
         assert "waits for its share" in report.reason
         assert report.device is not None
         assert report.memory is not None
         assert report.memory.allocated_bytes < MIB, "nothing is held yet"
-        assert (report.oom_count, report.emergency_count) == (0, 0)
+        assert (report.counts.oom_count, report.counts.emergency_count) == (0, 0)
         assert "claimed" not in [event.name for event in report.events]
 
 
@@ -57,12 +57,12 @@ def test_what_the_slot_had_learned_is_not_forgotten_while_it_waits(opened: list[
 
 
 def test_then_it_climbs_in_bytes_of_its_own(opened: list[Report]) -> None:
-    assert (opened[2].state, opened[2].oom_count) == (WorkerState.RUNNING, 0)
+    assert (opened[2].state, opened[2].counts.oom_count) == (WorkerState.RUNNING, 0)
     claimed = [event for event in opened[2].events if event.name == "claimed"]
     assert [event.detail["target_bytes"] for event in claimed] == [40 * MIB]
     assert opened[2].memory is not None
     assert opened[2].memory.allocated_bytes <= 40 * MIB
-    assert opened[3].steps_ok > 0
+    assert opened[3].counts.steps_ok > 0
 
 
 def test_a_worker_that_may_hold_nothing_any_more_gives_all_of_it_back_and_is_in_no_emergency(
@@ -73,7 +73,7 @@ def test_a_worker_that_may_hold_nothing_any_more_gives_all_of_it_back_and_is_in_
     assert held[1] > 20 * MIB
     assert held[2] < MIB
     assert reports[2].state is WorkerState.WARMING
-    assert [report.emergency_count for report in reports] == [0] * 5
+    assert [report.counts.emergency_count for report in reports] == [0] * 5
     assert held[-1] > 20 * MIB
 
 

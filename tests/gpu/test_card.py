@@ -310,17 +310,17 @@ class TestAdaptive:
         reports = in_child(adaptive_at_its_size)
         for report in reports:
             assert (report.verdict, report.state) == (Verdict.OK, WorkerState.RUNNING), report.reason
-            assert (report.size, report.oom_count, report.steps_error) == (8192, 0, 0)
+            assert (report.size, report.counts.oom_count, report.counts.steps_error) == (8192, 0, 0)
         last = reports[-1]
         assert 0.95 * last.device.cap_bytes <= last.memory.reserved_bytes <= last.device.cap_bytes
-        assert last.busy_s > 0.9 * last.wall_s, "nothing limits its duty"
+        assert last.counts.busy_s > 0.9 * last.wall_s, "nothing limits its duty"
 
     def test_it_makes_do_with_less_than_was_asked(self, in_child: Callable[..., Any]) -> None:
         reports = in_child(adaptive_asked_too_much)
         for report in reports:
             assert (report.verdict, report.state) == (Verdict.OK, WorkerState.RUNNING), report.reason
             assert 256 <= report.size < 65536
-        assert sum(report.steps_oom for report in reports[1:]) == 0
+        assert sum(report.counts.steps_oom for report in reports[1:]) == 0
 
 
 # --- cost --------------------------------------------------------------------------------------------------------

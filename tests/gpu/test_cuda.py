@@ -197,23 +197,23 @@ class TestTooLarge:
             assert (report.size, report.batch) == (int(65536 * 0.7**failures), max(32, 128 - 16 * failures))
         assert failures >= 3
         # One failure may be forgiven: where a size only just does not fit, it is tried once more.
-        assert first.steps_oom in {failures, failures + 1}
-        assert (first.steps_ok, first.steps_error, first.error) == (1, 0, None)
+        assert first.counts.steps_oom in {failures, failures + 1}
+        assert (first.counts.steps_ok, first.counts.steps_error, first.error) == (1, 0, None)
 
     def test_every_failure_was_the_cards_own(self, shrunk: Found) -> None:
         first = shrunk["reports"][0]
         ooms = [event for event in first.events if event.name == "oom"]
-        assert len(ooms) == first.steps_oom
+        assert len(ooms) == first.counts.steps_oom
         assert {event.detail["kind"] for event in ooms} == {"definite"}
         assert all("out of memory" in str(event.detail["text"]) for event in ooms)
-        assert first.emergency_count >= first.steps_oom
+        assert first.counts.emergency_count >= first.counts.steps_oom
 
     def test_it_goes_on_without_another_failure(self, shrunk: Found) -> None:
         second = shrunk["reports"][1]
-        assert second.oom_count == 0
-        assert second.steps_ok > 1
-        assert second.work_flop > 0
-        assert 0 < second.busy_s <= second.wall_s
+        assert second.counts.oom_count == 0
+        assert second.counts.steps_ok > 1
+        assert second.counts.work_flop > 0
+        assert 0 < second.counts.busy_s <= second.wall_s
 
     def test_the_ring_holds_what_it_was_given(self, shrunk: Found) -> None:
         report = shrunk["reports"][1]
@@ -226,7 +226,7 @@ class TestTooLarge:
         learned = shrunk["reports"][0]
         resumed = in_child(too_large, spec_of(size=65536), learned.resume)["reports"][0]
         assert (resumed.size, resumed.batch) == (learned.size, learned.batch)
-        assert (resumed.oom_count, resumed.steps_ok) == (0, 1)
+        assert (resumed.counts.oom_count, resumed.counts.steps_ok) == (0, 1)
 
 
 class Alternating(Workload):
@@ -263,8 +263,8 @@ def alternating(spec: WorkerSpec) -> list[Report]:
 
 def test_memory_comes_back_after_every_failure(in_child: Callable[..., Any]) -> None:
     reports = in_child(alternating, spec_of(name=mine(Alternating)))
-    assert [report.steps_ok for report in reports] == [1] * 12
-    assert [report.steps_oom for report in reports] == [1] * 12
+    assert [report.counts.steps_ok for report in reports] == [1] * 12
+    assert [report.counts.steps_oom for report in reports] == [1] * 12
     for report in reports:
         assert report.state is WorkerState.RUNNING
         assert report.claim_bytes >= 0.95 * report.device.cap_bytes, "a failed step's tensors were still there"

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config.load import config_from_text, dump_config, load_config
-from orchestrator.core.slot import Counters, Phase
+from orchestrator.core.slot import Phase
 from orchestrator.errors import ConfigError, UsageError
 from orchestrator.run.environment import Mode
 from orchestrator.run.resume import environment_of, past_of
 from orchestrator.run.runner import Options, go_on
 from orchestrator.watch.archive import StoredRun
 from orchestrator.watch.records import RunFacts, SlotRecord
+from tests.counting import counters, counters_of
 
 ROOT = Path(__file__).parents[2]
 CONFIG = load_config(str(ROOT / "cluster.yaml"), ["run.slice_s=1.0"])
@@ -83,7 +84,7 @@ def test_a_slot_goes_on_with_its_counters_and_what_was_under_way_is_lost() -> No
     past = past_of(stored(record()))
     slot = past.slots["pc1/0"]
     assert past.elapsed_s == 100.0
-    assert slot.counters == Counters(steps_ok=500, restarts=3, steps_lost_upper_bound=7 + 12, busy_s=1.5)
+    assert counters_of(slot) == counters(steps_ok=500, restarts=3, steps_lost_upper_bound=7 + 12, busy_s=1.5)
     # A report of a process of before must not be taken for one of the next.
     assert (slot.incarnation, slot.next_sequence) == (5, 90)
     assert slot.resume == {"failures": 2}
@@ -99,7 +100,7 @@ def test_a_quarantined_slot_gets_another_chance() -> None:
 @pytest.mark.parametrize("value", [-5, 10**400, 2**63, True, None, "many", 1.5, float("nan"), float("inf")])
 def test_a_counter_that_makes_no_sense_begins_at_nothing(value: object) -> None:
     slot = past_of(stored(record(counters={"steps_ok": value, "restarts": 2}))).slots["pc1/0"]
-    assert slot.counters == Counters(restarts=2, steps_lost_upper_bound=12)
+    assert counters_of(slot) == counters(restarts=2, steps_lost_upper_bound=12)
 
 
 def test_records_that_lacked_something_still_do() -> None:

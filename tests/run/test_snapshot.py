@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from orchestrator.config.load import load_config
 from orchestrator.core.placement import Target, plan_slots
-from orchestrator.core.slot import Counters, HeadState, Phase, Slot
+from orchestrator.core.slot import HeadState, Phase, Slot
 from orchestrator.run.snapshot import Meter, row
-from workers.messages import DeviceInfo, MemoryInfo, Report, Verdict, WorkerEvent, WorkerState
+from tests.counting import with_counts
+from workers.messages import DeviceInfo, MemoryInfo, Report, StepCounts, Verdict, WorkerEvent, WorkerState
 
 PLAN = plan_slots(load_config(str(Path(__file__).parents[2] / "cluster.yaml")), Target())[3]
 
@@ -63,7 +64,7 @@ def report(**changes: Any) -> Report:  # noqa: ANN401 - any field
         "busy_s": 0.5,
         "wall_s": 1.0,
     }
-    return Report(**{**usual, **changes})
+    return Report(**with_counts({**usual, **changes}))
 
 
 def metered(*reports: Report) -> Meter:
@@ -184,7 +185,7 @@ def test_a_row_shows_the_counters_of_the_slot_and_the_facts_of_the_last_report()
         heard_at_s=998.5,
         report=report(steps_ok=1),
         device=report().device,
-        counters=Counters(
+        counts=StepCounts(
             steps_ok=6,
             steps_oom=2,
             steps_error=2,
@@ -192,8 +193,8 @@ def test_a_row_shows_the_counters_of_the_slot_and_the_facts_of_the_last_report()
             emergency_count=4,
             verify_checks=5,
             verify_errors=1,
-            restarts=7,
         ),
+        restarts=7,
     )
     shown = row(PLAN, slot, metered(report()), 1000.0)
     expected = {
@@ -223,7 +224,8 @@ def test_a_row_shows_the_counters_of_the_slot_and_the_facts_of_the_last_report()
         "duty_measured": 0.5,
         "heartbeat_age_s": 1.5,
     }
-    assert {name: getattr(shown, name) for name in expected} == expected
+    told = shown.to_dict()
+    assert {name: told[name] for name in expected} == expected
     assert shown.tflops == pytest.approx(10.0)
 
 
@@ -252,9 +254,9 @@ def test_what_was_last_known_of_a_lost_worker_stays_in_its_row() -> None:
         heard_at_s=10.0,
         report=report(),
         device=report().device,
-        counters=Counters(steps_ok=5),
+        counts=StepCounts(steps_ok=5),
     )
     shown = row(PLAN, slot, Meter(), 100.0)
-    assert (shown.size, shown.steps_ok, shown.heartbeat_age_s, shown.gpu_uuid) == (8192, 5, 90.0, "GPU-0")
+    assert (shown.size, shown.counts.steps_ok, shown.heartbeat_age_s, shown.gpu_uuid) == (8192, 5, 90.0, "GPU-0")
     again = row(PLAN, replace(slot, state=HeadState.STARTING, heard_at_s=None), Meter(), 100.0)
-    assert (again.steps_ok, again.heartbeat_age_s) == (5, None)
+    assert (again.counts.steps_ok, again.heartbeat_age_s) == (5, None)

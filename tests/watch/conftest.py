@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 from collections.abc import Callable
 from typing import Any, get_args, get_type_hints
@@ -13,7 +12,8 @@ from rich.console import Console, RenderableType
 
 from orchestrator.core.slot import HeadState
 from orchestrator.watch.model import Row, Snapshot
-from workers.messages import WorkerState
+from tests.counting import with_counts
+from workers.messages import StepCounts, WorkerState
 
 GIB = 2**30
 
@@ -39,7 +39,6 @@ HEALTHY: dict[str, Any] = {
     "device_used_bytes": 21 * GIB,
     "device_total_bytes": 24 * GIB,
     "steps_ok": 400,
-    "success_rate": 1.0,
     "duty_requested": 0.6,
     "duty_measured": 0.587,
     "peak_pct": 62.4,
@@ -61,14 +60,17 @@ _BY_TYPE = {
     WorkerState: st.sampled_from(WorkerState),
     HeadState: st.sampled_from(HeadState),
 }
-_HINTS = get_type_hints(Row)
-ANY_ROW = st.builds(
-    Row,
-    **{
-        field.name: st.one_of(*(_BY_TYPE[kind] for kind in get_args(_HINTS[field.name]) or (_HINTS[field.name],)))
-        for field in dataclasses.fields(Row)
-    },
-)
+
+
+def _any(kind: type) -> st.SearchStrategy[Any]:
+    """Return a strategy for a dataclass with anything in it that its types allow."""
+    hints = get_type_hints(kind)
+    values = {name: get_args(hint) or (hint,) for name, hint in hints.items()}
+    return st.builds(kind, **{name: st.one_of(*(_BY_TYPE[each] for each in kinds)) for name, kinds in values.items()})
+
+
+_BY_TYPE[StepCounts] = _any(StepCounts)
+ANY_ROW = _any(Row)
 
 
 RowMaker = Callable[..., Row]
@@ -79,7 +81,7 @@ Drawer = Callable[[RenderableType, int], list[str]]
 @pytest.fixture
 def make_row() -> RowMaker:
     """Make a healthy row with some fields changed."""
-    return lambda **changed: Row(**{**HEALTHY, **changed})
+    return lambda **changed: Row(**with_counts({**HEALTHY, **changed}))
 
 
 @pytest.fixture

@@ -163,7 +163,11 @@ def test_everything_comes_back_as_it_was(
 
     snapshot = run.snapshot()
     assert snapshot.rows[0] == row
-    assert (snapshot.rows[1].slot, snapshot.rows[1].state, snapshot.rows[1].steps_ok) == ("pc2/0", HeadState.LOST, 0)
+    assert (snapshot.rows[1].slot, snapshot.rows[1].state, snapshot.rows[1].counts.steps_ok) == (
+        "pc2/0",
+        HeadState.LOST,
+        0,
+    )
     assert (snapshot.duration_s, snapshot.elapsed_s) == (30.0, 12.5)
 
     (told,) = read_events(folder, ["state"])
@@ -232,7 +236,7 @@ def test_a_row_keeps_what_makes_sense_of_it(folder: Path, store: RunStore) -> No
     store.slots([record(row={"steps_ok": 5, "size": "huge", "tflops": 1, "from_the_future": 1, "state": "NEW"})])
     store.commit()
     row = read_run(folder).snapshot().rows[0]
-    assert (row.steps_ok, row.size, row.tflops, row.state) == (5, None, 1, WorkerState.RUNNING)
+    assert (row.counts.steps_ok, row.size, row.tflops, row.state) == (5, None, 1, WorkerState.RUNNING)
 
 
 def test_a_run_under_way_is_running_and_its_writer_is_not_disturbed(folder: Path, store: RunStore) -> None:

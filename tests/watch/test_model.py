@@ -36,7 +36,7 @@ def test_worst_first_by_state_then_trouble_then_natural_slot(make_row: RowMaker)
     rows = [
         make_row(slot="pc1/10"),
         make_row(slot="pc1/2"),
-        make_row(slot="pc1/3", success_rate=0.5),
+        make_row(slot="pc1/3", steps_oom=400),
         make_row(slot="pc1/4", verify_errors=1),
         *(make_row(slot=f"x/{state}", state=state) for state in reversed(STATES_WORST_FIRST)),
     ]
@@ -56,13 +56,13 @@ def test_sums_before_anything_is_known(make_row: RowMaker, make_snapshot: Snapsh
     snapshot = make_snapshot(make_row(tflops=None, steps_ok=0), make_row(tflops=math.nan, steps_ok=0))
 
     assert snapshot.tflops_total is None
-    assert snapshot.success_rate is None
+    assert snapshot.counts.success_rate is None
 
 
 def test_oom_steps_count_against_the_success_rate(make_row: RowMaker, make_snapshot: SnapshotMaker) -> None:
     snapshot = make_snapshot(make_row(steps_ok=90, steps_oom=6), make_row(steps_ok=0, steps_error=4, tflops=None))
 
-    assert snapshot.success_rate == 0.9
+    assert snapshot.counts.success_rate == 0.9
     assert snapshot.tflops_total == 9.61
     assert snapshot.state_counts == {WorkerState.RUNNING: 2}
 

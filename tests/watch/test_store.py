@@ -52,7 +52,7 @@ from dataclasses import replace
 from orchestrator.watch.model import Row, Snapshot
 from orchestrator.watch.records import RunFacts, SlotRecord
 from orchestrator.watch.store import RunStore
-from workers.messages import WorkerState
+from workers.messages import StepCounts, WorkerState
 
 folder = Path(sys.argv[1])
 store = RunStore(folder / "run.sqlite")
@@ -64,7 +64,8 @@ store.begin(RunFacts(
 store.commit()
 os.write(1, b"0\\n")
 for turn in range(1, 10**9):
-    rows = [Row(slot=f"pc1/{i}", node="pc1", state=WorkerState.RUNNING, reason="steady", steps_ok=turn)
+    rows = [Row(slot=f"pc1/{i}", node="pc1", state=WorkerState.RUNNING, reason="steady",
+                counts=StepCounts(steps_ok=turn))
             for i in range(5)]
     store.event({"at": "2023-11-14T22:13:20.123Z", "event": "turn", "slot": None, "turn": turn})
     store.slots(SlotRecord(slot=row.slot, node="pc1", state="RUNNING", reason="steady", incarnation=0,

@@ -101,7 +101,7 @@ def test_markup_in_a_reason_is_shown_as_it_is(make_row: RowMaker, make_snapshot:
 def test_nothing_that_is_asked_for_is_missing_when_there_is_room(
     make_row: RowMaker, make_snapshot: SnapshotMaker, draw: Drawer
 ) -> None:
-    row = make_row(oom_count=3, emergency_count=1, success_rate=0.9997, verify_errors=2)
+    row = make_row(oom_count=3, emergency_count=1, steps_ok=9997, steps_error=3, verify_errors=2)
 
     text = "\n".join(draw(health_table(make_snapshot(row), 230), 230))
 

@@ -26,7 +26,8 @@ def between_steps(session: Session, stats: SliceStats, step: StepOk) -> None:
     """Check the step's result and look at the sensors, as far as that is due; then rest as far as the slice allows."""
     session.heat.look(stats)
     checked_s = session.proof.after_step(session.device, session.workload, step, stats)
-    stats.busy_s += checked_s
+    if checked_s:
+        stats.busy(checked_s)
     # Under MPS others compute while the memory is timed, and how much they do is not the memory's fault.
     if session.device.info.kind == "cuda" and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ:
         session.heat.time_memory(session.bandwidth, stats)

@@ -65,7 +65,7 @@ class Engine:
             return self._give_up(stats, str(error))
         except Exception as error:  # noqa: BLE001 - a user's release, resize or needed_bytes may raise anything too
             failure = oom.classify(error)
-            stats.error = oom.traceback_text(error)
+            stats.raised(oom.traceback_text(error))
         if failure is not None:
             return self._stumble(stats, failure)
         stats.claim_bytes = session.claim_bytes
@@ -84,7 +84,7 @@ class Engine:
         """Report a failure outside any step as an error of the workload: it ends the slice and nothing else."""
         if failure.kind is FailureKind.CONTEXT_CORRUPTED:
             return self._give_up(stats, failure.text)
-        stats.steps_error += 1
+        stats.step_failed()
         stats.settle(WorkerState.BACKOFF, f"the workload failed outside its step: {failure.text}")
         device = None if self._life is None else self._life.device.info
         return stats.report(Verdict.OK, device=device, resume=self._resume(stats))
@@ -145,7 +145,7 @@ def _work(session: Session, stats: SliceStats) -> None:
     sees it before it happens a thousand times.
     """
     if session.last_run is not None:
-        stats.size, stats.batch = session.last_run.size, session.last_run.batch
+        stats.use(session.last_run.size, session.last_run.batch)
     pay_sleep(session, stats)
     if session.owed_sleep_s > 0 and stats.directive.duration_s > 0:
         settle_working(session, stats, "resting, as its duty asks after a long step")
@@ -193,7 +193,7 @@ def _step(session: Session, stats: SliceStats, run: Run) -> Event | None:
     session.last_run = run
     if run.hold_bytes is not None and run.hold_bytes != session.claim_bytes:
         session.hold(run.hold_bytes)
-    stats.size, stats.batch = run.size, run.batch
+    stats.use(run.size, run.batch)
     try:
         result, seconds = session.device.timed(lambda: session.workload.step(run.size, run.batch))
         flop = _flop(result)
@@ -205,9 +205,7 @@ def _step(session: Session, stats: SliceStats, run: Run) -> Event | None:
         session.probable_in_a_row = 0
         session.in_emergency = False
         session.failed_run = None
-        stats.steps_ok += 1
-        stats.work_flop += flop
-        stats.busy_s += seconds
+        stats.step_done(flop, seconds)
         settle_working(session, stats)
         return StepOk(
             at_s=time.monotonic(),
@@ -225,8 +223,8 @@ def _step(session: Session, stats: SliceStats, run: Run) -> Event | None:
         broken = emergency_failure(session)  # some of the card's own failures read like a bug of the workload
         if broken is not None:
             raise ContextCorruptedError(broken.text)
-        stats.steps_error += 1
-        stats.error = traceback
+        stats.step_failed()
+        stats.raised(traceback)
         stats.settle(WorkerState.BACKOFF, f"the workload failed: {failure.text}")
         return None
     if failure.kind is FailureKind.CONTEXT_CORRUPTED:

@@ -13,7 +13,6 @@ import random
 import signal
 import time
 from contextlib import suppress
-from dataclasses import replace
 from typing import Final
 
 from workers.engine.slice_stats import SliceStats
@@ -45,18 +44,16 @@ class ChaoticWorkload(Workload):
         self.size_power, self.batch_power, self.fills_claim = inner.size_power, inner.batch_power, inner.fills_claim
         self._faults = faults
         self._counted = OomInjector(num=faults.oom_num, skip=faults.oom_skip)
-        self._tally: SliceStats | None = None
+        self._stats: SliceStats | None = None
         self._chance = random.Random(faults.seed)  # noqa: S311 - repeatable is what is wanted
         self._flips = random.Random(faults.seed)  # noqa: S311 - checks come by the clock: not to disturb the steps
         self._strike: ProcessFault | None = None
         self._strike_at_s = 0.0
-        self._told: dict[FaultKind, int] = {}
 
     def begin_slice(self, stats: SliceStats) -> None:
         """Take up a slice: its chances, and its strike unless one of an earlier slice still waits for a step."""
         directive = stats.directive
-        self._tally = stats
-        self._told = {}
+        self._stats = stats
         identity = (self._faults.seed, stats.slot, directive.incarnation, directive.sequence)
         self._chance = random.Random("/".join(map(str, identity)))  # noqa: S311 - repeatable is what is wanted
         if self._strike is None and directive.process_fault is not None:
@@ -109,18 +106,9 @@ class ChaoticWorkload(Workload):
         return self._inner.tamper(seed)
 
     def _tell(self, kind: FaultKind) -> None:
-        """Note an injected failure: one event for each kind and slice, whose count grows."""
-        if self._tally is None:
-            return
-        events = self._tally.events
-        if kind not in self._told:
-            self._told[kind] = len(events)
-            self._tally.event("chaos", kind=kind.value, count=1)
-            return
-        event = events[self._told[kind]]
-        count = event.detail["count"]
-        assert isinstance(count, int), "written by this method"  # noqa: S101 - internal invariant
-        events[self._told[kind]] = replace(event, detail={**event.detail, "count": count + 1})
+        """Note an injected failure."""
+        if self._stats is not None:
+            self._stats.repeated_event("chaos", kind.value)
 
 
 def perform(kind: FaultKind) -> None:

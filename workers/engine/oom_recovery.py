@@ -29,7 +29,7 @@ def find_claim(session: Session, stats: SliceStats) -> None:
     """Find out how much memory is there and tell the workload. Its tensors must be gone."""
     went = climb(session.device, session.spec.memory, session.lease_bytes)
     claim_bytes = int(session.claim_share * went.claim_bytes)
-    stats.oom_count += went.failures
+    stats.out_of_memory(went.failures)
     moved = abs(claim_bytes - session.claim_bytes) > _WORTH_TELLING * session.claim_bytes
     if moved or went.failures:
         stats.event("claimed", claim_bytes=claim_bytes, target_bytes=went.target_bytes, failures=went.failures)
@@ -45,8 +45,7 @@ def survive(session: Session, stats: SliceStats, run: Run, failure: Failure) -> 
         ContextCorruptedError: It does not answer.
     """
     started = time.monotonic()
-    stats.steps_oom += 1
-    stats.oom_count += 1
+    stats.step_out_of_memory()
     session.release()
     prove_alive(session, stats)
     session.device.rebase()
@@ -90,7 +89,7 @@ def prove_alive(session: Session, stats: SliceStats) -> None:
         failure = emergency_failure(session)
     if failure is not None:
         raise ContextCorruptedError(failure.text)
-    stats.emergency_count += 1
+    stats.emergency_done()
 
 
 def emergency_failure(session: Session) -> Failure | None:

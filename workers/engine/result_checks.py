@@ -70,7 +70,7 @@ class ResultChecks:
             self._failures = 0
         self._schedule.after_check(seconds)
         if check is not None:
-            stats.verify_checks += 1
+            stats.checked(wrong=not check.ok)
             if not check.ok:
                 self._note(check, stats)
         return seconds
@@ -88,7 +88,6 @@ class ResultChecks:
             stats.event("checks_ended", text=failure.text)
 
     def _note(self, check: Check, stats: SliceStats) -> None:
-        stats.verify_errors += 1
         self._reason = f"wrong result on {self._where}: {check.detail}"
         worst = check.worst if math.isfinite(check.worst) else None
         stats.event("corrupt", kind=check.kind, where=self._where, detail=check.detail, worst=worst)

@@ -165,7 +165,7 @@ def open_session(spec: WorkerSpec, incarnation: int, stats: SliceStats) -> Sessi
         if failure.kind is FailureKind.OTHER:
             raise IncompatibleError(f"{spec.slot}: cannot start: {text}")
         if failure.kind is not FailureKind.CONTEXT_CORRUPTED:
-            stats.oom_count += 1  # tells the head that the card is full, and not that it is broken
+            stats.out_of_memory()  # tells the head that the card is full, and not that it is broken
         raise ContextCorruptedError(f"cannot open the device: {text}")
     growth = Growth(
         size_power=workload.size_power,

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import psutil
 
-from workers.messages import DeviceInfo, Directive, MemoryInfo, Report, ResumeState, Verdict, WorkerEvent, WorkerState
+from workers.messages import (
+    NO_COUNTS,
+    DeviceInfo,
+    Directive,
+    MemoryInfo,
+    Report,
+    ResumeState,
+    StepCounts,
+    Verdict,
+    WorkerEvent,
+    WorkerState,
+)
 from workers.readings import SensorReading
 from workers.settings import Scalar, StoredLimit
 
@@ -23,20 +34,14 @@ class SliceStats:
     size: int | None = None
     batch: int | None = None
     claim_bytes: int | None = None
-    steps_ok: int = 0
-    steps_oom: int = 0
-    steps_error: int = 0
-    oom_count: int = 0
-    emergency_count: int = 0
-    work_flop: float = 0.0
-    busy_s: float = 0.0
-    verify_checks: int = 0
-    verify_errors: int = 0
+    counts: StepCounts = NO_COUNTS
     sensors: SensorReading | None = None
     error: str | None = None
     learned: StoredLimit | None = None
     events: list[WorkerEvent] = field(default_factory=list)
     started_s: float = field(default_factory=time.monotonic)
+    _repeated: dict[tuple[str, Scalar], tuple[int, int]] = field(default_factory=dict)
+    """Place and count of the events that tell how often something happened."""
 
     @property
     def elapsed_s(self) -> float:
@@ -47,7 +52,7 @@ class SliceStats:
     def remaining_s(self) -> float:
         """Seconds until the slice should end; 0 when it should have, or has done all the steps it may."""
         limit = self.directive.step_limit
-        if limit is not None and self.steps_ok >= limit:
+        if limit is not None and self.counts.steps_ok >= limit:
             return 0.0
         return max(0.0, self.directive.duration_s - self.elapsed_s)
 
@@ -55,9 +60,54 @@ class SliceStats:
         """Note something worth a line in events.jsonl."""
         self.events.append(WorkerEvent(name=name, at_unix_s=time.time(), detail=detail))
 
+    def repeated_event(self, name: str, kind: Scalar) -> None:
+        """Note something that many steps may meet: one event for each kind, whose `count` grows."""
+        index, count = self._repeated.get((name, kind), (len(self.events), 0))
+        self._repeated[name, kind] = index, count + 1
+        if not count:
+            self.event(name, kind=kind, count=1)
+        else:
+            self.events[index] = replace(self.events[index], detail={"kind": kind, "count": count + 1})
+
     def settle(self, state: WorkerState, reason: str) -> None:
         """Set what the table shows."""
         self.state, self.reason = state, reason
+
+    def use(self, size: int, batch: int) -> None:
+        """Note what the steps work with now."""
+        self.size, self.batch = size, batch
+
+    def step_done(self, flop: float, seconds: float) -> None:
+        """Count a step that ended well."""
+        self.counts += StepCounts(steps_ok=1, work_flop=flop, busy_s=seconds)
+
+    def step_out_of_memory(self) -> None:
+        """Count a step that ran out of memory."""
+        self.counts += StepCounts(steps_oom=1, oom_count=1)
+
+    def step_failed(self) -> None:
+        """Count a step that failed by the workload's own fault."""
+        self.counts += StepCounts(steps_error=1)
+
+    def raised(self, traceback: str | None) -> None:
+        """Keep the text of the workload's own exception."""
+        self.error = traceback
+
+    def out_of_memory(self, times: int = 1) -> None:
+        """Count allocations that failed outside any step."""
+        self.counts += StepCounts(oom_count=times)
+
+    def emergency_done(self) -> None:
+        """Count an emergency product."""
+        self.counts += StepCounts(emergency_count=1)
+
+    def checked(self, *, wrong: bool) -> None:
+        """Count a check of a result."""
+        self.counts += StepCounts(verify_checks=1, verify_errors=int(wrong))
+
+    def busy(self, seconds: float) -> None:
+        """Count time for which something else than a step kept the device busy."""
+        self.counts += StepCounts(busy_s=seconds)
 
     def report(
         self,
@@ -80,16 +130,8 @@ class SliceStats:
             size=self.size,
             batch=self.batch,
             claim_bytes=self.claim_bytes,
-            steps_ok=self.steps_ok,
-            steps_oom=self.steps_oom,
-            steps_error=self.steps_error,
-            oom_count=self.oom_count,
-            emergency_count=self.emergency_count,
-            work_flop=self.work_flop,
-            busy_s=self.busy_s,
+            counts=self.counts,
             wall_s=self.elapsed_s,
-            verify_checks=self.verify_checks,
-            verify_errors=self.verify_errors,
             sensors=self.sensors,
             rss_bytes=psutil.Process().memory_info().rss,
             error=self.error,

@@ -35,7 +35,7 @@ def watch(book: ChaosState, before: Slot, after: Slot, accepted: Report | None, 
     if after is before or book.over:
         return book
     slot, report = after.slot, after.report
-    died = after.counters.restarts > before.counters.restarts
+    died = after.restarts > before.restarts
     left = after.phase is Phase.ABSENT and before.phase is not Phase.ABSENT
     given_up = after.phase is Phase.QUARANTINED and before.phase is not Phase.QUARANTINED
     silent = after.phase is Phase.STOPPED and bool(before.in_flight) and not after.in_flight and accepted is None
@@ -151,7 +151,7 @@ def _step_faults(book: ChaosState, after: Slot, report: Report, *, given_up: boo
             continue
         words = became
         if kind == FaultKind.FLIP:
-            words = "found by the check" if report.verify_errors >= count else "not all found by the checks"
+            words = "found by the check" if report.counts.verify_errors >= count else "not all found by the checks"
         key = (FaultKind(str(kind)), after.slot, words)
         known = next((fault for fault in book.steps if (fault.kind, fault.target, fault.became) == key), None)
         if known is not None:

@@ -152,7 +152,7 @@ def _expected_steps(report: Report | None, duration_s: float) -> float:
     """As many as in the last slice, for its length; one at least."""
     if report is None or report.wall_s <= 0:
         return 1.0
-    return max(1.0, (report.steps_ok + report.steps_oom + report.steps_error) / report.wall_s * duration_s)
+    return max(1.0, report.counts.steps / report.wall_s * duration_s)
 
 
 def _wound(book: ChaosState, clock: Clock, now_s: float) -> ChaosState:
