@@ -1,0 +1,29 @@
+"""Runs on a scripted fleet, closed when their test is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run.scene import Run
+
+RunMaker = Callable[..., Run]
+
+
+@pytest.fixture
+def new_run(tmp_path: Path) -> Iterator[RunMaker]:
+    """Make a run in a folder of its own; see `Run`."""
+    runs: list[Run] = []
+
+    def make(**settings: Any) -> Run:  # noqa: ANN401 - of any kind
+        folder = settings.pop("folder", tmp_path / f"run{len(runs)}")
+        folder.mkdir(exist_ok=True)
+        runs.append(Run(folder, **settings))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.close()

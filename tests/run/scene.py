@@ -1,0 +1,162 @@
+"""A whole run under the real supervisor, store and event log, on a scripted fleet in virtual time."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.load import config_from_data, dump_config
+from orchestrator.core.chaos.plan import parse_chaos
+from orchestrator.core.placement import Target, plan_slots
+from orchestrator.run.fault_injection import FaultInjector, with_faults
+from orchestrator.run.learned_limits import LearnedLimits
+from orchestrator.run.run_info import Past, RunInfo
+from orchestrator.run.signals import Interrupts
+from orchestrator.run.supervisor import Supervisor
+from orchestrator.watch.archive import StoredRun, read_run
+from orchestrator.watch.events import EventLog
+from orchestrator.watch.model import Row, Snapshot
+from orchestrator.watch.records import STORE_NAME, RunFacts
+from orchestrator.watch.sinks import Outlets
+from orchestrator.watch.store import RunStore
+from tests.run.scripted_fleet import ScriptedFleet, VirtualClock
+
+
+class Recorder:
+    """A watcher that keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[Snapshot] = []
+
+    def update(self, snapshot: Snapshot) -> None:
+        self.shown.append(snapshot)
+
+    def close(self, snapshot: Snapshot) -> None:
+        self.shown.append(snapshot)
+
+
+class Run:
+    """One run; its script is written on `fleet` before `finish`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        pc1: int = 1,
+        pc2: int = 1,
+        absent: tuple[str, ...] = (),
+        chaos: str | None = None,
+        past: Past | None = None,
+        interrupts: Interrupts | None = None,
+        strict: bool = True,
+        **settings: object,
+    ) -> None:
+        """Prepare a run of two nodes; `settings` are keys of `run:`."""
+        self.folder = folder
+        self.clock = VirtualClock()
+        self.fleet = ScriptedFleet(self.clock)
+        nodes = {
+            name: {"gpu": "rtx-3090", "workers": workers, "vram_per_worker_gib": 2.0}
+            for name, workers in (("pc1", pc1), ("pc2", pc2))
+        }
+        self.config = config_from_data({"nodes": nodes, "run": {"duration": "20s", **settings}}, "scene")
+        for name in nodes:
+            if name not in absent:
+                self.fleet.join(name)
+        self.store = RunStore(folder / STORE_NAME, monotonic_s=self.clock.monotonic_s)
+        self.log = EventLog(folder / "events.jsonl", unix_s=self.clock.unix_s, also=self.store.event)
+        self.began_unix_s = self.clock.unix_s()
+        self.past = past or Past()
+        self.store.begin(self._facts(tuple(nodes), chaos))
+        plan = None if chaos is None else parse_chaos(chaos)
+        plans = with_faults(plan_slots(self.config, Target(device="cpu")), plan)
+        self.injector = None if plan is None else FaultInjector(plan, plans, "pc1", self.log)
+        self.recorder = Recorder()
+        self.supervisor = Supervisor(
+            info=RunInfo(
+                run_id="20260101-000000-abcd",
+                started_at_unix_s=self.began_unix_s,
+                duration_s=self.config.run.duration_s,
+                past=self.past,
+            ),
+            config=self.config,
+            plans=plans,
+            fleet=self.fleet,
+            outlets=Outlets(watchers=(self.recorder,), events=self.log, store=self.store),
+            interrupted=lambda: interrupts is not None and interrupts.asked,
+            learned_limits=LearnedLimits(None, self.log),
+            injector=self.injector,
+            clock=self.clock,
+            strict=strict,
+        )
+
+    def finish(self) -> dict[str, Row]:
+        """Run to the end, compare the books, and return the last row of each slot."""
+        snapshot = self.supervisor.run()
+        self.store.end("good", 0, None, () if self.injector is None else self.injector.faults())
+        self.check_books()
+        return {row.slot: row for row in snapshot.rows}
+
+    def close(self) -> None:
+        """Close the files."""
+        self.log.close()
+        self.store.end("interrupted", 130, None, ())
+
+    def check_books(self) -> None:
+        """What was really done is counted once, or within the bound of what was lost."""
+        for slot in self.stored().slots:
+            before = self.past.slots.get(slot.slot)
+            counted, lost = slot.counters["steps_ok"], slot.counters["steps_lost_upper_bound"]
+            if before is not None:
+                counted -= before.counters.steps_ok
+                lost -= before.counters.steps_lost_upper_bound
+            assert slot.steps_at_risk == 0, slot
+            assert counted <= self.fleet.told[slot.slot] <= self.fleet.really_done[slot.slot] <= counted + lost, slot
+            sequences = [directive.sequence for directive in self.fleet.directives.get(slot.slot, [])]
+            first = 0 if before is None else before.next_sequence
+            assert sequences == list(range(first, first + len(sequences))), slot
+
+    def stored(self) -> StoredRun:
+        """What the store knows."""
+        return read_run(self.folder)
+
+    def events(self, name: str, **fields: object) -> list[dict[str, Any]]:
+        """The events of a name with these fields; each with `at_s`, seconds after the beginning."""
+        lines = (self.folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
+        found = [
+            event
+            for event in map(json.loads, lines)
+            if event["event"] == name and all(event.get(key) == value for key, value in fields.items())
+        ]
+        for event in found:
+            event["at_s"] = datetime.fromisoformat(event["at"]).timestamp() - self.began_unix_s
+        return found
+
+    def states(self, slot: str) -> list[str]:
+        """The states that a slot went through, after STARTING."""
+        return [event["to_state"] for event in self.events("state", slot=slot)]
+
+    def shown(self, slot: str) -> list[Row]:
+        """Every row that a watcher was shown of a slot."""
+        return [row for snapshot in self.recorder.shown for row in snapshot.rows if row.slot == slot]
+
+    def _facts(self, nodes: tuple[str, ...], chaos: str | None) -> RunFacts:
+        return RunFacts(
+            run_id="20260101-000000-abcd",
+            started_at_unix_s=self.began_unix_s,
+            duration_s=self.config.run.duration_s,
+            elapsed_s=self.past.elapsed_s,
+            min_success_rate=0.95,
+            mode="rehearse",
+            device="cpu",
+            one_machine=True,
+            config_yaml=dump_config(self.config),
+            chaos=chaos,
+            nodes_planned=nodes,
+            # No process has such a number; another head has another.
+            head_pid=2**22 + (1 if self.past.elapsed_s == 0 else 2),
+            head_started=None,
+            host="pc1",
+        )

@@ -1,0 +1,352 @@
+"""A fleet in virtual time: processes, nodes and slices as Ray treats them, with faults when a script says so.
+
+Nothing sleeps. `wait` moves the clock to the next thing that happens. The fleet keeps its own books of what was really
+done, so that a scenario can compare them with those of the supervisor.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator.core.fleet import (
+    DeathCause,
+    NodeFact,
+    Reservation,
+    SliceEnded,
+    SliceFailed,
+    SliceFailure,
+    SliceReported,
+)
+from tests.core.scene import CPU, MEMORY, report_of
+from workers.messages import Directive, FaultKind, Verdict
+from workers.settings import WorkerSpec
+
+#: Steps of every worker in a second.
+STEPS_PER_S = 20
+
+#: A process needs so long before it takes its first step.
+START_S = 2.0
+
+#: For so long after the end of a process its actor cannot be reached.
+UNREACHABLE_S = 0.3
+
+#: A node that is started again joins so much later.
+JOIN_S = 4.0
+
+#: For so long a lost node is still listed, although it no longer answers.
+LISTED_S = 15.0
+
+
+class VirtualClock:
+    """A `Clock` that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+    def unix_s(self) -> float:
+        return 1.75e9 + self.now_s
+
+    def sleep(self, duration_s: float) -> None:
+        self.now_s += duration_s
+
+
+@dataclass(eq=False)
+class _Slice:
+    directive: Directive
+    forgotten: bool = False
+    began_s: float | None = None
+    """When its first step began; `None` while it is queued."""
+    done: int = 0
+    """Good steps, told or not."""
+
+    @property
+    def steps(self) -> int:
+        """Good steps that it does if nothing happens."""
+        wanted = max(1, int(self.directive.duration_s * STEPS_PER_S))
+        limit = self.directive.step_limit
+        return wanted if limit is None else min(wanted, limit)
+
+
+@dataclass(eq=False)
+class _Process:
+    up_at_s: float
+    queue: list[_Slice] = field(default_factory=list)
+    hangs: bool = False
+    corrupted: str | None = None
+
+
+@dataclass(eq=False)
+class _Actor:
+    node: str
+    process: _Process | None
+    reachable_at_s: float = 0.0
+
+
+class ScriptedFleet:
+    """See `orchestrator.core.fleet.Fleet`."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self.clock = clock
+        self.began_s = clock.now_s
+        self.placed: list[str] = []
+        self.directives: dict[str, list[Directive]] = {}
+        """Each slot's, in the order in which they were submitted."""
+        self.really_done: Counter[str] = Counter()
+        """Good steps of each slot, told of or not."""
+        self.told: Counter[str] = Counter()
+        """Good steps of each slot in reports that came out of `wait`."""
+        self.cause: DeathCause | None = None
+        """What `why_ended` answers."""
+        self.says: dict[str, Mapping[str, Any]] = {}
+        """Slot -> what every report of it says, beside the usual."""
+        self.start_s: dict[str, float] = {}
+        """Slot -> how long its processes take to start, if not `START_S`."""
+        self.dies_at_once: set[str] = set()
+        """Slots whose processes die in their first step."""
+        self.unbuildable: set[str] = set()
+        self.on_submit: Callable[[str, Directive], None] | None = None
+        self.restarts: list[str] = []
+        self.abandoned: list[str] = []
+        self._nodes: dict[str, NodeFact] = {}
+        self._node_count = 0
+        self._actors: dict[str, _Actor] = {}
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = 0
+        self._now_s = clock.now_s
+        self._ended: list[SliceEnded] = []
+
+    # The script
+
+    def at(self, after_s: float, action: Callable[[], object]) -> None:
+        """Let something happen so long after the beginning."""
+        self._schedule(self.began_s + after_s, action)
+
+    def join(self, name: str, *, cpus: float = 64.0) -> None:
+        """Let a node join, or join again as another raylet."""
+        self._node_count += 1
+        node_id = f"{name}#{self._node_count}"
+        self._nodes[node_id] = NodeFact(name=name, node_id=node_id, address="10.0.0.1", cpus=cpus, gpus=1.0)
+        for slot, actor in self._actors.items():
+            if actor.node == name and actor.process is None and slot not in self.abandoned:
+                actor.process = self._new_process(slot)
+
+    def leave(self, name: str) -> None:
+        """Let a node go as one that was stopped does: it is listed no more, and its processes end."""
+        self._nodes = {node_id: fact for node_id, fact in self._nodes.items() if fact.name != name}
+        self._end_processes_of(name)
+
+    def lose(self, name: str) -> None:
+        """Cut a node's power: it no longer answers, its processes are gone, and Ray lists it for a while."""
+        for node_id, fact in list(self._nodes.items()):
+            if fact.name == name:
+                self.silence(name)
+                self._schedule(self._now_s + LISTED_S, lambda gone=node_id: self._nodes.pop(gone, None))
+        self._end_processes_of(name)
+
+    def silence(self, name: str, *, silent: bool = True) -> None:
+        """Let a node not answer, whatever its workers do."""
+        for node_id, fact in self._nodes.items():
+            if fact.name == name:
+                self._nodes[node_id] = NodeFact(
+                    name=name, node_id=node_id, address=fact.address, cpus=fact.cpus, gpus=1.0, answers=not silent
+                )
+
+    def kill(self, slot: str) -> None:
+        """End a slot's process by SIGKILL; Ray starts another."""
+        self._end_process(slot, SliceFailure.DIED)
+        self._actors[slot].process = self._new_process(slot)
+
+    def hang(self, slot: str) -> None:
+        """Let the slot's process not end the step it is in."""
+        self._process(slot).hangs = True
+
+    def corrupt(self, slot: str) -> None:
+        """Let the device of the slot's process stop answering."""
+        self._process(slot).corrupted = "CUDA error: an illegal memory access was encountered"
+
+    def head_stands_still(self, seconds: float) -> None:
+        """Suspend the head, and only the head."""
+        self.clock.now_s += seconds
+
+    # The protocol
+
+    def nodes(self) -> tuple[NodeFact, ...]:
+        return tuple(self._nodes.values())
+
+    def address(self) -> str:
+        return "10.0.0.1:6379"
+
+    def count_cards(self, node: str) -> int:
+        del node
+        return 1
+
+    def place(self, reservation: Reservation, spec: WorkerSpec) -> None:
+        assert reservation.slot == spec.slot not in self._actors, "an actor is created once"
+        assert self._has(reservation.node), "an actor is placed on a node that is there"
+        self._now_s = self.clock.now_s
+        self.placed.append(reservation.slot)
+        self._actors[reservation.slot] = _Actor(reservation.node, self._new_process(reservation.slot))
+
+    def submit(self, slot: str, directive: Directive) -> None:
+        assert slot not in self.abandoned, "nothing is sent to an actor that was ended"
+        if self.on_submit is not None:
+            self.on_submit(slot, directive)
+        self.directives.setdefault(slot, []).append(directive)
+        self._now_s = self.clock.now_s
+        actor, work = self._actors[slot], _Slice(directive)
+        if slot in self.unbuildable:
+            self._fail(slot, work, SliceFailure.UNBUILDABLE)
+        elif actor.process is None or self._now_s < actor.reachable_at_s:
+            self._fail(slot, work, SliceFailure.UNAVAILABLE)
+        else:
+            actor.process.queue.append(work)
+            if len(actor.process.queue) == 1:
+                self._begin(slot, actor.process)
+
+    def wait(self, timeout_s: float) -> tuple[SliceEnded, ...]:
+        until_s = self.clock.now_s + (timeout_s if self._is_busy() else 0.0)
+        while self._agenda and self._agenda[0][0] <= (
+            self.clock.now_s if self._ended else max(until_s, self.clock.now_s)
+        ):
+            self._now_s, _, action = heapq.heappop(self._agenda)
+            self.clock.now_s = max(self.clock.now_s, self._now_s)
+            action()
+        ended, self._ended = self._ended, []
+        if not ended:
+            self.clock.now_s = max(self.clock.now_s, until_s)
+        self._now_s = self.clock.now_s
+        for each in ended:
+            if isinstance(each, SliceReported):
+                self.told[each.slot] += each.report.steps_ok
+        return tuple(ended)
+
+    def forget(self, slot: str) -> None:
+        actor = self._actors.get(slot)
+        if actor is not None and actor.process is not None:
+            for work in actor.process.queue:
+                work.forgotten = True
+        self._ended = [ended for ended in self._ended if ended.slot != slot or isinstance(ended, SliceReported)]
+
+    def restart(self, slot: str) -> None:
+        self._now_s = self.clock.now_s
+        self.restarts.append(slot)
+        self._end_process(slot, SliceFailure.DIED)
+        actor = self._actors[slot]
+        actor.process = self._new_process(slot) if self._has(actor.node) else None
+
+    def abandon(self, slot: str) -> None:
+        self._now_s = self.clock.now_s
+        assert slot not in self.abandoned, "an actor is ended once"
+        self.abandoned.append(slot)
+        self.forget(slot)
+        self._end_process(slot, SliceFailure.DIED)
+
+    def why_ended(self, slot: str) -> DeathCause | None:
+        del slot
+        return self.cause
+
+    def end_node(self, node: str) -> None:
+        self._now_s = self.clock.now_s
+        self.lose(node)
+
+    def start_node(self, node: str) -> None:
+        self._schedule(self.clock.now_s + JOIN_S, lambda: self.join(node))
+
+    # How it works
+
+    def _schedule(self, at_s: float, action: Callable[[], object]) -> None:
+        self._number += 1
+        heapq.heappush(self._agenda, (at_s, self._number, action))
+
+    def _has(self, node: str) -> bool:
+        return any(fact.name == node and fact.answers for fact in self._nodes.values())
+
+    def _is_busy(self) -> bool:
+        return bool(self._ended) or any(
+            not work.forgotten
+            for actor in self._actors.values()
+            if actor.process is not None
+            for work in actor.process.queue
+        )
+
+    def _process(self, slot: str) -> _Process:
+        process = self._actors[slot].process
+        assert process is not None, f"{slot} has no process"
+        return process
+
+    def _new_process(self, slot: str) -> _Process:
+        return _Process(up_at_s=self._now_s + self.start_s.get(slot, START_S))
+
+    def _begin(self, slot: str, process: _Process) -> None:
+        """Let the first slice of the queue run to its end, whatever that will be."""
+        work = process.queue[0]
+        work.began_s = began_s = max(self._now_s, process.up_at_s)
+        fault = work.directive.process_fault
+        if slot in self.dies_at_once:
+            self._schedule(began_s, lambda: self._if_alive(slot, process, lambda: self.kill(slot)))
+        elif fault is not None and fault.kind is not FaultKind.POISON:
+            strikes_at_s = began_s + fault.at_share * work.directive.duration_s
+            strike = self.hang if fault.kind is FaultKind.HANG else self.kill
+            self._schedule(strikes_at_s, lambda: self._if_alive(slot, process, lambda: strike(slot)))
+        elif fault is not None:
+            self._schedule(began_s, lambda: self._if_alive(slot, process, lambda: self.corrupt(slot)))
+        ends_at_s = began_s + work.steps / STEPS_PER_S
+        self._schedule(ends_at_s, lambda: self._if_alive(slot, process, lambda: self._end(slot, process, work)))
+
+    def _if_alive(self, slot: str, process: _Process, action: Callable[[], None]) -> None:
+        if self._actors[slot].process is process and not process.hangs:
+            action()
+
+    def _end(self, slot: str, process: _Process, work: _Slice) -> None:
+        process.queue.remove(work)
+        work.done = work.steps if process.corrupted is None else 0
+        self.really_done[slot] += work.done
+        assert work.began_s is not None
+        report: dict[str, Any] = {
+            "steps_ok": work.done,
+            "wall_s": self._now_s - work.began_s,
+            "device": CPU,
+            "memory": MEMORY,
+            "resume": {"done": self.really_done[slot]},
+        }
+        if process.corrupted is not None:
+            report |= {"verdict": Verdict.CONTEXT_CORRUPTED, "reason": process.corrupted}
+        report |= self.says.get(slot, {})
+        directive = work.directive
+        told = report_of(slot, directive.incarnation, directive.sequence, **report)
+        self._ended.append(SliceReported(report=told))
+        if process.queue:
+            self._begin(slot, process)
+
+    def _end_processes_of(self, node: str) -> None:
+        for slot, actor in self._actors.items():
+            if actor.node == node:
+                self._end_process(slot, SliceFailure.UNAVAILABLE)
+
+    def _end_process(self, slot: str, failure: SliceFailure) -> None:
+        actor = self._actors[slot]
+        process, actor.process = actor.process, None
+        actor.reachable_at_s = self._now_s + UNREACHABLE_S
+        for work in process.queue if process is not None else ():
+            if work.began_s is not None:
+                self.really_done[slot] += min(work.steps, int(max(0.0, self._now_s - work.began_s) * STEPS_PER_S))
+            self._fail(slot, work, failure)
+
+    def _fail(self, slot: str, work: _Slice, failure: SliceFailure) -> None:
+        if not work.forgotten:
+            self._ended.append(
+                SliceFailed(
+                    slot=slot,
+                    incarnation=work.directive.incarnation,
+                    sequence=work.directive.sequence,
+                    failure=failure,
+                    text="The actor died unexpectedly before finishing this task.",
+                )
+            )

@@ -1,0 +1,170 @@
+"""The ordinary course of a run under the real supervisor: it starts, counts, works, and ends when it should."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from orchestrator.core.lifecycle import IllegalEventError
+from orchestrator.core.slot import HeadState, NodeLeft
+from orchestrator.run.signals import Interrupts
+from tests.run.conftest import RunMaker
+from tests.run.scripted_fleet import START_S, STEPS_PER_S
+from workers.messages import Directive, WorkerState
+
+
+def test_every_slot_is_placed_once_and_works_to_the_planned_end(new_run: RunMaker) -> None:
+    run = new_run(pc1=2, pc2=1)
+    rows = run.finish()
+    assert run.fleet.placed == list(rows) == ["pc1/0", "pc1/1", "pc2/0"]
+    for row in rows.values():
+        assert (row.state, row.restarts) == (WorkerState.RUNNING, 0)
+        assert row.steps_ok == pytest.approx(20 * STEPS_PER_S, rel=0.1)
+        assert run.fleet.really_done[row.slot] == row.steps_ok, "what was sent is waited for, and counted"
+    (counting,) = run.events("counting")
+    assert counting["startup_s"] == pytest.approx(START_S, abs=0.2)
+    last = run.recorder.shown[-1]
+    assert (last.elapsed_s, last.restart_count, last.steps_lost_upper_bound) == (20.0, 0, 0)
+    assert run.clock.now_s - run.fleet.began_s == pytest.approx(START_S + 20, abs=0.5)
+    assert {slot.slot: slot.counters["steps_ok"] for slot in run.stored().slots} == {
+        slot: row.steps_ok for slot, row in rows.items()
+    }
+
+
+def test_a_process_is_sent_one_step_and_only_after_its_report_more(new_run: RunMaker) -> None:
+    run = new_run()
+    run.fleet.at(5, lambda: run.fleet.kill("pc1/0"))
+    run.finish()
+    sent = run.fleet.directives["pc1/0"]
+    assert {directive.incarnation for directive in sent} == {0, 1}
+    for incarnation in (0, 1):
+        limits = [directive.step_limit for directive in sent if directive.incarnation == incarnation]
+        tries = limits.count(1)
+        assert limits[:tries] == [1] * tries
+        assert len(limits) > tries >= 1
+
+
+def test_the_planned_time_begins_with_the_slowest_worker(new_run: RunMaker) -> None:
+    run = new_run()
+    run.fleet.start_s["pc2/0"] = 30.0
+    rows = run.finish()
+    (counting,) = run.events("counting")
+    assert counting["startup_s"] == pytest.approx(30, abs=0.2)
+    assert rows["pc1/0"].steps_ok > rows["pc2/0"].steps_ok > 19 * STEPS_PER_S
+
+
+def test_a_worker_that_does_not_come_up_holds_the_run_back_for_the_start_timeout_only(
+    new_run: RunMaker,
+) -> None:
+    run = new_run(start_timeout_s=15)
+    run.fleet.start_s["pc2/0"] = 1000.0
+    rows = run.finish()
+    (counting,) = run.events("counting")
+    assert counting["startup_s"] == pytest.approx(START_S + 15, abs=0.3)
+    assert (rows["pc2/0"].steps_ok, rows["pc1/0"].state) == (0, WorkerState.RUNNING)
+    assert run.fleet.restarts.count("pc2/0") >= 2, "it is started again meanwhile"
+
+
+def test_the_store_knows_of_every_slice_before_it_is_sent(new_run: RunMaker) -> None:
+    run = new_run(duration="5s")
+
+    def check(slot: str, directive: Directive) -> None:
+        record = next(record for record in run.stored().slots if record.slot == slot)
+        assert record.next_sequence > directive.sequence
+        assert record.steps_at_risk >= (directive.step_limit or 0)
+
+    run.fleet.on_submit = check
+    assert all(row.steps_ok > 0 for row in run.finish().values())
+
+
+def test_a_run_in_which_every_slot_was_given_up_ends_at_once(new_run: RunMaker) -> None:
+    run = new_run(duration="1h", max_workload_errors=3)
+    for slot in ("pc1/0", "pc2/0"):
+        run.fleet.says[slot] = {"error": "Traceback …", "reason": "no such column", "steps_error": 1}
+    rows = run.finish()
+    assert {row.state for row in rows.values()} == {HeadState.QUARANTINED}
+    assert all(row.reason.endswith("no such column") for row in rows.values())
+    assert len(run.events("workload_error")) == 6
+    assert run.clock.now_s - run.fleet.began_s < 10
+
+
+@pytest.fixture
+def interrupts() -> Iterator[Interrupts]:
+    """The run's own handling of signals."""
+    handler = Interrupts()
+    handler.install()
+    yield handler
+    handler.restore()
+
+
+def press_ctrl_c() -> None:
+    # By SIGTERM, which means the same: a program that was started in the background may have SIGINT ignored.
+    signal.raise_signal(signal.SIGTERM)
+
+
+def test_an_interrupted_run_lets_its_slices_end_and_begins_none(new_run: RunMaker, interrupts: Interrupts) -> None:
+    run = new_run(duration="1h", interrupts=interrupts)
+    run.fleet.at(10, press_ctrl_c)
+    rows = run.finish()
+    assert run.clock.now_s - run.fleet.began_s == pytest.approx(12, abs=1)
+    for row in rows.values():
+        assert row.state is WorkerState.RUNNING
+        assert row.steps_ok == run.fleet.really_done[row.slot]
+    assert run.recorder.shown[-1].steps_lost_upper_bound == 0
+    assert 0 < run.recorder.shown[-1].elapsed_s < 12
+
+
+def test_the_second_interrupt_ends_the_run_at_once_and_loses_what_was_under_way(
+    new_run: RunMaker, interrupts: Interrupts
+) -> None:
+    run = new_run(duration="1h", interrupts=interrupts)
+    run.fleet.at(10, press_ctrl_c)
+    run.fleet.at(10.3, press_ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        run.supervisor.run()
+    assert run.clock.now_s - run.fleet.began_s < 11
+    assert all(slot.counters["steps_lost_upper_bound"] > 0 for slot in run.stored().slots)
+    run.check_books()
+
+
+def test_a_worker_that_hangs_at_the_end_is_waited_for_so_long_and_then_lost(new_run: RunMaker) -> None:
+    run = new_run(stop_grace_s=3)
+    run.fleet.at(START_S + 19, lambda: run.fleet.hang("pc2/0"))
+    rows = run.finish()
+    assert run.clock.now_s - run.fleet.began_s == pytest.approx(START_S + 20 + 2 + 3, abs=1)
+    assert run.recorder.shown[-1].steps_lost_upper_bound == run.stored().slots[1].counters["steps_lost_upper_bound"] > 0
+    assert rows["pc1/0"].steps_ok == run.fleet.really_done["pc1/0"]
+
+
+def test_what_was_under_way_when_the_head_failed_is_lost_and_said_so(new_run: RunMaker) -> None:
+    run = new_run()
+
+    def fail() -> None:
+        raise RuntimeError("a bug of ours")
+
+    run.fleet.at(10, fail)
+    with pytest.raises(RuntimeError, match="a bug of ours"):
+        run.supervisor.run()
+    stored = run.stored()
+    assert [slot.steps_at_risk for slot in stored.slots] == [0, 0]
+    lost = [slot.counters["steps_lost_upper_bound"] for slot in stored.slots]
+    assert all(steps > 0 for steps in lost)
+    assert run.supervisor.snapshot().steps_lost_upper_bound == sum(lost)
+    run.check_books()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_event_that_no_phase_allows_is_raised_or_logged_as_the_caller_wants(new_run: RunMaker, strict: bool) -> None:
+    run = new_run(strict=strict)
+    absent = NodeLeft()
+    if strict:
+        with pytest.raises(IllegalEventError, match="pc1/0: NodeLeft cannot happen while absent"):
+            run.supervisor._feed("pc1/0", absent)
+        return
+    run.supervisor._feed("pc1/0", absent)
+    assert [(event["phase"], event["refused"]) for event in run.events("illegal_event", slot="pc1/0")] == [
+        ("absent", "NodeLeft")
+    ]
+    assert run.finish()["pc1/0"].steps_ok > 0

@@ -1,0 +1,138 @@
+"""Nodes that come late, go, come back, fall silent or offer too little, and a head that stood still."""
+
+from __future__ import annotations
+
+import pytest
+
+from orchestrator.core.fleet import SliceFailure
+from orchestrator.core.slot import HeadState
+from tests.run.conftest import RunMaker
+from tests.run.scripted_fleet import JOIN_S, START_S, STEPS_PER_S
+from workers.messages import Verdict, WorkerState
+
+
+def test_a_node_that_joins_late_is_named_until_then_and_works_from_then_on(new_run: RunMaker) -> None:
+    run = new_run(pc2=2, absent=("pc2",))
+    run.fleet.at(10, lambda: run.fleet.join("pc2"))
+    rows = run.finish()
+    (counting,) = run.events("counting")
+    assert counting["startup_s"] < 3, "the run does not wait for a node that is not there"
+    assert run.recorder.shown[0].notices == ("pc2 has not joined",)
+    assert run.recorder.shown[0].nodes_seen == ("pc1",)
+    assert (run.recorder.shown[-1].notices, run.recorder.shown[-1].nodes_seen) == ((), ("pc1", "pc2"))
+    assert [event["at_s"] for event in run.events("node_joined", node="pc2")] == [pytest.approx(10, abs=1.1)]
+    late_s = START_S + 20 - 10 - START_S
+    for slot in ("pc2/0", "pc2/1"):
+        assert rows[slot].state is WorkerState.RUNNING
+        assert rows[slot].steps_ok == pytest.approx(late_s * STEPS_PER_S, abs=1.5 * STEPS_PER_S)
+
+
+def test_the_slots_of_a_lost_node_are_lost_within_two_seconds_and_go_on_when_it_is_back(new_run: RunMaker) -> None:
+    run = new_run(pc2=2, duration="60s")
+    run.fleet.at(10, lambda: run.fleet.lose("pc2"))
+    run.fleet.at(30, lambda: run.fleet.join("pc2"))
+    rows = run.finish()
+    for slot in ("pc2/0", "pc2/1"):
+        (lost,) = run.events("state", slot=slot, to_state="LOST")
+        # A worker that has just reported speaks for its node for three seconds.
+        assert 10 < lost["at_s"] <= 14.5
+        assert lost["cause"] == "its node does not answer"
+        assert rows[slot].state is WorkerState.RUNNING
+        first = next(d for d in run.fleet.directives[slot] if d.incarnation > 0)
+        reports = [d for d in run.fleet.directives[slot] if d.incarnation == 0]
+        assert first.resume is not None, "it goes on where the last report left it"
+        assert first.sequence == reports[-1].sequence + 1
+        assert rows[slot].steps_ok > 30 * STEPS_PER_S
+    assert run.recorder.shown[-1].steps_lost_upper_bound > 0
+    assert [event["node"] for event in run.events("node_left")] == ["pc2"]
+    assert len(run.events("node_joined", node="pc2")) == 2
+    assert run.states("pc1/0") == ["RUNNING"]
+    away = [snapshot for snapshot in run.recorder.shown if snapshot.notices]
+    assert {notice for snapshot in away for notice in snapshot.notices} == {"pc2 has left"}
+
+
+def test_a_node_that_is_replaced_between_two_looks_has_left_and_joined(new_run: RunMaker) -> None:
+    run = new_run(duration="30s")
+
+    def replace() -> None:
+        run.fleet.leave("pc2")
+        run.fleet.join("pc2")
+
+    run.fleet.at(10.5, replace)
+    rows = run.finish()
+    assert len(run.events("node_left", node="pc2")) == 1
+    assert len(run.events("node_joined", node="pc2")) == 2
+    assert rows["pc2/0"].state is WorkerState.RUNNING
+    assert run.fleet.placed == ["pc1/0", "pc2/0"], "Ray brings the actor back; it is not created twice"
+
+
+def test_a_node_that_does_not_answer_is_there_as_long_as_its_workers_report(new_run: RunMaker) -> None:
+    run = new_run()
+    run.fleet.at(5, lambda: run.fleet.silence("pc2"))
+    rows = run.finish()
+    assert run.events("node_left") == []
+    assert (rows["pc2/0"].state, rows["pc2/0"].restarts) == (WorkerState.RUNNING, 0)
+
+
+def test_a_node_that_offers_too_little_is_refused_in_words_and_used_once_it_offers_enough(new_run: RunMaker) -> None:
+    run = new_run(pc2=8, absent=("pc2",), duration="30s")
+    run.fleet.at(3, lambda: run.fleet.join("pc2", cpus=2))
+    run.fleet.at(10, lambda: run.fleet.leave("pc2"))
+    run.fleet.at(12, lambda: run.fleet.join("pc2"))
+    rows = run.finish()
+    (refused, left) = run.events("node_refused", node="pc2")
+    assert "pc2 offers 2 CPUs, the plan needs" in refused["reason"]
+    assert left["reason"] == "its node has left the cluster"
+    assert any("pc2 cannot be used: pc2 offers 2 CPUs" in n for s in run.recorder.shown for n in s.notices)
+    assert any("pc2 offers 2 CPUs" in row.reason for row in run.shown("pc2/7"))
+    assert all(row.state is WorkerState.RUNNING for row in rows.values())
+
+
+@pytest.mark.parametrize("how", ["incompatible", "unbuildable"])
+def test_a_node_that_joins_late_and_can_never_work_costs_its_slots_and_not_the_run(new_run: RunMaker, how: str) -> None:
+    run = new_run(absent=("pc2",))
+    if how == "incompatible":
+        run.fleet.says["pc2/0"] = {"verdict": Verdict.INCOMPATIBLE, "reason": "pc2/0: no such card"}
+    else:
+        run.fleet.unbuildable.add("pc2/0")
+    run.fleet.at(10, lambda: run.fleet.join("pc2"))
+    rows = run.finish()
+    assert rows["pc2/0"].state is HeadState.QUARANTINED
+    assert rows["pc2/0"].reason.startswith("pc2/0: ")
+    assert run.fleet.abandoned == ["pc2/0"]
+    assert rows["pc1/0"].steps_ok == pytest.approx(20 * STEPS_PER_S, rel=0.1)
+    assert len(run.events("slice_failed", failure=SliceFailure.UNBUILDABLE.value)) == (how == "unbuildable")
+
+
+def test_a_node_that_chaos_ends_comes_back_and_the_fault_is_told_as_recovered(new_run: RunMaker) -> None:
+    run = new_run(pc2=2, duration="60s", chaos="node:pc2@10s+20s")
+    rows = run.finish()
+    (ended,), (started,) = run.events("chaos_node_ended"), run.events("chaos_node_started")
+    assert (ended["node"], started["node"]) == ("pc2", "pc2")
+    assert started["at_s"] - ended["at_s"] == pytest.approx(20, abs=0.5)
+    (fault,) = run.injector.faults()
+    assert (fault["kind"], fault["target"], fault["fate"]) == ("node", "pc2", "recovered")
+    assert fault["recovered_s"] == pytest.approx(20 + JOIN_S + START_S, abs=2)
+    for slot in ("pc2/0", "pc2/1"):
+        assert "LOST" in run.states(slot)
+        assert rows[slot].state is WorkerState.RUNNING
+
+
+@pytest.mark.parametrize("stood_still_s", [9.0, 100.0])
+def test_a_head_that_stood_still_blames_no_worker_and_no_node(new_run: RunMaker, stood_still_s: float) -> None:
+    run = new_run(hang_timeout_s=5, stale_after_s=3, duration="200s")
+    run.fleet.at(10, lambda: run.fleet.head_stands_still(stood_still_s))
+    rows = run.finish()
+    assert all((row.state, row.restarts) == (WorkerState.RUNNING, 0) for row in rows.values())
+    assert run.events("node_left") == run.events("slice_failed") == run.fleet.restarts == []
+    assert not any("STALE" in row.reason for row in run.shown("pc1/0"))
+
+
+def test_a_worker_that_hangs_while_the_head_stands_still_is_found_afterwards(new_run: RunMaker) -> None:
+    run = new_run(hang_timeout_s=5, stale_after_s=3, duration="60s")
+    run.fleet.at(10, lambda: run.fleet.hang("pc2/0"))
+    run.fleet.at(10.5, lambda: run.fleet.head_stands_still(20))
+    rows = run.finish()
+    assert run.fleet.restarts == ["pc2/0"]
+    assert [rows["pc1/0"].restarts, rows["pc2/0"].restarts] == [0, 1]
+    assert rows["pc2/0"].state is WorkerState.RUNNING

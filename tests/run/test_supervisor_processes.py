@@ -1,0 +1,151 @@
+"""Processes that die, hang, lose their device or never come up, cards on which all of them do, and injected faults."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from orchestrator.core.fleet import DeathCause
+from orchestrator.core.slot import HeadState
+from orchestrator.errors import PreflightError
+from orchestrator.run.resume import past_of
+from orchestrator.watch.archive import read_run
+from tests.run.conftest import RunMaker
+from tests.run.scripted_fleet import START_S, STEPS_PER_S
+from workers.messages import Verdict, WorkerState
+
+
+def test_a_killed_process_is_replaced_in_its_slot_and_goes_on_where_it_was(new_run: RunMaker) -> None:
+    run = new_run()
+    run.fleet.at(10, lambda: run.fleet.kill("pc2/0"))
+    rows = run.finish()
+    assert run.states("pc2/0") == ["RUNNING", "RESTARTING", "RUNNING"]
+    (died,) = run.events("state", slot="pc2/0", to_state="RESTARTING")
+    assert died["cause"] == "its process ended: killed, or crashed"
+    assert (rows["pc2/0"].restarts, run.recorder.shown[-1].restart_count) == (1, 1)
+    assert rows["pc2/0"].steps_ok == pytest.approx((20 - START_S) * STEPS_PER_S, abs=2.5 * STEPS_PER_S)
+    last_of_the_first = [d for d in run.fleet.directives["pc2/0"] if d.incarnation == 0][-1]
+    first_of_the_second = next(d for d in run.fleet.directives["pc2/0"] if d.incarnation == 1)
+    assert first_of_the_second.resume["done"] >= last_of_the_first.resume["done"] > 0
+    assert run.states("pc1/0") == ["RUNNING"]
+
+
+def test_a_death_for_want_of_ram_is_explained_when_the_cluster_knows_why(new_run: RunMaker) -> None:
+    run = new_run()
+    run.fleet.start_s["pc2/0"] = 5.0
+    run.fleet.at(10, lambda: run.fleet.kill("pc2/0"))
+    cause = DeathCause(host_memory=True, text="Task was killed due to the node running low on memory.")
+    run.fleet.at(11.5, lambda: setattr(run.fleet, "cause", cause))
+    run.finish()
+    (explained,) = run.events("death_explained", slot="pc2/0")
+    assert explained["text"] == cause.text
+    assert any(row.reason.endswith("the PC's RAM was nearly full") for row in run.shown("pc2/0"))
+
+
+def test_a_worker_that_hangs_is_stale_first_and_then_replaced(new_run: RunMaker) -> None:
+    run = new_run(hang_timeout_s=10, stale_after_s=4, duration="40s")
+    run.fleet.at(10, lambda: run.fleet.hang("pc2/0"))
+    rows = run.finish()
+    assert run.fleet.restarts == ["pc2/0"]
+    assert any(row.reason.startswith("STALE") for row in run.shown("pc2/0"))
+    (restarted,) = run.events("state", slot="pc2/0", to_state="RESTARTING")
+    assert restarted["at_s"] == pytest.approx(10 + 1 + 10, abs=1.2)
+    assert "no report for 10 s" in restarted["cause"]
+    assert [(row.state, row.restarts) for row in rows.values()] == [(WorkerState.RUNNING, 0), (WorkerState.RUNNING, 1)]
+
+
+def test_a_process_whose_device_no_longer_answers_is_replaced(new_run: RunMaker) -> None:
+    run = new_run()
+    run.fleet.at(10, lambda: run.fleet.corrupt("pc2/0"))
+    rows = run.finish()
+    assert run.fleet.restarts == ["pc2/0"]
+    (restarted,) = run.events("state", slot="pc2/0", to_state="RESTARTING")
+    assert "illegal memory access" in restarted["cause"]
+    assert [(row.state, row.restarts) for row in rows.values()] == [(WorkerState.RUNNING, 0), (WorkerState.RUNNING, 1)]
+
+
+def test_a_worker_that_keeps_dying_is_given_up_and_the_others_go_on(new_run: RunMaker) -> None:
+    run = new_run(pc1=2, duration="60s", max_deaths=3, restart_backoff_max_s=5)
+    run.fleet.dies_at_once.add("pc1/1")
+    rows = run.finish()
+    assert (rows["pc1/1"].state, rows["pc1/1"].restarts) == (HeadState.QUARANTINED, 3)
+    assert rows["pc1/1"].reason.startswith("3 deaths in 300 s; the last: its process ended")
+    assert run.fleet.abandoned == ["pc1/1"]
+    assert rows["pc1/0"].steps_ok == pytest.approx(rows["pc2/0"].steps_ok, rel=0.1)
+    assert run.events("card_quarantined") == []
+
+
+def test_a_card_on_which_all_workers_die_is_given_up_with_one_message(new_run: RunMaker) -> None:
+    run = new_run(pc2=2, duration="60s", max_deaths=6)
+    run.fleet.at(10, lambda: run.fleet.dies_at_once.update(("pc2/0", "pc2/1")))
+    rows = run.finish()
+    (given_up,) = run.events("card_quarantined")
+    assert given_up["card"].startswith("pc2's ")
+    for slot in ("pc2/0", "pc2/1"):
+        assert (rows[slot].state, rows[slot].reason) == (HeadState.QUARANTINED, given_up["reason"])
+        assert 3 <= rows[slot].restarts < 6, "before each was given up by itself"
+    assert run.fleet.abandoned == ["pc2/0", "pc2/1"]
+    assert rows["pc1/0"].state is WorkerState.RUNNING
+
+
+def test_workers_without_memory_for_a_context_wait_and_do_not_use_up_their_deaths(new_run: RunMaker) -> None:
+    run = new_run(duration="60s", max_deaths=2, restart_backoff_max_s=4)
+    full = {"verdict": Verdict.CONTEXT_CORRUPTED, "device": None, "oom_count": 1, "steps_ok": 0, "reason": "card full"}
+    run.fleet.at(10, lambda: run.fleet.says.update({"pc2/0": full}))
+    run.fleet.at(40, run.fleet.says.clear)
+    rows = run.finish()
+    assert (rows["pc2/0"].state, rows["pc2/0"].restarts) == (WorkerState.RUNNING, len(run.fleet.restarts))
+    assert len(run.fleet.restarts) >= 5
+    assert "EMERGENCY" in run.states("pc2/0")
+
+
+@pytest.mark.parametrize("how", ["incompatible", "unbuildable"])
+def test_what_can_never_work_ends_the_run_before_it_counts_and_loses_what_was_sent(new_run: RunMaker, how: str) -> None:
+    run = new_run()
+    if how == "incompatible":
+        run.fleet.says["pc2/0"] = {"verdict": Verdict.INCOMPATIBLE, "reason": "pc2/0: no such card", "steps_ok": 0}
+        run.fleet.start_s["pc1/0"] = 5.0
+    else:
+        run.fleet.unbuildable.add("pc2/0")
+    with pytest.raises(PreflightError, match="pc2/0: "):
+        run.supervisor.run()
+    assert run.events("counting") == []
+    assert [slot.steps_at_risk for slot in run.stored().slots] == [0, 0]
+
+
+@pytest.mark.parametrize("kind", ["kill", "segv", "exit", "hang", "poison"])
+def test_every_injected_fault_is_told_and_recovered_from(new_run: RunMaker, kind: str) -> None:
+    run = new_run(pc1=2, pc2=2, duration="90s", chaos=f"{kind}:every=15s", hang_timeout_s=5, stale_after_s=3)
+    rows = run.finish()
+    faults = run.injector.faults()
+    assert len(run.events("chaos_strike", kind=kind)) == len(faults) >= 4
+    assert {(fault["kind"], fault["fate"]) for fault in faults[:-1]} == {(kind, "recovered")}
+    assert sum(row.restarts for row in rows.values()) == len(faults)
+    assert not any(row.state is HeadState.QUARANTINED for row in rows.values())
+    assert run.recorder.shown[-1].steps_lost_upper_bound > 0
+
+
+def test_a_run_whose_head_was_killed_goes_on_with_its_counters_and_slices(new_run: RunMaker, tmp_path: Path) -> None:
+    first = new_run(duration="40s", pc1=2)
+    copy = tmp_path / "killed"
+    # What a head leaves that is killed now: its files, as they are on the disk.
+    first.fleet.at(15, lambda: shutil.copytree(first.folder, copy))
+    first.finish()
+
+    left = read_run(copy)
+    assert (left.outcome, left.was_killed, left.is_resumable) == ("interrupted", True, True)
+    assert left.elapsed_s == pytest.approx(15 - START_S, abs=1)
+    assert all(slot.steps_at_risk > 0 for slot in left.slots)
+    run = new_run(duration="40s", pc1=2, folder=copy, past=past_of(left))
+    rows = run.finish()
+    assert run.recorder.shown[-1].elapsed_s == 40.0
+    assert run.clock.now_s - run.fleet.began_s == pytest.approx(START_S + 40 - left.elapsed_s, abs=1)
+    for slot in left.slots:
+        assert run.fleet.directives[slot.slot][0].incarnation == slot.incarnation + 1
+        assert run.fleet.directives[slot.slot][0].resume == slot.resume
+        assert rows[slot.slot].steps_ok > slot.counters["steps_ok"] > 0
+        ended = next(record for record in run.stored().slots if record.slot == slot.slot)
+        assert ended.counters["steps_lost_upper_bound"] == slot.steps_at_risk
+    assert (run.stored().heads, run.stored().outcome) == (2, "good")
