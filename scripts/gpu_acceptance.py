@@ -14,14 +14,11 @@ Exit code 0: all that could be checked holds; 1: something does not; 2: wrong ar
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
 import importlib.util
 import json
 import os
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -37,25 +34,25 @@ def main() -> int:
     _prepare()
     from acceptance import ground, page, suite
     from acceptance.crew import SeatDiedError, open_watch
+    from benches.common import own_stdout
 
     arguments = _parser(list(suite.CHECKS)).parse_args()
     scale = ground.scale_of(arguments.device, quick=arguments.quick)
-    with _own_stdout():
+    with own_stdout():
         watch = open_watch(arguments.device)
         try:
             host, profile = ground.look_around(arguments.device, " ".join(sys.orig_argv), watch, scale)
         except (SeatDiedError, RuntimeError) as error:
             print(f"{error}\nwithout a card, type: --device cpu", file=sys.stderr)
             return 2
-        print(f"{host.card}, driver {host.driver}, torch {host.torch}, Python {host.python}", file=sys.stderr)
+        print("{card}, driver {driver}, torch {torch}, Python {python}".format(**host), file=sys.stderr)
         here = ground.Ground(
             device=arguments.device, quick=arguments.quick, scale=scale, host=host, profile=profile, watch=watch
         )
         found = suite.run(here, arguments.only or list(suite.CHECKS))
-    facts = dataclasses.asdict(host)
-    answer = suite.as_json(here, facts, found)
+    answer = suite.as_json(here, found)
     if arguments.markdown is not None:
-        arguments.markdown.write_text(page.page(facts, [outcome for outcome, _ in found]), encoding="utf-8")
+        arguments.markdown.write_text(page.page(host, [outcome for outcome, _ in found]), encoding="utf-8")
     verdicts = "  ".join(f"{outcome.check} {outcome.word}" for outcome, _ in found)
     print(f"\n{verdicts}\n{answer['took_s']:.0f} s", file=sys.stderr)
     print(json.dumps(answer))
@@ -73,20 +70,6 @@ def _prepare() -> None:
     set_for_cuda(os.environ)
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     os.environ.setdefault("PYTHONWARNINGS", "ignore:Failed to initialize NumPy:UserWarning")
-
-
-@contextlib.contextmanager
-def _own_stdout() -> Iterator[None]:
-    """Send whatever is printed meanwhile, by children too, to standard error."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def _parser(names: list[str]) -> argparse.ArgumentParser:

@@ -7,7 +7,6 @@ import json
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,9 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from orchestrator.cluster.orphan_reaper import start_time
-from orchestrator.config.load import dump_config, load_config
-from orchestrator.watch.records import STORE_NAME, RunFacts, SlotRecord
+from orchestrator.config.load import load_config
+from orchestrator.watch.records import STORE_NAME, SlotRecord
 from orchestrator.watch.store import RunStore
 from tests.fork_server import ForkServer
 from workers.messages import WorkerState
@@ -29,6 +27,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from benches import pressure_caps  # noqa: E402 - the scripts are in no package
+from benches.heads import facts  # noqa: E402
 from benches.outside import Ledger  # noqa: E402 - the scripts are in no package
 
 
@@ -122,23 +121,7 @@ def store(tmp_path: Path) -> RunStore:
     (tmp_path / "steps" / "0.steps").write_bytes(b"." * 30)
     one = load_config(str(ROOT / "cluster.yaml"), ["nodes.pc1.workers=1"])
     kept = RunStore(tmp_path / STORE_NAME)
-    kept.begin(
-        RunFacts(
-            run_id="bench",
-            started_at_unix_s=0.0,
-            duration_s=60.0,
-            min_success_rate=0.0,
-            mode="rehearse",
-            device="cpu",
-            one_machine=True,
-            config_yaml=dump_config(one),
-            chaos=None,
-            nodes_planned=("pc1", "pc2"),
-            head_pid=os.getpid(),
-            head_started=start_time(os.getpid()),
-            host=socket.gethostname(),
-        )
-    )
+    kept.begin(facts(one, 0.0, 60.0))
     return kept
 
 

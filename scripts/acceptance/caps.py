@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
+from benches.common import status_bytes
 
 from acceptance.crew import in_child
-from acceptance.ground import MIB, Ground
-from acceptance.outcome import Outcome
+from acceptance.ground import Ground
+from acceptance.outcome import Outcome, Row
 from workers import oom
 from workers.devices.base import Device
 from workers.devices.opening import open_device
 from workers.nvml import queries
 from workers.settings import FailureKind, WorkerSpec
+from workers.units import MIB
 
 _LEAST, _MOST = 0.99, 1.01
 MUST_HOLD = "granted up to 0.99 of the cap at the least, refused at 1.01 at the most, and the process holds its budget"
@@ -28,33 +27,13 @@ _BLOCK_BYTES = {"cuda": 10 * MIB, "cpu": MIB // 4}
 _SEGMENT_BYTES = {"cuda": 2 * MIB, "cpu": MIB // 4}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wall:
-    """One process that took all it got."""
-
-    budget_bytes: int
-    cap_bytes: int
-    context_bytes: int
-    granted_bytes: int
-    """Held by the allocator when the next block was refused."""
-    refused_bytes: int
-    """What it would have held with that block."""
-    refusal: str
-    """What the failure was classified as."""
-    too_large_refused: bool
-    """One block of 1.01 of the cap, with nothing else there."""
-    process_used_bytes: int | None
-    """What the driver, or on a CPU the kernel, says of the whole process."""
-    card_grown_bytes: int | None
-    """What the card's use grew by meanwhile, by whomever; the driver takes some for its first client."""
-
-
-def up_to_the_wall(spec: WorkerSpec) -> Wall:
-    """Take blocks until one is refused. The body of a child."""
+def up_to_the_wall(spec: WorkerSpec) -> Row:
+    """Take blocks until one is refused, and return what was granted. The body of a child."""
+    on_card = spec.device == "cuda"
     card = queries.visible_card()
-    used_before_bytes = queries.card_used_bytes(card) if spec.device == "cuda" else None
+    used_before_bytes = queries.card_used_bytes(card) if on_card else None
     device = open_device(spec)
-    opened_bytes = _data_bytes()
+    opened_bytes = 0 if on_card else status_bytes("VmData")
     cap_bytes = device.info.cap_bytes
     block_bytes, segment_bytes = _BLOCK_BYTES[spec.device], _SEGMENT_BYTES[spec.device]
     too_large_refused = False
@@ -79,25 +58,27 @@ def up_to_the_wall(spec: WorkerSpec) -> Wall:
     granted_bytes = device.held_bytes()
     device.clear_pending_error()
     device.emergency()  # raises if the device does not answer
-    card_grown_bytes = None
-    if spec.device == "cuda":
-        used_bytes = queries.process_used_bytes(card)
-        used_now_bytes = queries.card_used_bytes(card)
-        if used_now_bytes is not None and used_before_bytes is not None:
-            card_grown_bytes = used_now_bytes - used_before_bytes
-    else:
-        used_bytes = device.info.context_bytes + _data_bytes() - opened_bytes
-    return Wall(
-        budget_bytes=spec.budget_bytes,
-        cap_bytes=cap_bytes,
-        context_bytes=device.info.context_bytes,
-        granted_bytes=granted_bytes,
-        refused_bytes=granted_bytes + segment_bytes,
-        refusal=refusal,
-        too_large_refused=too_large_refused,
-        process_used_bytes=used_bytes,
-        card_grown_bytes=card_grown_bytes,
+    used_now_bytes = queries.card_used_bytes(card) if on_card else None
+    used_bytes = (
+        queries.process_used_bytes(card)
+        if on_card
+        else device.info.context_bytes + status_bytes("VmData") - opened_bytes
     )
+    return {
+        "budget_mib": spec.budget_bytes / MIB,
+        "context_mib": device.info.context_bytes / MIB,
+        "cap_mib": cap_bytes / MIB,
+        "granted_to_cap": granted_bytes / cap_bytes,
+        "refused_at": (granted_bytes + segment_bytes) / cap_bytes,  # what it would have held with the next block
+        "refusal": refusal,
+        "one_block_of_1.01_refused": too_large_refused,
+        # As the driver, or on a CPU the kernel, says.
+        "process_to_budget": None if used_bytes is None else used_bytes / spec.budget_bytes,
+        # By whomever; the driver takes some for its first client.
+        "card_grown_mib": None
+        if used_now_bytes is None or used_before_bytes is None
+        else (used_now_bytes - used_before_bytes) / MIB,
+    }
 
 
 def _largest_left(device: Device, block_bytes: int, segment_bytes: int) -> torch.Tensor:
@@ -109,73 +90,34 @@ def _largest_left(device: Device, block_bytes: int, segment_bytes: int) -> torch
     return torch.empty(block_bytes, dtype=torch.uint8, device=device.torch_device)
 
 
-def measure(ground: Ground) -> list[Wall]:
+def measure(ground: Ground) -> Sequence[Row]:
     """Run up to the wall under each budget."""
-    budgets = [ground.scale.large_budget_bytes]
-    if not ground.quick:
-        budgets.append(ground.scale.small_budget_bytes)
-    walls = []
-    for budget_bytes in budgets:
-        fits, _ = ground.fitting(1, budget_bytes)
-        (spec,) = ground.specs(1, fits)
-        walls.append(in_child(ground.watch, up_to_the_wall, spec))
-    return walls
+    budgets = [ground.scale.large_budget_bytes, *([] if ground.quick else [ground.scale.small_budget_bytes])]
+    fitting = [ground.fitting(1, budget_bytes)[0] for budget_bytes in budgets]
+    return [in_child(ground.watch, up_to_the_wall, *ground.specs(1, budget_bytes)) for budget_bytes in fitting]
 
 
-def judge(walls: Sequence[Wall]) -> Outcome:
+def judge(rows: Sequence[Row]) -> Outcome:
     """Say whether each cap was kept to one percent."""
-    rows: list[dict[str, Any]] = []
     broken = []
-    for wall in walls:
-        granted, refused = wall.granted_bytes / wall.cap_bytes, wall.refused_bytes / wall.cap_bytes
-        held = None if wall.process_used_bytes is None else wall.process_used_bytes / wall.budget_bytes
-        who = f"budget {wall.budget_bytes / MIB:.0f} MiB"
-        rows.append(
-            {
-                "budget_mib": wall.budget_bytes / MIB,
-                "context_mib": wall.context_bytes / MIB,
-                "cap_mib": wall.cap_bytes / MIB,
-                "granted_to_cap": granted,
-                "refused_at": refused,
-                "refusal": wall.refusal,
-                "one_block_of_1.01_refused": wall.too_large_refused,
-                "process_to_budget": held,
-                "card_grown_mib": None if wall.card_grown_bytes is None else wall.card_grown_bytes / MIB,
-            }
-        )
-        if granted < _LEAST:
-            broken.append(f"{who}: refused at {granted:.4f} of the cap")
-        if refused > _MOST or not wall.too_large_refused:
+    for row in rows:
+        who = f"budget {row['budget_mib']:.0f} MiB"
+        held = row["process_to_budget"]
+        if row["granted_to_cap"] < _LEAST:
+            broken.append(f"{who}: refused at {row['granted_to_cap']:.4f} of the cap")
+        if row["refused_at"] > _MOST or not row["one_block_of_1.01_refused"]:
             broken.append(f"{who}: granted more than {_MOST:.2f} of the cap")
-        if wall.refusal != FailureKind.DEFINITE.value:
-            broken.append(f"{who}: the refusal was classified as {wall.refusal!r}")
+        if row["refusal"] != FailureKind.DEFINITE.value:
+            broken.append(f"{who}: the refusal was classified as {row['refusal']!r}")
         if held is not None and not _LEAST <= held <= _MOST:
             broken.append(f"{who}: the process holds {held:.4f} of its budget")
-    notes = []
-    if any(wall.process_used_bytes is None for wall in walls):
-        notes.append("the driver does not tell what a process holds: judged by the allocator alone")
+    untold = any(row["process_to_budget"] is None for row in rows)
     return Outcome(
-        check="cap",
-        must_hold=MUST_HOLD,
         figures={
             "granted_to_cap_least": min(row["granted_to_cap"] for row in rows),
             "refused_at_most": max(row["refused_at"] for row in rows),
         },
         rows=rows,
         broken=broken,
-        notes=notes,
+        notes=["the driver does not tell what a process holds: judged by the allocator alone"] if untold else [],
     )
-
-
-def check(ground: Ground) -> Outcome:
-    """Measure and judge."""
-    return judge(measure(ground))
-
-
-def _data_bytes() -> int:
-    """Private writable memory of this process, VmData; 0 where there is no /proc, and no CPU device either."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return 0
-    lines = status.read_text(encoding="ascii", errors="replace").splitlines()
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:")), 0)

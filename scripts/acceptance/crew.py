@@ -14,7 +14,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from acceptance import seats
-from acceptance.seats import BareOrder, Failed, Order, Turn
+from acceptance.seats import Failed, Turn
 from workers.nvml.card_sensors import CardSensors
 from workers.nvml.queries import visible_card
 from workers.nvml.sampler import ProcessorSensors, Sampler
@@ -58,30 +58,18 @@ def open_watch(kind: str) -> Watch:
     return Watch(sampler=Sampler(looking, every_s=_LOOK_EVERY_S))
 
 
-def busy_clock_mhz(readings: Sequence[SensorReading]) -> float | None:
-    """Return the middle of the sampled clocks, of samples in which the card was at work; `None` if nobody tells."""
-    clocks = sorted(
-        reading.sm_clock_mhz
-        for reading in readings
-        if reading.sm_clock_mhz is not None and reading.utilisation_pct != 0.0
-    )
-    return float(clocks[len(clocks) // 2]) if clocks else None
-
-
-def warmest_c(readings: Sequence[SensorReading]) -> float | None:
-    """Return the highest temperature; `None` if nobody tells."""
-    return max((reading.temperature_c for reading in readings if reading.temperature_c is not None), default=None)
-
-
-def most_power_w(readings: Sequence[SensorReading]) -> float | None:
-    """Return the highest power; `None` if nobody tells."""
-    return max((reading.power_w for reading in readings if reading.power_w is not None), default=None)
-
-
-def alarms_pct(readings: Sequence[SensorReading]) -> float | None:
-    """Return the share of samples in which the hardware complained; `None` if nobody tells."""
-    bits = [reading.throttle_bits for reading in readings if reading.throttle_bits is not None]
-    return 100.0 * sum(bool(each & THROTTLE_ALARMS) for each in bits) / len(bits) if bits else None
+def summed_up(readings: Sequence[SensorReading]) -> dict[str, float | None]:
+    """Return the middle of the clocks at work, the highest temperature and power, and the share of samples in which the
+    hardware complained; `None` for what nobody tells.
+    """  # noqa: D205 - one sentence
+    clocks = sorted(each.sm_clock_mhz for each in readings if each.sm_clock_mhz and each.utilisation_pct != 0.0)
+    bits = [each.throttle_bits for each in readings if each.throttle_bits is not None]
+    return {
+        "sm_clock_mhz": float(clocks[len(clocks) // 2]) if clocks else None,
+        "temperature_most_c": max((r.temperature_c for r in readings if r.temperature_c is not None), default=None),
+        "power_most_w": max((r.power_w for r in readings if r.power_w is not None), default=None),
+        "alarms_pct": 100.0 * sum(bool(each & THROTTLE_ALARMS) for each in bits) / len(bits) if bits else None,
+    }
 
 
 class Seat:
@@ -132,56 +120,6 @@ class Seat:
         return SeatDiedError(f"the process of {self.name} ended with {self._process.exitcode}")
 
 
-class Crew:
-    """Several engines, each in a process of its own."""
-
-    def __init__(self, specs: Sequence[WorkerSpec], environment: Mapping[str, str] | None = None) -> None:
-        self.specs = tuple(specs)
-        self._environment = dict(environment or {})
-        self.seats: list[Seat] = []
-
-    def open(self, watch: Watch) -> list[Turn]:
-        """Start all at once, and wait for the first good step of each."""
-        self.seats = [Seat(spec.slot, seats.engine_seat, spec, self._environment) for spec in self.specs]
-        return self.turn(watch, seconds=0.0)
-
-    def turn(self, watch: Watch, *, seconds: float, who: Sequence[int] | None = None) -> list[Turn]:
-        """Have all, or those of these numbers, work at the same time.
-
-        Raises:
-            SeatDiedError: One of them ended or does not answer; then all are ended.
-        """
-        chosen = self.seats if who is None else [self.seats[number] for number in who]
-        at_s = time.monotonic() + _RUN_UP_S
-        try:
-            for seat in chosen:
-                seat.send(Order(seconds=seconds, at_s=at_s))
-            return gather(chosen, watch, patience_s=seconds + _PATIENCE_S)
-        except SeatDiedError:
-            self.close()  # the others' answers would be taken for those of the next order
-            raise
-
-    def beside(self, watch: Watch, seconds: float, function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - whatever it returns
-        """Have all work for so long, and run a function in a process of its own meanwhile.
-
-        Raises:
-            SeatDiedError: One of them ended or does not answer.
-        """
-        for seat in self.seats:
-            seat.send(Order(seconds=seconds))
-        answer = in_child(watch, function, *arguments)
-        gather(self.seats, watch, patience_s=seconds + _PATIENCE_S)
-        return answer
-
-    def close(self) -> None:
-        """End all."""
-        for seat in self.seats:
-            seat.pipe.close()  # first all of them: leaving a card takes a while
-        for seat in self.seats:
-            seat.close()
-        self.seats = []
-
-
 def gather(chosen: Sequence[Seat], watch: Watch, *, patience_s: float = _PATIENCE_S) -> list[Any]:
     """Wait for one answer of each seat, and look at the sensors meanwhile.
 
@@ -202,6 +140,82 @@ def gather(chosen: Sequence[Seat], watch: Watch, *, patience_s: float = _PATIENC
     return [answers[seat.name] for seat in chosen]
 
 
+def asked(seat: Seat, order: object, watch: Watch, seconds: float) -> Any:  # noqa: ANN401 - whatever was ordered
+    """Give one seat an order that takes so long, and return its answer.
+
+    Raises:
+        SeatDiedError: It ended or does not answer.
+    """
+    seat.send(order)
+    (answer,) = gather([seat], watch, patience_s=seconds + _PATIENCE_S)
+    return answer
+
+
+def in_child(watch: Watch, function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - as it returns
+    """Run a function in a process of its own, and return what it returns.
+
+    Raises:
+        SeatDiedError: It ended, does not answer, or raised; says what.
+    """
+    with contextlib.closing(Seat(function.__name__, seats.call_in_child, function, arguments)) as seat:
+        (answer,) = gather([seat], watch, patience_s=2 * _PATIENCE_S)
+    if isinstance(answer, Failed):
+        raise SeatDiedError(f"{function.__name__}: {answer.text}")
+    return answer
+
+
+class Crew:
+    """Several engines, each in a process of its own, that have done their first good steps."""
+
+    def __init__(self, specs: Sequence[WorkerSpec], watch: Watch, environment: Mapping[str, str] | None = None) -> None:
+        """Start all at once.
+
+        Raises:
+            SeatDiedError: One of them ended or does not answer.
+        """
+        self.specs = tuple(specs)
+        self._watch = watch
+        self.seats = [Seat(spec.slot, seats.engine_seat, spec, dict(environment or {})) for spec in specs]
+        self.first = self.turn(0.0)
+        """The first turn of each."""
+
+    def turn(self, seconds: float, *, who: Sequence[int] | None = None) -> list[Turn]:
+        """Have all, or those of these numbers, work at the same time.
+
+        Raises:
+            SeatDiedError: One of them ended or does not answer; then all are ended.
+        """
+        chosen = self.seats if who is None else [self.seats[number] for number in who]
+        at_s = time.monotonic() + _RUN_UP_S
+        try:
+            for seat in chosen:
+                seat.send((seconds, at_s))
+            return gather(chosen, self._watch, patience_s=seconds + _PATIENCE_S)
+        except SeatDiedError:
+            self.close()  # the others' answers would be taken for those of the next order
+            raise
+
+    def beside(self, seconds: float, function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - as it returns
+        """Have all work for so long, and run a function in a process of its own meanwhile.
+
+        Raises:
+            SeatDiedError: One of them ended or does not answer.
+        """
+        for seat in self.seats:
+            seat.send((seconds, 0.0))
+        answer = in_child(self._watch, function, *arguments)
+        gather(self.seats, self._watch, patience_s=seconds + _PATIENCE_S)
+        return answer
+
+    def close(self) -> None:
+        """End all."""
+        for seat in self.seats:
+            seat.pipe.close()  # first all of them: leaving a card takes a while
+        for seat in self.seats:
+            seat.close()
+        self.seats = []
+
+
 class Crews:
     """Keeps the last crew, because the next check may ask for the same one, and a start takes seconds."""
 
@@ -209,15 +223,14 @@ class Crews:
         self._crew: Crew | None = None
 
     def have(self, specs: Sequence[WorkerSpec], watch: Watch) -> Crew:
-        """Return a crew of these specs that has done its first good steps.
+        """Return a crew of these specs.
 
         Raises:
             SeatDiedError: One of them ended or does not answer.
         """
         if self._crew is None or not self._crew.seats or self._crew.specs != tuple(specs):
             self.close()
-            self._crew = Crew(specs)
-            self._crew.open(watch)
+            self._crew = Crew(specs, watch)
         return self._crew
 
     def close(self) -> None:
@@ -228,51 +241,7 @@ class Crews:
 
 
 @contextlib.contextmanager
-def crew_of(
-    specs: Sequence[WorkerSpec], watch: Watch, environment: Mapping[str, str] | None = None
-) -> Iterator[tuple[Crew, list[Turn]]]:
-    """Open a crew for the duration of a `with`, and yield it with the first turn of each."""
-    crew = Crew(specs, environment)
-    try:
-        yield crew, crew.open(watch)
-    finally:
-        crew.close()
-
-
-@contextlib.contextmanager
-def bare_loop(device: str) -> Iterator[Seat]:
-    """Open a bare loop for the duration of a `with`."""
-    seat = Seat("bare loop", seats.bare_seat, device)
-    try:
-        yield seat
-    finally:
-        seat.close()
-
-
-def bare_turn(seat: Seat, order: BareOrder, watch: Watch) -> tuple[float, float]:
-    """Return the work done and the time it took.
-
-    Raises:
-        SeatDiedError: It ended or does not answer.
-    """
-    seat.send(order)
-    ((flop, took_s),) = gather([seat], watch, patience_s=order.seconds + _PATIENCE_S)
-    return float(flop), float(took_s)
-
-
-def in_child(
-    watch: Watch, function: Callable[..., Any], *arguments: object, environment: Mapping[str, str] | None = None
-) -> Any:  # noqa: ANN401 - whatever the function returns
-    """Run a function in a process of its own, and return what it returns.
-
-    Raises:
-        SeatDiedError: It ended, does not answer, or raised; says what.
-    """
-    seat = Seat(function.__name__, seats.call_in_child, function, arguments, dict(environment or {}))
-    try:
-        (answer,) = gather([seat], watch, patience_s=2 * _PATIENCE_S)
-    finally:
-        seat.close()
-    if isinstance(answer, Failed):
-        raise SeatDiedError(f"{function.__name__}: {answer.text}")
-    return answer
+def crew_of(specs: Sequence[WorkerSpec], watch: Watch, environment: Mapping[str, str] | None = None) -> Iterator[Crew]:
+    """Open a crew for the duration of a `with`."""
+    with contextlib.closing(Crew(specs, watch, environment)) as crew:
+        yield crew

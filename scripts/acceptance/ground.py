@@ -31,6 +31,10 @@ from workers.units import GIB, MIB
 _OF_FREE = 0.99
 
 
+class NotHereError(RuntimeError):
+    """A check cannot be made here; says why."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
     """What is asked of a kind of device."""
@@ -50,102 +54,59 @@ class Scale:
     leave_free_bytes: int
     counts: tuple[int, ...] = (1, 2, 3, 7)
     duties: tuple[float, ...] = (0.3, 0.6, 0.9)
-    errors: int
-    rounds: int
-    passes: int
-    turn_s: float
-    side_s: float
-    products: int
+    errors: int = 200
+    rounds: int = 6
+    passes: int = 2
+    turn_s: float = 1.0
+    side_s: float = 8.0
+    products: int = 300
     """Right products of each type, for the check of results."""
-    flips: int
-    """Flipped bits of each type."""
-    samples: int
+    flips: int = 3
+    """Flipped bits of each type, place and size."""
+    samples: int = 120
 
 
-CARD = Scale(
-    large_budget_bytes=int(3.33 * GIB),
-    small_budget_bytes=int(1.5 * GIB),
-    size=8192,
-    small_size=1024,
-    too_large_size=65536,
-    dtypes=("fp32", "tf32", "fp16", "bf16"),
-    dtype="fp16",
-    floor_bytes=100 * MIB,
-    leave_free_bytes=128 * MIB,
-    errors=200,
-    rounds=6,
-    passes=2,
-    turn_s=1.0,
-    side_s=8.0,
-    products=300,
-    flips=200,
-    samples=120,
-)
-
-PROCESSOR = replace(
-    CARD,
-    large_budget_bytes=CARD.large_budget_bytes // 16,
-    small_budget_bytes=CARD.small_budget_bytes // 8,
-    size=512,
-    small_size=64,
-    too_large_size=16384,
-    dtypes=("fp32", "bf16"),
-    dtype="fp32",
-    floor_bytes=CARD.floor_bytes // 16,
-    leave_free_bytes=CARD.leave_free_bytes // 16,
-)
-
-_QUICK_CARD: Mapping[str, Any] = {
+_SCALES = {
+    "cuda": Scale(
+        large_budget_bytes=int(3.33 * GIB),
+        small_budget_bytes=int(1.5 * GIB),
+        size=8192,
+        small_size=1024,
+        too_large_size=65536,
+        dtypes=("fp32", "tf32", "fp16", "bf16"),
+        dtype="fp16",
+        floor_bytes=100 * MIB,
+        leave_free_bytes=128 * MIB,
+    ),
+    "cpu": Scale(
+        large_budget_bytes=int(3.33 * GIB) // 16,
+        small_budget_bytes=int(1.5 * GIB) // 8,
+        size=512,
+        small_size=64,
+        too_large_size=16384,
+        dtypes=("fp32", "bf16"),
+        dtype="fp32",
+        floor_bytes=100 * MIB // 16,
+        leave_free_bytes=128 * MIB // 16,
+    ),
+}
+_QUICK: Mapping[str, Any] = {
     "rounds": 3,
     "passes": 1,
     "turn_s": 0.6,
     "side_s": 3.0,
     "products": 100,
-    "flips": 60,
+    "flips": 1,
     "samples": 60,
 }
-_QUICK_PROCESSOR: Mapping[str, Any] = {
-    **_QUICK_CARD,
-    "errors": 24,
-    "rounds": 2,
-    "turn_s": 0.3,
-    "side_s": 1.0,
-    "products": 40,
-    "flips": 30,
-}
+_QUICK_CPU: Mapping[str, Any] = {"errors": 24, "rounds": 2, "turn_s": 0.3, "side_s": 1.0, "products": 40}
 
 
 def scale_of(device: str, *, quick: bool) -> Scale:
     """Return what is asked of a device."""
-    base = CARD if device == "cuda" else PROCESSOR
     if not quick:
-        return base
-    return replace(base, **(_QUICK_CARD if device == "cuda" else _QUICK_PROCESSOR))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
-    """The machine, as JSON and a results page show it. `None`: nobody tells."""
-
-    card: str
-    uuid: str | None
-    total_bytes: int | None
-    free_bytes: int
-    """Before the first check."""
-    compute_capability: str | None
-    multiprocessors: int | None
-    driver: str | None
-    context_bytes: int
-    context_source: str
-    torch: str
-    cuda: str | None
-    """What torch was built for."""
-    python: str
-    system: str
-    cores: int
-    date: str
-    """Of the start, UTC."""
-    command: str
+        return _SCALES[device]
+    return replace(_SCALES[device], **{**_QUICK, **(_QUICK_CPU if device == "cpu" else {})})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +116,8 @@ class Ground:
     device: str
     quick: bool
     scale: Scale
-    host: Host
+    host: Mapping[str, Any]
+    """The machine, as JSON and a results page show it."""
     profile: GpuProfile | None
     """Of the card; `None` on a CPU."""
     watch: Watch
@@ -181,31 +143,22 @@ class Ground:
             floor_bytes=self.scale.floor_bytes,
             leave_free_bytes=self.scale.leave_free_bytes,
         )
-        return tuple(
-            replace(
-                spec,
-                slot=f"{label}/{number}",
-                card_budget_bytes=count * budget_bytes,
-                workers_on_host=count,
-                policy=policy,
-                duty=duty,
-            )
-            for number in range(count)
-        )
+        shared = replace(spec, card_budget_bytes=count * budget_bytes, workers_on_host=count, policy=policy, duty=duty)
+        return tuple(replace(shared, slot=f"{label}/{number}") for number in range(count))
 
     def fitting(self, count: int, budget_bytes: int) -> tuple[int, str | None]:
         """Return a budget of which `count` fit what was free, and a sentence if it is less than asked."""
-        usable_bytes = int(_OF_FREE * self.host.free_bytes)
-        if count * budget_bytes <= usable_bytes:
+        free_bytes = self.host["free_bytes"]
+        fits = int(_OF_FREE * free_bytes) // count
+        if budget_bytes <= fits:
             return budget_bytes, None
-        fits = usable_bytes // count
         return fits, (
-            f"{count} x {budget_bytes / GIB:.2f} GiB do not fit the {self.host.free_bytes / GIB:.2f} GiB that were "
-            f"free on this {self.host.card}: scaled to {count} x {fits / GIB:.2f} GiB"
+            f"{count} x {budget_bytes / GIB:.2f} GiB do not fit the {free_bytes / GIB:.2f} GiB that were free on this "
+            f"{self.host['card']}: scaled to {count} x {fits / GIB:.2f} GiB"
         )
 
 
-def look_around(device: str, command: str, watch: Watch, scale: Scale) -> tuple[Host, GpuProfile | None]:
+def look_around(device: str, command: str, watch: Watch, scale: Scale) -> tuple[Mapping[str, Any], GpuProfile | None]:
     """Find out what machine this is; in a process of its own, because it opens the device.
 
     Raises:
@@ -214,61 +167,44 @@ def look_around(device: str, command: str, watch: Watch, scale: Scale) -> tuple[
     spec = lone_worker(
         budget_bytes=scale.small_budget_bytes, device=device, dtype=scale.dtype, floor_bytes=scale.floor_bytes
     )
-    told_bytes = _free_bytes(device)
-    opened: Opened = in_child(watch, open_once, spec)
-    info, capability = opened.info, opened.compute_capability
-    host = Host(
-        card=info.name,
-        uuid=info.uuid,
-        total_bytes=info.total_bytes,
-        free_bytes=opened.free_bytes if told_bytes is None else told_bytes,
-        compute_capability=None if capability is None else "{}.{}".format(*capability),
-        multiprocessors=opened.multiprocessors,
-        driver=info.driver,
-        context_bytes=info.context_bytes,
-        context_source=info.context_source,
-        torch=info.torch_version,
-        cuda=torch.version.cuda,
-        python=platform.python_version(),
-        system=platform.platform(),
-        cores=os.cpu_count() or 1,
-        date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        command=command,
-    )
+    # Before anything of ours is there; the driver may not tell.
+    told_bytes = queries.card_free_bytes(queries.visible_card()) if device == "cuda" else None
+    opened: tuple[DeviceInfo, Mapping[str, Any]] = in_child(watch, open_once, spec)
+    info, card = opened
+    host = {
+        "card": info.name,
+        "uuid": info.uuid,
+        "total_bytes": info.total_bytes,
+        **card,
+        "driver": info.driver,
+        "context_bytes": info.context_bytes,
+        "context_source": info.context_source,
+        "torch": info.torch_version,
+        "cuda": torch.version.cuda,  # what torch was built for
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cores": os.cpu_count() or 1,
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),  # of the start
+        "command": command,
+    }
+    if told_bytes is not None:
+        host["free_bytes"] = told_bytes
     return host, _profile(info) if device == "cuda" else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    """A device, as a process that has opened it sees it."""
-
-    info: DeviceInfo
-    free_bytes: int
-    """With what the process holds itself."""
-    compute_capability: tuple[int, int] | None = None
-    multiprocessors: int | None = None
-
-
-def open_once(spec: WorkerSpec) -> Opened:
-    """Open the device and look at it. The body of a child."""
+def open_once(spec: WorkerSpec) -> tuple[DeviceInfo, Mapping[str, Any]]:
+    """Open the device and look at it, what this process holds counted as free. The body of a child."""
     device = open_device(spec)
     if device.info.kind != "cuda":
-        return Opened(info=device.info, free_bytes=int(psutil.virtual_memory().available))
+        free_bytes = int(psutil.virtual_memory().available)
+        return device.info, {"free_bytes": free_bytes, "compute_capability": None, "multiprocessors": None}
     properties = torch.cuda.get_device_properties(device.torch_device)
     free_bytes, _ = torch.cuda.mem_get_info(device.torch_device)
-    return Opened(
-        info=device.info,
-        free_bytes=free_bytes + device.info.context_bytes + device.held_bytes(),
-        compute_capability=(properties.major, properties.minor),
-        multiprocessors=int(properties.multi_processor_count),
-    )
-
-
-def _free_bytes(device: str) -> int | None:
-    """Return what is free before anything of ours is there; `None` if the driver does not tell."""
-    if device == "cpu":
-        return int(psutil.virtual_memory().available)
-    return queries.card_free_bytes(queries.visible_card())
+    return device.info, {
+        "free_bytes": free_bytes + device.info.context_bytes + device.held_bytes(),
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": int(properties.multi_processor_count),
+    }
 
 
 def _profile(info: DeviceInfo) -> GpuProfile | None:

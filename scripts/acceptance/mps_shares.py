@@ -12,13 +12,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from acceptance.crew import SeatDiedError, crew_of
-from acceptance.ground import Ground
+from acceptance.ground import Ground, NotHereError
 from acceptance.outcome import Outcome
 from workers.messages import Verdict
 
@@ -30,53 +29,45 @@ _SHARES = (1.0, 0.5, 0.25)
 _PATIENCE_S = 30.0
 
 
-class NoMpsError(RuntimeError):
-    """MPS cannot be used here; says why."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MpsShare:
-    """One worker with a share of the multiprocessors."""
-
-    asked: float
-    flop_per_s: float
-
-
-def measure(ground: Ground) -> list[MpsShare]:
-    """Measure one worker after the other, each with its share.
+def measure(ground: Ground) -> list[tuple[float, float]]:
+    """Measure one worker after the other, each with its share; return the share asked and the FLOP a second.
 
     Raises:
-        NoMpsError: MPS cannot be used here.
+        NotHereError: MPS cannot be used here.
     """
     if ground.device != "cuda":
-        raise NoMpsError("no MPS here: the device is a CPU")
+        raise NotHereError("no MPS here: the device is a CPU")
     budget_bytes, _ = ground.fitting(1, ground.scale.large_budget_bytes)
     found = []
     with mps_daemon() as (environment, servers):
         for share in _SHARES:
             specs = ground.specs(1, budget_bytes, dtype="fp32", label="mps")
             percentage = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": f"{100 * share:g}"}
-            with crew_of(specs, ground.watch, {**environment, **percentage}) as (crew, (first,)):
-                if first.last.verdict is not Verdict.OK:
-                    raise NoMpsError(f"MPS cannot be used here: a worker under it ended: {first.last.reason}")
-                if not servers():
-                    raise NoMpsError("MPS cannot be used here: the control daemon runs and started no server")
-                crew.turn(ground.watch, seconds=ground.scale.turn_s)
-                (turn,) = crew.turn(ground.watch, seconds=3 * ground.scale.turn_s)
-                found.append(MpsShare(asked=share, flop_per_s=turn.flop_per_s))
+            try:
+                with crew_of(specs, ground.watch, {**environment, **percentage}) as crew:
+                    first = crew.first[0].last
+                    if first.verdict is not Verdict.OK:
+                        raise NotHereError(f"MPS cannot be used here: a worker under it ended: {first.reason}")
+                    if not servers():
+                        raise NotHereError("MPS cannot be used here: the control daemon runs and started no server")
+                    crew.turn(ground.scale.turn_s)
+                    (turn,) = crew.turn(3 * ground.scale.turn_s)
+                    found.append((share, turn.flop_per_s))
+            except SeatDiedError as error:
+                raise NotHereError(f"MPS cannot be used here: {error}") from None
     return found
 
 
 @contextlib.contextmanager
-def mps_daemon() -> Iterator[tuple[Mapping[str, str], _Servers]]:
+def mps_daemon() -> Iterator[tuple[Mapping[str, str], Callable[[], tuple[int, ...]]]]:
     """Run a control daemon for the duration of a `with`; yield its clients' environment, and who lists its servers.
 
     Raises:
-        NoMpsError: There is none, or it does not start.
+        NotHereError: There is none, or it does not start.
     """
     program = shutil.which(_CONTROL)
     if program is None or not sys.platform.startswith("linux"):
-        raise NoMpsError(f"no MPS here: {_CONTROL} is not on PATH")
+        raise NotHereError(f"no MPS here: {_CONTROL} is not on PATH")
     # In /tmp, because the names of sockets end at 107 bytes.
     with tempfile.TemporaryDirectory(prefix="mps-", dir="/tmp", ignore_cleanup_errors=True) as folder:
         pipe, log = Path(folder) / "pipe", Path(folder) / "log"
@@ -86,31 +77,24 @@ def mps_daemon() -> Iterator[tuple[Mapping[str, str], _Servers]]:
         try:
             started = _run([program, "-d"], environment)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise NoMpsError(f"no MPS here: {_CONTROL} -d does not start: {error}") from None
+            raise NotHereError(f"no MPS here: {_CONTROL} -d does not start: {error}") from None
         if started.returncode != 0:
             words = " ".join(started.stdout.split())[:300]
-            raise NoMpsError(f"no MPS here: {_CONTROL} -d ended with {started.returncode}: {words}")
+            raise NotHereError(f"no MPS here: {_CONTROL} -d ended with {started.returncode}: {words}")
+
+        def servers() -> tuple[int, ...]:
+            """Return the process ids of the daemon's servers."""
+            try:
+                told = _run([program], environment, "get_server_list\n")
+            except (OSError, subprocess.TimeoutExpired):
+                return ()
+            return tuple(int(word) for word in told.stdout.split() if word.isdecimal())
+
         try:
-            yield environment, _Servers(program, environment)
+            yield environment, servers
         finally:
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                 _run([program], environment, "quit -t 5\n")
-
-
-class _Servers:
-    """Asks the daemon which servers it has."""
-
-    def __init__(self, program: str, environment: Mapping[str, str]) -> None:
-        self._program = program
-        self._environment = environment
-
-    def __call__(self) -> tuple[int, ...]:
-        """Return their process ids."""
-        try:
-            told = _run([self._program], self._environment, "get_server_list\n")
-        except (OSError, subprocess.TimeoutExpired):
-            return ()
-        return tuple(int(word) for word in told.stdout.split() if word.isdecimal())
 
 
 def _run(
@@ -137,30 +121,14 @@ def _run(
         return subprocess.CompletedProcess(done.args, done.returncode, stdout=told.read())
 
 
-def judge(shares: Sequence[MpsShare]) -> Outcome:
+def judge(found: Sequence[tuple[float, float]]) -> Outcome:
     """Put each worker's work beside that of the one with all multiprocessors."""
-    whole = next((share.flop_per_s for share in shares if share.asked == 1.0), None)
+    whole = dict(found).get(1.0)
     rows: list[dict[str, Any]] = []
     broken: list[str] = []
-    for share in shares:
-        measured = share.flop_per_s / whole if whole else None
-        rows.append({"share_asked": share.asked, "share_measured": measured, "tflops": share.flop_per_s / 1e12})
-        if measured is None or not 0.0 < measured <= share.asked + _MOST_OVER:
-            broken.append(f"asked for {share.asked:.2f} of the multiprocessors, did {measured} of the work")
-    return Outcome(
-        check="mps",
-        must_hold=MUST_HOLD,
-        figures={"workers_measured": len(shares)},
-        rows=rows,
-        broken=broken,
-    )
-
-
-def check(ground: Ground) -> Outcome:
-    """Measure and judge, or say why not."""
-    try:
-        return judge(measure(ground))
-    except NoMpsError as error:
-        return Outcome(check="mps", must_hold=MUST_HOLD, skipped=str(error))
-    except SeatDiedError as error:
-        return Outcome(check="mps", must_hold=MUST_HOLD, skipped=f"MPS cannot be used here: {error}")
+    for asked, flop_per_s in found:
+        measured = flop_per_s / whole if whole else None
+        rows.append({"share_asked": asked, "share_measured": measured, "tflops": flop_per_s / 1e12})
+        if measured is None or not 0.0 < measured <= asked + _MOST_OVER:
+            broken.append(f"asked for {asked:.2f} of the multiprocessors, did {measured} of the work")
+    return Outcome(figures={"workers_measured": len(found)}, rows=rows, broken=broken)

@@ -5,11 +5,14 @@ Does not measure and does not judge.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+
+from benches.common import print_table, short
 
 Row: TypeAlias = Mapping[str, Any]
 
@@ -18,9 +21,9 @@ Row: TypeAlias = Mapping[str, Any]
 class Outcome:
     """One check."""
 
-    check: str
-    """Its name, as `--only` takes it."""
-    must_hold: str
+    check: str = ""
+    """Its name, as `--only` takes it. This and what must hold are the suite's to fill in."""
+    must_hold: str = ""
     """In words, with the limits that were applied."""
     figures: Row = field(default_factory=dict)
     """Flat; numbers with a unit suffix."""
@@ -45,24 +48,8 @@ class Outcome:
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data; numbers that JSON does not have become `None`."""
-        plain: dict[str, Any] = _plain(
-            {
-                "check": self.check,
-                "ok": self.ok,
-                "must_hold": self.must_hold,
-                "figures": dict(self.figures),
-                "rows": [dict(row) for row in self.rows],
-                "broken": list(self.broken),
-                "notes": list(self.notes),
-                "skipped": self.skipped,
-            }
-        )
+        plain: dict[str, Any] = _plain({**dataclasses.asdict(self), "ok": self.ok})
         return plain
-
-
-def unmeasured(check: str, must_hold: str, reason: str) -> Outcome:
-    """Return the outcome of a check that broke off."""
-    return Outcome(check=check, must_hold=must_hold, broken=[reason])
 
 
 def show(outcome: Outcome) -> None:
@@ -71,33 +58,11 @@ def show(outcome: Outcome) -> None:
     for key, value in outcome.figures.items():
         print(f"{key:>32}  {short(value)}", file=sys.stderr)
     if outcome.rows:
-        cells = list(table(outcome.rows))
-        widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-        for line in cells:
-            print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)), file=sys.stderr)
-    for label, sentences in (("BROKEN", outcome.broken), ("note", outcome.notes)):
-        for sentence in sentences:
+        print_table(outcome.rows)
+    for label, sentences in (("BROKEN", outcome.broken), ("note", outcome.notes), ("skipped", [outcome.skipped])):
+        for sentence in filter(None, sentences):
             print(f"{label}: {sentence}", file=sys.stderr)
-    if outcome.skipped is not None:
-        print(f"skipped: {outcome.skipped}", file=sys.stderr)
     sys.stderr.flush()
-
-
-def table(rows: Sequence[Row]) -> Iterator[list[str]]:
-    """Yield the heads and then the cells of each row."""
-    heads = list(rows[0])
-    yield heads
-    for row in rows:
-        yield [short(row[head]) for head in heads]
-
-
-def short(value: object) -> str:
-    """Return a value as people read it; a dash for what is not known."""
-    if value is None:
-        return "–"  # noqa: RUF001 - as in the health table
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401 - whatever a check measured

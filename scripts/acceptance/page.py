@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from acceptance.outcome import Outcome, short, table
+from benches.common import short, table
+
+from acceptance.outcome import Outcome
 
 _HOST = (
     ("card", "card"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from benches import recovery as bench
@@ -11,108 +9,61 @@ from benches.common import percentile
 
 from acceptance.crew import crew_of, in_child
 from acceptance.ground import Ground
-from acceptance.outcome import Outcome
-from workers.messages import Report, Verdict, WorkerState
+from acceptance.outcome import Outcome, Row
+from workers.units import MIB
 
-_MOST_S = 0.100
-MUST_HOLD = f"every out-of-memory error is survived, 99 % of them within {1000 * _MOST_S:.0f} ms"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Descent:
-    """A worker that was asked for a size far too large."""
-
-    asked_size: int
-    ended_size: int | None
-    state: str
-    verdict: str
-    steps_ok: int
-    recoveries_s: tuple[float, ...]
-    """Of each error: release, emergency product, and the climb of progressive allocation."""
-    kinds: tuple[str, ...]
-    """What each error was classified as."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recovered:
-    """What both parts found."""
-
-    figures: dict[str, Any]
-    """Of the recovery bench: `errors`, `recovery_p50_s`, `recovery_p99_s` and more."""
-    asked_errors: int
-    unrecovered: Sequence[str]
-    descent: Descent
+_MOST_MS = 100.0
+MUST_HOLD = f"every out-of-memory error is survived, 99 % of them within {_MOST_MS:.0f} ms"
 
 
 def storm(errors: int, device: str, budget_bytes: int, size: int) -> tuple[dict[str, Any], list[str]]:
     """Run the recovery bench. The body of a child."""
-    result = bench.run(errors, device, budget_bytes, size)
+    result = bench.run(errors, device, budget_bytes / MIB, size)
     return dict(result.figures), list(result.broken)
 
 
-def measure(ground: Ground) -> Recovered:
-    """Run the storm and the descent, one after the other."""
+def measure(ground: Ground) -> Row:
+    """Run the storm and the descent, one after the other; return the figures and what was not survived."""
     scale = ground.scale
     budget_bytes, _ = ground.fitting(1, scale.large_budget_bytes)
-    figures, broken = in_child(ground.watch, storm, scale.errors, ground.device, budget_bytes, scale.size)
+    found, unrecovered = in_child(ground.watch, storm, scale.errors, ground.device, budget_bytes, scale.size)
     specs = ground.specs(1, budget_bytes, size=scale.too_large_size, policy="classic", label="descent")
-    with crew_of(specs, ground.watch) as (_, (first,)):
-        descent = _descent(first.last, scale.too_large_size)
-    return Recovered(figures=figures, asked_errors=scale.errors, unrecovered=broken, descent=descent)
-
-
-def _descent(report: Report, asked_size: int) -> Descent:
+    with crew_of(specs, ground.watch) as crew:
+        report = crew.first[0].last
     ooms = [event.detail for event in report.events if event.name == "oom"]
-    return Descent(
-        asked_size=asked_size,
-        ended_size=report.size,
-        state=report.state.value,
-        verdict=report.verdict.value,
-        steps_ok=report.counts.steps_ok,
-        recoveries_s=tuple(float(detail["recovery_s"] or 0.0) for detail in ooms),
-        kinds=tuple(str(detail["kind"]) for detail in ooms),
-    )
+    # Of each error: release, emergency product, and the climb of progressive allocation.
+    descent_ms = [1000.0 * float(detail["recovery_s"] or 0.0) for detail in ooms]
+    times_s = {name: found.get(f"{name}_s") for name in ("recovery_p50", "recovery_p99", "good_step_p50")}
+    return {
+        "errors_asked": scale.errors,
+        "errors": found.get("errors", 0),
+        **{f"{name}_ms": None if value is None else 1000.0 * value for name, value in times_s.items()},
+        "budget_bytes": found.get("budget_bytes"),
+        "size": found.get("size"),
+        "descent_from_size": scale.too_large_size,
+        "descent_to_size": report.size,
+        "descent_ended": f"{report.verdict.value} {report.state.value}, {report.counts.steps_ok} steps",
+        "descent_errors": len(ooms),
+        "descent_kinds": sorted({str(detail["kind"]) for detail in ooms}),
+        "descent_recovery_p50_ms": percentile(descent_ms, 0.5) if ooms else None,
+        "descent_recovery_most_ms": max(descent_ms, default=None),
+        "unrecovered": unrecovered,
+    }
 
 
-def judge(found: Recovered) -> Outcome:
+def judge(found: Row) -> Outcome:
     """Say whether every error was survived in time."""
-    figures, descent = found.figures, found.descent
-    broken = list(found.unrecovered)
-    if figures.get("errors", 0) < found.asked_errors and not broken:
-        broken.append(f"{figures.get('errors', 0)} of {found.asked_errors} errors were provoked and survived")
-    p99_s = figures.get("recovery_p99_s")
-    if p99_s is not None and p99_s > _MOST_S:
-        broken.append(f"99 % of the recoveries took up to {1000 * p99_s:.1f} ms")
-    if not descent.recoveries_s:
-        broken.append(f"size {descent.asked_size} was meant not to fit, and did")
-    if (descent.verdict, descent.state, descent.steps_ok) != (Verdict.OK.value, WorkerState.RUNNING.value, 1):
-        broken.append(f"from size {descent.asked_size} the worker ended {descent.verdict} {descent.state}")
-    if set(descent.kinds) - {"definite"}:
-        broken.append(f"from size {descent.asked_size}: errors classified as {sorted(set(descent.kinds))}")
-    return Outcome(
-        check="recovery",
-        must_hold=MUST_HOLD,
-        figures={
-            "errors": figures.get("errors"),
-            "recovery_p50_ms": _ms(figures.get("recovery_p50_s")),
-            "recovery_p99_ms": _ms(p99_s),
-            "good_step_p50_ms": _ms(figures.get("good_step_p50_s")),
-            "budget_bytes": figures.get("budget_bytes"),
-            "size": figures.get("size"),
-            "descent_from_size": descent.asked_size,
-            "descent_to_size": descent.ended_size,
-            "descent_errors": len(descent.recoveries_s),
-            "descent_recovery_p50_ms": _ms(percentile(descent.recoveries_s, 0.5)) if descent.recoveries_s else None,
-            "descent_recovery_most_ms": _ms(max(descent.recoveries_s, default=None)),
-        },
-        broken=broken,
-    )
-
-
-def check(ground: Ground) -> Outcome:
-    """Measure and judge."""
-    return judge(measure(ground))
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else 1000.0 * seconds
+    broken = list(found["unrecovered"])
+    if found["errors"] < found["errors_asked"] and not broken:
+        broken.append(f"{found['errors']} of {found['errors_asked']} errors were provoked and survived")
+    p99_ms = found["recovery_p99_ms"]
+    if p99_ms is not None and p99_ms > _MOST_MS:
+        broken.append(f"99 % of the recoveries took up to {p99_ms:.1f} ms")
+    asked = found["descent_from_size"]
+    if not found["descent_errors"]:
+        broken.append(f"size {asked} was meant not to fit, and did")
+    if found["descent_ended"] != "ok RUNNING, 1 steps":
+        broken.append(f"from size {asked} the worker ended {found['descent_ended']}")
+    if set(found["descent_kinds"]) - {"definite"}:
+        broken.append(f"from size {asked}: errors classified as {found['descent_kinds']}")
+    return Outcome(figures={key: value for key, value in found.items() if key != "unrecovered"}, broken=broken)

@@ -25,7 +25,7 @@ from workers.messages import Directive, Report, Verdict
 from workers.nvml import queries
 from workers.settings import WorkerSpec
 
-_DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 #: A bare loop queues products for about so long before it waits; and it waits only for the batch before the last.
 _QUEUED_S = 0.05
@@ -35,16 +35,7 @@ _QUEUED_S = 0.05
 _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD_BYTES = 64 * 1024
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """Work for a while, in slices."""
-
-    seconds: float
-    """0: until the first good step, as the head has each new process do."""
-    at_s: float = 0.0
-    """Not before this moment of the monotonic clock, which all processes share."""
-    slice_s: float = 1.0
+_SLICE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +63,13 @@ class Turn:
         """Share of the time within steps."""
         return sum(report.counts.busy_s for report in self.reports) / self.window_s
 
+    @property
+    def failures(self) -> int:
+        """Steps that failed, out of memory or otherwise."""
+        return sum(report.counts.steps_oom + report.counts.steps_error for report in self.reports)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """A child function ended with an exception."""
 
@@ -81,19 +77,22 @@ class Failed:
 
 
 def engine_seat(connection: Connection, spec: WorkerSpec, environment: Mapping[str, str]) -> None:
-    """Serve orders with one engine."""
+    """Serve orders with one engine: (seconds, not before this moment of the monotonic clock, which all share).
+
+    An order of no seconds is worked at until the first good step, as the head has each new process do.
+    """
     os.environ.update(environment)  # before CUDA reads it
     engine = Engine(spec)
     sequence = 0
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # whoever ordered is gone
         while True:
-            order: Order = connection.recv()
+            seconds, at_s = connection.recv()
             reports: list[Report] = []
-            time.sleep(max(0.0, order.at_s - time.monotonic()))
+            time.sleep(max(0.0, at_s - time.monotonic()))
             began_s = time.monotonic()
-            while not reports or time.monotonic() - began_s < order.seconds:
-                left_s = order.seconds - (time.monotonic() - began_s)
-                duration_s = max(0.0, min(order.slice_s, left_s))
+            while not reports or time.monotonic() - began_s < seconds:
+                left_s = seconds - (time.monotonic() - began_s)
+                duration_s = max(0.0, min(_SLICE_S, left_s))
                 directive = Directive(incarnation=0, sequence=sequence, duration_s=duration_s, resume=None)
                 sequence += 1
                 reports.append(engine.run_slice(directive))
@@ -128,27 +127,26 @@ def bare_seat(connection: Connection, device_name: str) -> None:
             if bare is None or bare.kind != kind:
                 bare = None  # the old matrices must go before the new ones come
                 bare = _Bare(kind, torch.device(device_name))
-            connection.send(bare.run(order.seconds))
+            connection.send(bare.flop_per_s(order.seconds))
 
 
 class _Bare:
     def __init__(self, kind: tuple[str, int, int], device: torch.device) -> None:
         self.kind = kind
         name, self.size, block_bytes = kind
-        dtype = _DTYPES[name]
         torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
-        each_bytes = self.size * self.size * dtype.itemsize
+        each_bytes = self.size * self.size * DTYPES[name].itemsize
         block = torch.empty(block_bytes // each_bytes * each_bytes, dtype=torch.uint8, device=device)
-        matrices = block.view(dtype).view(-1, self.size, self.size)
+        matrices = block.view(DTYPES[name]).view(-1, self.size, self.size)
         matrices[:2].normal_(generator=torch.Generator(device=device).manual_seed(0))
         self._left, self._right, *self._ring = matrices.unbind()
         self._cuda = device.type == "cuda"
         self._queued = 1
         self._next = 0
-        self.run(0.2)  # loads kernels, and finds out how many products make a batch
+        self.flop_per_s(0.2)  # loads kernels, and finds out how many products make a batch
 
-    def run(self, seconds: float) -> tuple[float, float]:
-        """Return the work done and the time it took."""
+    def flop_per_s(self, seconds: float) -> float:
+        """Return the work done over the time it took."""
         products = 0
         before: Any = None
         waited = not self._cuda
@@ -172,18 +170,15 @@ class _Bare:
             batch_s = now_s
         if self._cuda:
             torch.cuda.synchronize()
-        return 2.0 * self.size**3 * products, time.perf_counter() - began_s
+        return 2.0 * self.size**3 * products / (time.perf_counter() - began_s)
 
 
-def call_in_child(
-    connection: Connection, function: Callable[..., Any], arguments: tuple[Any, ...], environment: Mapping[str, str]
-) -> None:
+def call_in_child(connection: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """Send what a function returns."""
-    os.environ.update(environment)
     try:
         answer = function(*arguments)
     except IncompatibleError as error:  # a sentence for the person who can act
-        answer = Failed(text=str(error))
+        answer = Failed(str(error))
     except Exception as error:  # noqa: BLE001 - told as it is
-        answer = Failed(text=oom.traceback_text(error))
+        answer = Failed(oom.traceback_text(error))
     connection.send(answer)

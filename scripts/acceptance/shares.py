@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from acceptance.crew import crew_of
 from acceptance.ground import Ground
-from acceptance.outcome import Outcome
+from acceptance.outcome import Outcome, Row
+from acceptance.seats import Turn
 
 _MOST_OFF = 0.05
 MUST_HOLD = f"the measured duty is within {_MOST_OFF:.2f} of the one asked, alone and beside six others"
@@ -20,85 +19,48 @@ _TOGETHER_DUTY = 0.6
 _TURNS = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """Some workers at one duty; `None`: none was asked for."""
-
-    workers: int
-    asked: float | None
-    measured: tuple[float, ...]
-    """Of each worker: time within steps over all of it."""
-    flop_per_s: float
-
-
-def measure(ground: Ground) -> list[Share]:
-    """Measure single workers one after the other, and seven at once."""
+def measure(ground: Ground) -> Sequence[Row]:
+    """Measure single workers one after the other, the first of them at no duty, and seven at once."""
     scale = ground.scale
     seconds = _TURNS * scale.turn_s
     budget_bytes, _ = ground.fitting(_TOGETHER + len(scale.duties) + 1, scale.small_budget_bytes)
-    found = []
     alone = [
         spec
         for number, duty in enumerate((None, *scale.duties))
         for spec in ground.specs(1, budget_bytes, duty=duty, label=f"duty-{number}")
     ]
-    with crew_of(alone, ground.watch) as (crew, _):
-        crew.turn(ground.watch, seconds=scale.turn_s)  # a step takes its length from the ones before it
-        for number, spec in enumerate(alone):
-            (turn,) = crew.turn(ground.watch, seconds=seconds, who=[number])
-            found.append(Share(workers=1, asked=spec.duty, measured=(turn.duty,), flop_per_s=turn.flop_per_s))
+    with crew_of(alone, ground.watch) as crew:
+        crew.turn(scale.turn_s)  # a step takes its length from the ones before it
+        found = [_row(spec.duty, crew.turn(seconds, who=[number])) for number, spec in enumerate(alone)]
     together = ground.specs(_TOGETHER, budget_bytes, duty=_TOGETHER_DUTY, label="duty-together")
-    with crew_of(together, ground.watch) as (crew, _):
-        crew.turn(ground.watch, seconds=scale.turn_s)
-        turns = crew.turn(ground.watch, seconds=seconds)
-        found.append(
-            Share(
-                workers=_TOGETHER,
-                asked=_TOGETHER_DUTY,
-                measured=tuple(turn.duty for turn in turns),
-                flop_per_s=sum(turn.flop_per_s for turn in turns),
-            )
-        )
-    return found
+    with crew_of(together, ground.watch) as crew:
+        crew.turn(scale.turn_s)
+        return [*found, _row(_TOGETHER_DUTY, crew.turn(seconds))]
 
 
-def judge(shares: Sequence[Share]) -> Outcome:
+def _row(asked: float | None, turns: Sequence[Turn]) -> Row:
+    """Return what some workers at one duty did: time within steps over all of it."""
+    duties = [turn.duty for turn in turns]
+    return {
+        "workers": len(turns),
+        "duty_asked": asked,
+        "duty_measured_median": statistics.median(duties),
+        "duty_measured_least": min(duties),
+        "duty_measured_most": max(duties),
+        "tflops": sum(turn.flop_per_s for turn in turns) / 1e12,
+    }
+
+
+def judge(found: Sequence[Row]) -> Outcome:
     """Say whether all kept to their duty."""
-    rows: list[dict[str, Any]] = []
-    broken: list[str] = []
-    unlimited = next((share.flop_per_s for share in shares if share.asked is None), None)
-    for share in shares:
-        rows.append(
-            {
-                "workers": share.workers,
-                "duty_asked": share.asked,
-                "duty_measured_median": statistics.median(share.measured),
-                "duty_measured_least": min(share.measured),
-                "duty_measured_most": max(share.measured),
-                "tflops": share.flop_per_s / 1e12,
-                "of_unlimited_pct": 100.0 * share.flop_per_s / unlimited if unlimited else None,
-            }
+    unlimited = next((row["tflops"] for row in found if row["duty_asked"] is None), None)
+    rows = [{**row, "of_unlimited_pct": 100.0 * row["tflops"] / unlimited if unlimited else None} for row in found]
+    off = {
+        f"{row['workers']} at a duty of {asked:.2f}": max(
+            abs(row[key] - asked) for key in ("duty_measured_least", "duty_measured_most")
         )
-        if share.asked is None:
-            continue
-        off = max(abs(measured - share.asked) for measured in share.measured)
-        if not off <= _MOST_OFF:
-            broken.append(f"{share.workers} at a duty of {share.asked:.2f}: up to {off:.3f} off")
-    asked = [share for share in shares if share.asked is not None]
-    return Outcome(
-        check="duty",
-        must_hold=MUST_HOLD,
-        figures={
-            "off_most": max(
-                (abs(measured - share.asked) for share in asked for measured in share.measured if share.asked),
-                default=None,
-            )
-        },
-        rows=rows,
-        broken=broken,
-    )
-
-
-def check(ground: Ground) -> Outcome:
-    """Measure and judge."""
-    return judge(measure(ground))
+        for row in found
+        if (asked := row["duty_asked"]) is not None
+    }
+    broken = [f"{who}: up to {value:.3f} off" for who, value in off.items() if not value <= _MOST_OFF]
+    return Outcome(figures={"off_most": max(off.values(), default=None)}, rows=rows, broken=broken)

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 from benches.common import progress
 
 from acceptance import caps, mps_shares, recovery, results, sampling, shares, side_by_side, speed, totals
-from acceptance.ground import Ground
-from acceptance.outcome import Outcome, show, unmeasured
+from acceptance.ground import Ground, NotHereError
+from acceptance.outcome import Outcome, show
 
-#: By the name that `--only` takes. `totals` follows `side_by_side`, whose last crew it can go on with.
-CHECKS: Mapping[str, tuple[Callable[[Ground], Outcome], str]] = {
-    "cap": (caps.check, caps.MUST_HOLD),
-    "recovery": (recovery.check, recovery.MUST_HOLD),
-    "side_by_side": (side_by_side.check, side_by_side.MUST_HOLD),
-    "totals": (totals.check, totals.MUST_HOLD),
-    "speed": (speed.check, speed.MUST_HOLD),
-    "duty": (shares.check, shares.MUST_HOLD),
-    "mps": (mps_shares.check, mps_shares.MUST_HOLD),
-    "sampler": (sampling.check, sampling.MUST_HOLD),
-    "results": (results.check, results.MUST_HOLD),
+#: By the name that `--only` takes. Each has `MUST_HOLD`, and `judge` for what its `measure` returns.
+CHECKS: Mapping[str, ModuleType] = {
+    "cap": caps,
+    "recovery": recovery,
+    "side_by_side": side_by_side,
+    "totals": totals,  # follows `side_by_side`, whose last crew it can go on with
+    "speed": speed,
+    "duty": shares,
+    "mps": mps_shares,
+    "sampler": sampling,
+    "results": results,
 }
 _KEEPS_CREW = "totals"
 
@@ -34,7 +36,7 @@ def run(ground: Ground, names: Sequence[str]) -> list[tuple[Outcome, float]]:
     """
     found: list[tuple[Outcome, float]] = []
     try:
-        for name, (check, must_hold) in CHECKS.items():
+        for name, check in CHECKS.items():
             if name not in names:
                 continue
             if name != _KEEPS_CREW:
@@ -42,9 +44,12 @@ def run(ground: Ground, names: Sequence[str]) -> list[tuple[Outcome, float]]:
             progress(f"\n{name} …")
             began_s = time.monotonic()
             try:
-                outcome = check(ground)
+                outcome = check.judge(check.measure(ground))
+            except NotHereError as error:
+                outcome = Outcome(skipped=str(error))
             except Exception as error:  # noqa: BLE001 - told as what it is, and the other checks go on
-                outcome = unmeasured(name, must_hold, f"broke off: {type(error).__name__}: {error}")
+                outcome = Outcome(broken=[f"broke off: {type(error).__name__}: {error}"])
+            outcome = dataclasses.replace(outcome, check=name, must_hold=check.MUST_HOLD)
             found.append((outcome, time.monotonic() - began_s))
             show(outcome)
     finally:
@@ -52,7 +57,7 @@ def run(ground: Ground, names: Sequence[str]) -> list[tuple[Outcome, float]]:
     return found
 
 
-def as_json(ground: Ground, host: Mapping[str, Any], found: Sequence[tuple[Outcome, float]]) -> dict[str, Any]:
+def as_json(ground: Ground, found: Sequence[tuple[Outcome, float]]) -> dict[str, Any]:
     """Return what goes to standard output."""
     return {
         "schema": 1,
@@ -60,6 +65,6 @@ def as_json(ground: Ground, host: Mapping[str, Any], found: Sequence[tuple[Outco
         "ok": all(outcome.ok is not False for outcome, _ in found),
         "quick": ground.quick,
         "took_s": sum(took_s for _, took_s in found),
-        **host,
+        **ground.host,
         "checks": [{**outcome.as_json(), "took_s": took_s} for outcome, took_s in found],
     }

@@ -5,11 +5,14 @@ A result goes out twice: as a table for people on standard error and as one JSON
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from workers.settings import MemorySettings, WorkerSpec, WorkloadSpec
@@ -44,13 +47,27 @@ def show(result: Result) -> int:
     """Print the result and return the exit code."""
     for key, value in result.figures.items():
         if isinstance(value, list) and value and isinstance(value[0], Mapping):
-            _print_table(value)
+            print_table(value)
         else:
-            print(f"{key:>32}  {_short(value)}", file=sys.stderr)
+            print(f"{key:>32}  {short(value)}", file=sys.stderr)
     for sentence in result.broken:
         print(f"BROKEN: {sentence}", file=sys.stderr)
     print(json.dumps({"schema": 1, "bench": result.bench, **result.figures, "broken": list(result.broken)}))
     return 1 if result.broken else 0
+
+
+@contextlib.contextmanager
+def own_stdout() -> Iterator[None]:
+    """Send whatever is printed meanwhile to standard error: by children too, and by Ray, of the actors that end."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def progress(text: str) -> None:
@@ -67,6 +84,34 @@ def percentile(values: Sequence[float], share: float) -> float:
     """Return the value below which `share` of all lie, by the nearest rank."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def status_bytes(key: str) -> int:
+    """Return one line of /proc/self/status, where the kernel counts in KiB: VmData is private writable memory."""
+    with Path("/proc/self/status").open(encoding="ascii", errors="replace") as status:
+        for line in status:
+            if line.startswith(key):
+                return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {key}; this benchmark needs Linux")
+
+
+def judged(
+    text: str, found: float | None, *, at_least: float | None = None, at_most: float | None = None
+) -> dict[str, str]:
+    """Return a row that says whether a target is met; a figure that is missing meets none."""
+    met = found is not None and (at_least is None or found >= at_least) and (at_most is None or found <= at_most)
+    return {
+        "target": text,
+        "asked": f">= {at_least:g}" if at_least is not None else f"<= {at_most:g}",
+        "found": "never" if found is None else f"{found:.4g}",
+        "met": "yes" if met else "NO",
+    }
+
+
+def sized(device: str, budget_mib: float | None, size: int | None) -> tuple[int, int]:
+    """Return the budget in bytes and the edge of the matrices; where they are not given, as much as a card's guide."""
+    on_card = device == "cuda"
+    return int((budget_mib or (3410 if on_card else 213)) * MIB), size or (8192 if on_card else 1024)
 
 
 def lone_worker(
@@ -95,13 +140,26 @@ def lone_worker(
     )
 
 
-def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    heads = list(rows[0])
-    cells = [heads, *([_short(row[head]) for head in heads] for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(heads))]
+def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows of the same keys for people, to standard error."""
+    cells = list(table(rows))
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     for line in cells:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)), file=sys.stderr)
 
 
-def _short(value: object) -> str:
+def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
+    """Yield the heads and then the cells of each row."""
+    heads = list(rows[0])
+    yield heads
+    for row in rows:
+        yield [short(row[head]) for head in heads]
+
+
+def short(value: object) -> str:
+    """Return a value as people read it; a dash for what is not known."""
+    if value is None:
+        return "–"  # noqa: RUF001 - as in the health table
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -123,7 +123,7 @@ def _round(scene: Scene, drawn: float, startup_s: float, broken: list[str]) -> t
         row["stage"] = "before its store"
         if (listed.outcome, listed.error) != ("interrupted", None):
             broken.append(f"`runs` takes it for {listed.outcome} ({listed.error}), and it was interrupted")
-        code, said = _resume(scene, folder.name)
+        code, said = scene.ended(scene.run("--resume", folder.name), _PATIENCE_S)
         row["resumed"] = code == 0
         if code != 2 or not _sentence(said):
             broken.append(f"resuming a run without a store gave exit code {code}: {said[:300]!r}")
@@ -189,7 +189,7 @@ def _judge_samples(folder: Path, kill: Kill, row: dict[str, Any], broken: list[s
 
 
 def _go_on(scene: Scene, ledger: Ledger, before: StoredRun, row: dict[str, Any], broken: list[str]) -> None:
-    code, said = _resume(scene, before.facts.run_id)
+    code, said = scene.ended(scene.run("--resume", before.facts.run_id), _PATIENCE_S)
     row["resumed"] = code == 0
     left = scene.leftovers(_GRACE_S)
     row["left"] += len(left)
@@ -251,21 +251,6 @@ def _sizes_broken(before: StoredRun, after: StoredRun, events: Sequence[StoredEv
 def _of_second_head(events: Sequence[StoredEvent]) -> Sequence[StoredEvent]:
     starts = [index for index, event in enumerate(events) if event.event == "run_started"]
     return events[starts[-1] :] if len(starts) > 1 else ()
-
-
-def _resume(scene: Scene, run_id: str) -> tuple[int | None, str]:
-    """Go on with a run; return exit code and standard output."""
-    head = scene.run("--resume", run_id)
-    deadline_s = time.monotonic() + _PATIENCE_S
-    while head.poll() is None and time.monotonic() < deadline_s:
-        scene.look()
-        time.sleep(_LOOK_EVERY_S)
-    code = head.poll()
-    if code is None:
-        head.kill()
-        head.wait()
-    out, err = scene.printed(head)
-    return code, out or err
 
 
 def _sentence(said: str) -> str | None:

@@ -15,13 +15,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
 
+from benches.common import Result
 from orchestrator.config.load import config_from_data
 from orchestrator.core.placement import Target, plan_slots
 from orchestrator.errors import ArchiveError, NothingStoredError
@@ -37,6 +38,9 @@ RESTING = "scripts.benches.witness:Resting"
 
 #: As in `witness.py`, which is not imported here: it loads torch.
 WITNESS_FOLDER = "ORCH_WITNESS_DIR"
+
+PATIENCE_S = 180.0
+"""For a run to start and to end, beyond its planned length."""
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _SHARED = Path("/dev/shm")  # noqa: S108 - looked at, not written
@@ -78,11 +82,19 @@ class Scene:
         self._heads.append(head)
         return head
 
-    def printed(self, head: subprocess.Popen[bytes]) -> tuple[str, str]:
-        """Return what a run has printed: standard output, standard error."""
+    def ended(self, head: subprocess.Popen[bytes], within_s: float = 0.0) -> tuple[int | None, str]:
+        """Wait for a run's end; return its exit code (`None`: it was killed now) and what it has printed."""
+        deadline_s = time.monotonic() + within_s
+        while head.poll() is None and time.monotonic() < deadline_s:
+            self.look()
+            time.sleep(0.5)
+        code = head.poll()
+        if code is None:
+            head.kill()
+            head.wait()
         number = self._heads.index(head)
         out, err = (self._output(number, name).read_text(encoding="utf-8") for name in ("json", "err"))
-        return out, err
+        return code, out or err
 
     def folder_of_newest(self) -> Path | None:
         """The newest run folder, if there is one."""
@@ -113,9 +125,7 @@ class Scene:
     def close(self, *, keep: bool) -> str | None:
         """End what still runs; remove the folders, or keep them and say where they are."""
         for head in self._heads:
-            if head.poll() is None:
-                head.kill()
-                head.wait()
+            self.ended(head)
         self.leftovers(0.0)
         if keep:
             return str(self.folder)
@@ -160,7 +170,7 @@ class Ledger:
         """
         self._steps = steps
         self._seeds: dict[str, int] = {}
-        self._last: dict[str, SlotRecord] = {}
+        self._last: dict[str, dict[str, float]] = {}
         self.looks = 0
         self.broken: list[str] = []
 
@@ -179,7 +189,6 @@ class Ledger:
         self._seeds = self._seeds or seeds_of(run)
         for slot in run.slots:
             self._compare(slot, before.get(self._seeds[slot.slot], 0), after.get(self._seeds[slot.slot], 0))
-            self._compare_with_last(slot)
         return run
 
     def rows(self, run: StoredRun) -> list[dict[str, Any]]:
@@ -202,9 +211,8 @@ class Ledger:
     def end(self, run: StoredRun) -> None:
         """Demand of a run that came to its end that nothing is under way any more: then `counted + lost` is a bound."""
         for slot in run.slots:
-            self._demand(
-                slot.steps_at_risk == 0, f"{slot.slot}: {slot.steps_at_risk} steps are at risk after the run's end"
-            )
+            at_risk = slot.steps_at_risk
+            self._demand(at_risk == 0, f"{slot.slot}: {at_risk} steps are at risk after the run's end")
 
     def _compare(self, slot: SlotRecord, before: int, after: int) -> None:
         counted, lost = slot.counters["steps_ok"], slot.counters["steps_lost_upper_bound"]
@@ -216,19 +224,10 @@ class Ledger:
             f"{slot.slot}: {before} steps were done, and the store knows of {counted} counted + {lost} lost + "
             f"{slot.steps_at_risk} at risk: sent before it was written down, or the bound is none",
         )
-
-    def _compare_with_last(self, slot: SlotRecord) -> None:
-        last = self._last.get(slot.slot)
-        self._last[slot.slot] = slot
-        if last is None:
-            return
-        for name, value in (*last.counters.items(), ("incarnation", last.incarnation)):
-            now = slot.incarnation if name == "incarnation" else slot.counters[name]
-            self._demand(now >= value, f"{slot.slot}: {name} went back from {value} to {now}")
-        self._demand(
-            slot.next_sequence >= last.next_sequence,
-            f"{slot.slot}: next_sequence went back from {last.next_sequence} to {slot.next_sequence}",
-        )
+        grows = {**slot.counters, "incarnation": slot.incarnation, "next_sequence": slot.next_sequence}
+        for name, value in self._last.get(slot.slot, {}).items():
+            self._demand(grows[name] >= value, f"{slot.slot}: {name} went back from {value} to {grows[name]}")
+        self._last[slot.slot] = grows
 
     def _counts(self) -> dict[int, int]:
         return {int(path.stem): path.stat().st_size for path in self._steps.glob("*.steps")}
@@ -238,7 +237,67 @@ class Ledger:
             self.broken.append(sentence)
 
 
-def seeds_of(run: StoredRun) -> Mapping[str, int]:
+def watched(
+    bench: str,
+    arguments: Sequence[str],
+    planned_s: float,
+    judge: Callable[[Path, StoredRun, list[dict[str, Any]], list[str]], dict[str, Any]],
+    *,
+    look: Callable[[psutil.Process, StoredRun | None, int], None] | None = None,
+    every_s: float = 2.0,
+) -> Result:
+    """Run the command to its end, its books compared all along, and return what came of it.
+
+    Args:
+        bench: The result's name.
+        arguments: Of the command.
+        planned_s: How long it should take, starting and ending apart.
+        judge: Returns the figures, given the run's folder, its store, its slots' rows, and where to add what is broken.
+        look: Called at each look with the head, the store so far, and how many processes live.
+        every_s: From one look to the next.
+    """
+    scene = Scene()
+    ledger = Ledger(scene.steps)
+    broken: list[str] = []
+    figures: dict[str, Any] = {}
+    try:
+        head = scene.run(*arguments)
+        deadline_s = time.monotonic() + planned_s + PATIENCE_S
+        while head.poll() is None and time.monotonic() < deadline_s:
+            folder = scene.folder_of_newest()
+            stored = None if folder is None else ledger.look(folder)
+            alive = scene.look()
+            if look is not None:
+                with contextlib.suppress(psutil.Error):  # it has just ended
+                    look(psutil.Process(head.pid), stored, len(alive))
+            time.sleep(every_s)
+        code, said = scene.ended(head)
+        if code is None:
+            broken.append(f"the run did not end within {PATIENCE_S:.0f} s of its planned end; its head was killed")
+        elif code not in {0, 1}:
+            broken.append(f"exit code {code}: {said[-500:]}")
+        broken += scene.leftovers(within_s=10.0)
+        folder = scene.folder_of_newest()
+        stored = None if folder is None else ledger.look(folder)
+        if folder is None or stored is None:
+            broken.append("the run left no record")
+        else:
+            ledger.end(stored)
+            figures = judge(folder, stored, ledger.rows(stored), broken)
+        broken += ledger.broken
+        figures["looks_at_the_ledger"] = ledger.looks
+    finally:
+        figures["kept"] = scene.close(keep=bool(broken))
+    return Result(bench=bench, figures=figures, broken=broken)
+
+
+def sums(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the steps of all slots together, of `Ledger.rows`."""
+    names = {"steps_ok": "steps_ok", "steps_lost_at_most": "lost_at_most", "steps_really_lost": "really_lost"}
+    return {name: sum(row[key] for row in rows) for name, key in names.items()}
+
+
+def seeds_of(run: StoredRun) -> dict[str, int]:
     """Return the seed of each slot's workload: by it the witness names its files."""
     config = config_from_data(yaml.safe_load(run.facts.config_yaml), "the run's configuration")
     plans = plan_slots(config, Target(device=run.facts.device, one_machine=run.facts.one_machine))

@@ -2,8 +2,8 @@
 
 Each worker is driven by an `AdaptiveSize` of its own and reports once a second. The head leases what the card has, and
 a lease travels with the next directive, behind one slice that runs and one that is queued, as in a real run. The same
-scene is played with leases and without, by workers that keep what a step took (as torch does) and by such that give it
-back. Virtual clock, no torch, no Ray; the card is told in `pool_card.py`, what happens on it in `pool_scenes.py`.
+scene of `pool_card.py` is played with leases and without, by workers that keep what a step took (as torch does) and by
+such that give it back. Virtual clock, no torch, no Ray.
 
 Measured over a scene, the start included:
 
@@ -24,12 +24,13 @@ import random
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from benches.pool_card import CARD_BYTES, LEAVE_FREE_BYTES, Card, Habits, Tenant, Worker
-from benches.pool_scenes import Scene, jobs, scenes
+from benches.common import Result, judged
+from benches.pool_card import CARD_BYTES, LEAVE_FREE_BYTES, Card, Habits, Scene, Worker, jobs, scenes
+from benches.simulator import WOBBLE
 from orchestrator.core.memory_broker.leases import NO_BOOKS, Books, Claimant, fair_shares, leased
 from workers.units import MIB
 
@@ -58,62 +59,6 @@ LEAST = {"jain_bytes": 0.95, "jain_work": 0.95, "used": 0.92}
 MOST = {"quiet_changes_per_minute": 6.0}
 
 
-class Head:
-    """Sends directives, with leases or without."""
-
-    def __init__(self, workers: Sequence[Worker], *, leasing: bool) -> None:
-        self._workers = workers
-        self._leasing = leasing and len(workers) > 1
-        self._books: Books = NO_BOOKS
-        self._said: dict[str, Claimant] = {}
-        self._leases: dict[str, int | None] = {}
-
-    def send_for(self, worker: Worker, now_s: float) -> None:
-        """Ask a process that is about to start to open the card, and to hold nothing yet."""
-        self._said[worker.slot] = Claimant(
-            slot=worker.slot, card="card", cap_bytes=worker.cap_bytes, unopened_bytes=worker.context_bytes
-        )
-        worker.leases.append(0 if self._leasing else None)
-        self._lease(now_s)
-
-    def lose(self, worker: Worker, now_s: float) -> None:
-        """Note that a process has ended."""
-        del self._said[worker.slot]
-        self._lease(now_s)
-
-    def hear(self, worker: Worker, claimant: Claimant, now_s: float) -> None:
-        """Take in a report, and send what comes next."""
-        self._said[worker.slot] = claimant
-        self._lease(now_s)
-        while len(worker.leases) < 2:
-            worker.leases.append(self._leases.get(worker.slot))
-
-    def _lease(self, now_s: float) -> None:
-        if not self._leasing:
-            return
-        claimants = []
-        for worker in self._workers:
-            said = self._said.get(worker.slot)
-            if said is not None:
-                under_way = (worker.cap_bytes if lease is None else lease for lease in worker.leases)
-                claimants.append(replace(said, granted_bytes=max(under_way, default=0)))
-        self._books, self._leases = leased(self._books, claimants, now_s)
-
-
-@dataclass(slots=True)
-class Sums:
-    """What is added up over the samples of a play."""
-
-    used_bytes: float = 0.0
-    usable_bytes: float = 0.0
-    tenants_waited_s: float = 0.0
-    quiet_at: list[bool] = field(default_factory=list)
-    """Of each sample."""
-    held_bytes: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    fair_bytes: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    best_items: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-
-
 class Play:
     """One scene, from beginning to end."""
 
@@ -134,14 +79,20 @@ class Play:
             )
             for index, job in enumerate(jobs(seed, workers, budget_bytes - CONTEXT_BYTES, modest=scene.modest))
         ]
-        tenants = [Tenant(wishes=wishes) for wishes in scene.tenants]
-        self.card = Card(total_bytes=CARD_BYTES, tenants=tenants, workers=self.workers)
-        self._head = Head(self.workers, leasing=leasing)
+        self.card = Card(total_bytes=CARD_BYTES, wishes=scene.tenants, workers=self.workers)
+        self._leasing = leasing and workers > 1
+        self._books: Books = NO_BOOKS
+        self._said: dict[str, Claimant] = {}
+        self._leases: dict[str, int | None] = {}
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._noted = 0
         self._card_is_taken_until_s = 0.0
         self._disturbed_at_s = 0.0
-        self._sums = Sums()
+        self._used_bytes = self._usable_bytes = self._tenants_waited_s = 0.0
+        self._quiet_at: list[bool] = []
+        self._held: defaultdict[str, float] = defaultdict(float)
+        self._fair: defaultdict[str, float] = defaultdict(float)
+        self._best_items: defaultdict[str, float] = defaultdict(float)
 
     def run(self) -> dict[str, float]:
         """Play it, and return what came out."""
@@ -167,12 +118,28 @@ class Play:
 
     def _look_after_tenants(self) -> None:
         if self.card.serve_tenants(self._now_s) > NOISE * CARD_BYTES:
-            self._sums.tenants_waited_s += TENANTS_LOOK_S
+            self._tenants_waited_s += TENANTS_LOOK_S
             self._disturb()
         self._note(self._now_s + TENANTS_LOOK_S, self._look_after_tenants)
 
+    def _lease(self) -> None:
+        """Share the card out anew, as the head does after each thing it hears."""
+        if not self._leasing:
+            return
+        claimants = []
+        for worker in self.workers:
+            if (said := self._said.get(worker.slot)) is not None:
+                under_way = (worker.cap_bytes if lease is None else lease for lease in worker.leases)
+                claimants.append(replace(said, granted_bytes=max(under_way, default=0)))
+        self._books, self._leases = leased(self._books, claimants, self._now_s)
+
     def _start(self, worker: Worker) -> None:
-        self._head.send_for(worker, self._now_s)
+        # A process that is about to start is asked to open the card, and to hold nothing yet.
+        self._said[worker.slot] = Claimant(
+            slot=worker.slot, card="card", cap_bytes=worker.cap_bytes, unopened_bytes=worker.context_bytes
+        )
+        worker.leases.append(0 if self._leasing else None)
+        self._lease()
         loaded_s = self._now_s + START_S + self._draw.uniform(0.0, 1.0)
         self._card_is_taken_until_s = max(loaded_s, self._card_is_taken_until_s) + OPEN_S
         self._note(self._card_is_taken_until_s, partial(self._open, worker, worker.incarnation))
@@ -187,7 +154,8 @@ class Play:
 
     def _die(self, worker: Worker) -> None:
         worker.die()
-        self._head.lose(worker, self._now_s)
+        del self._said[worker.slot]
+        self._lease()
         self._disturb()
         self._start(worker)
 
@@ -218,46 +186,46 @@ class Play:
     def _arrive(self, worker: Worker, incarnation: int, claimant: Claimant, *, idle: bool) -> None:
         if worker.incarnation != incarnation:
             return
-        self._head.hear(worker, claimant, self._now_s)
+        self._said[worker.slot] = claimant
+        self._lease()
+        while len(worker.leases) < 2:
+            worker.leases.append(self._leases.get(worker.slot))
         if idle:
             self._go_on(worker, incarnation)
 
     def _sample(self) -> None:
-        sums, card = self._sums, self.card
+        card = self.card
         taken_bytes = card.outside_bytes + card.context_bytes
         wants = {worker.slot: worker.wants_bytes for worker in self.workers}
         fair = fair_shares(CARD_BYTES - taken_bytes, wants)
-        sums.used_bytes += CARD_BYTES - card.free_bytes
-        sums.usable_bytes += min(CARD_BYTES, taken_bytes + sum(wants.values()))
-        sums.quiet_at.append(self._now_s >= self._disturbed_at_s + SETTLED_S)
+        self._used_bytes += CARD_BYTES - card.free_bytes
+        self._usable_bytes += min(CARD_BYTES, taken_bytes + sum(wants.values()))
+        self._quiet_at.append(self._now_s >= self._disturbed_at_s + SETTLED_S)
         for worker in self.workers:
             # Where nothing is kept between steps, the most of a slice stands for what is held in it.
-            held_bytes = worker.held_bytes if worker.habits.keeps_pool else worker.peak_bytes
-            sums.held_bytes[worker.slot] += held_bytes
-            sums.fair_bytes[worker.slot] += fair[worker.slot]
-            sums.best_items[worker.slot] += worker.job.best_per_s(fair[worker.slot]) * SAMPLE_S
+            self._held[worker.slot] += worker.held_bytes if worker.habits.keeps_pool else worker.peak_bytes
+            self._fair[worker.slot] += fair[worker.slot]
+            best = worker.job.largest_within(fair[worker.slot] / (1 + WOBBLE))
+            self._best_items[worker.slot] += best / worker.job.step_s(best) * SAMPLE_S
         self._note(self._now_s + SAMPLE_S, self._sample)
 
     def _figures(self) -> dict[str, float]:
-        sums, minutes = self._sums, self._scene.duration_s / 60
-        quiet_minutes = sum(sums.quiet_at) * SAMPLE_S / 60
+        minutes = self._scene.duration_s / 60
+        quiet_minutes = sum(self._quiet_at) * SAMPLE_S / 60
         changes = [_changes(worker.sizes) for worker in self.workers]
-        quiet_changes = max(sum(map(self._is_quiet, moments_s)) for moments_s in changes)
-        works = [worker.items / sums.best_items[worker.slot] for worker in self.workers]
+        quiet_changes = max(sum(self._quiet_at[int(at_s / SAMPLE_S)] for at_s in times) for times in changes)
+        works = [worker.items / self._best_items[worker.slot] for worker in self.workers]
         return {
-            "jain_bytes": jain([sums.held_bytes[slot] / sums.fair_bytes[slot] for slot in sums.held_bytes]),
+            "jain_bytes": jain([self._held[slot] / self._fair[slot] for slot in self._held]),
             "jain_work": jain(works),
-            "used": sums.used_bytes / sums.usable_bytes,
+            "used": self._used_bytes / self._usable_bytes,
             "work": statistics.fmean(works),
-            "failures_per_minute": sum(len(worker.failed_at_s) for worker in self.workers) / minutes,
+            "failures_per_minute": sum(worker.failures for worker in self.workers) / minutes,
             "changes_per_minute": max(map(len, changes)) / minutes,
             "quiet_changes_per_minute": quiet_changes / quiet_minutes if quiet_minutes else 0.0,
             "quiet_minutes": quiet_minutes,
-            "tenants_waited_s_per_minute": sums.tenants_waited_s / minutes,
+            "tenants_waited_s_per_minute": self._tenants_waited_s / minutes,
         }
-
-    def _is_quiet(self, at_s: float) -> bool:
-        return self._sums.quiet_at[int(at_s / SAMPLE_S)]
 
 
 def jain(values: Sequence[float]) -> float:
@@ -266,7 +234,7 @@ def jain(values: Sequence[float]) -> float:
     return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
 
 
-def run(seed: int, workers: int = 4, minutes: float = 10.0) -> dict[str, Any]:
+def run(seed: int, workers: int = 4, minutes: float = 10.0) -> Result:
     """Play every scene of a seed with leases and without, by workers that keep their pool and by others.
 
     Args:
@@ -275,7 +243,7 @@ def run(seed: int, workers: int = 4, minutes: float = 10.0) -> dict[str, Any]:
         minutes: Length of each scene.
 
     Returns:
-        The arguments; under `pool` a row for each play; under `pool_targets` what leases shall reach, and do.
+        Under `pool` a row for each play; under `pool_targets` what leases shall reach, and do.
     """
     rows: list[dict[str, Any]] = []
     for keeps_pool in (True, False):
@@ -285,24 +253,14 @@ def run(seed: int, workers: int = 4, minutes: float = 10.0) -> dict[str, Any]:
                 play = Play(scene, seed=seed, workers=workers, habits=habits, leasing=leasing)
                 ways = {"memory": "kept" if keeps_pool else "given back", "leases": "yes" if leasing else "no"}
                 rows.append({"scene": scene.name, **ways, **play.run()})
-    return {"seed": seed, "workers": workers, "minutes": minutes, "pool": rows, "pool_targets": _targets(rows)}
-
-
-def _targets(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """Judge the worst of the plays with leases."""
+    # The worst of the plays with leases is judged.
     with_leases = [row for row in rows if row["leases"] == "yes"]
-    judged = []
-    for key, least in LEAST.items():
-        found = min(row[key] for row in with_leases)
-        judged.append({"target": key, "asked": f">= {least:g}", "found": f"{found:.4g}", "met": _word(found >= least)})
-    for key, most in MOST.items():
-        found = max(row[key] for row in with_leases)
-        judged.append({"target": key, "asked": f"<= {most:g}", "found": f"{found:.4g}", "met": _word(found <= most)})
-    return judged
-
-
-def _word(met: bool) -> str:
-    return "yes" if met else "NO"
+    targets = [
+        *(judged(key, min(row[key] for row in with_leases), at_least=least) for key, least in LEAST.items()),
+        *(judged(key, max(row[key] for row in with_leases), at_most=most) for key, most in MOST.items()),
+    ]
+    figures = {"seed": seed, "workers": workers, "minutes": minutes, "pool": rows, "pool_targets": targets}
+    return Result(bench="pool", figures=figures)
 
 
 def _changes(sizes: Sequence[tuple[float, int]]) -> list[float]:

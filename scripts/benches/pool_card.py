@@ -1,10 +1,10 @@
-"""A simulated card with one pool of memory, tenants who come and go on it, and workers who share it.
+"""A simulated card with one pool of memory, workers who share it, and scenes of tenants who come and go on it.
 
 A worker asks its `AdaptiveSize` before each step. What the step took it holds until it gives it back: after a failure,
 before a smaller step, when its lease is below what it holds, or after every step where it keeps no pool. A step that
 does not fit takes all there is before it fails, as real ones do, and so may take others down with it; its cap and its
 lease are enforced. Tenants take what is free and wait for the rest. No fragmentation, and allocating takes no time.
-Seconds are virtual.
+Seconds are virtual, and all that happens is drawn from a seed.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
+from benches.simulator import FAILURE_S, WOBBLE, Job
 from workers.resilience.adaptive_size import AdaptiveSize, Learned
 from workers.units import GIB, MIB
 
 CARD_BYTES = 24 * GIB
-WOBBLE = 0.01
 LARGEST = 16_000
 
 #: What workers leave free for everybody, as shipped (`memory.leave_free_mib`).
@@ -25,85 +26,48 @@ LEAVE_FREE_BYTES = 128 * MIB
 #: A step that is smaller by this share gives back what is held.
 SMALLER = 0.01
 
-#: What a failure costs beside half of its step: the cleanup.
-FAILURE_S = 0.05
 SLICE_S = 1.0
 #: The slice of a worker that may hold nothing: a look at the card.
 GLANCE_S = 0.1
 
-
-@dataclass(slots=True, kw_only=True)
-class Tenant:
-    """Somebody else on the card."""
-
-    wishes: Sequence[tuple[float, int]]
-    """(second, bytes it wants from then on), the first at 0."""
-    taken_bytes: int = 0
-    _place: int = 0
-
-    def wants_bytes(self, now_s: float) -> int:
-        """Return what it wants; the clock only goes forward."""
-        while self._place + 1 < len(self.wishes) and self.wishes[self._place + 1][0] <= now_s:
-            self._place += 1
-        return self.wishes[self._place][1]
+Wishes = Sequence[tuple[float, int]]
+"""(second, bytes that a tenant wants from then on), the first at 0."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What steps take: fixed + item x size bytes, give or take 1 %, and (half_items + size) / rate seconds."""
-
-    fixed_bytes: int
-    item_bytes: int
-    half_items: int
-    rate_per_s: float
-    largest: int = LARGEST
-
-    def need_bytes(self, size: int) -> float:
-        """Return the bytes of a step, without its wobble."""
-        return self.fixed_bytes + self.item_bytes * size
-
-    def step_s(self, size: int) -> float:
-        """Return how long a step takes that fits."""
-        return (self.half_items + size) / self.rate_per_s
-
-    def best_per_s(self, limit_bytes: float) -> float:
-        """Return the items per second of the largest size whose steps all fit."""
-        size = int((limit_bytes / (1 + WOBBLE) - self.fixed_bytes) / self.item_bytes)
-        size = max(0, min(self.largest, size))
-        return size / self.step_s(size)
-
-
-@dataclass(slots=True, kw_only=True)
 class Card:
     """The card's memory."""
 
-    total_bytes: int
-    tenants: Sequence[Tenant]
-    workers: Sequence[Worker]
+    def __init__(self, *, total_bytes: int, wishes: Sequence[Wishes], workers: Sequence[Worker]) -> None:
+        self._total_bytes = total_bytes
+        self._workers = workers
+        self._wishes = [list(reversed(tenant)) for tenant in wishes]
+        self._taken_bytes = [0] * len(wishes)
 
     @property
     def outside_bytes(self) -> int:
         """What tenants have."""
-        return sum(tenant.taken_bytes for tenant in self.tenants)
+        return sum(self._taken_bytes)
 
     @property
     def context_bytes(self) -> int:
         """What the workers' contexts take."""
-        return sum(worker.open_bytes for worker in self.workers)
+        return sum(worker.open_bytes for worker in self._workers)
 
     @property
     def free_bytes(self) -> int:
         """What anybody may take."""
-        held_bytes = sum(worker.held_bytes for worker in self.workers)
-        return self.total_bytes - self.outside_bytes - self.context_bytes - held_bytes
+        held_bytes = sum(worker.held_bytes for worker in self._workers)
+        return self._total_bytes - self.outside_bytes - self.context_bytes - held_bytes
 
     def serve_tenants(self, now_s: float) -> int:
         """Let tenants give back, and take of what is free; return the most that one of them lacks then."""
         lacks_bytes = 0
-        for tenant in self.tenants:
-            wants_bytes = tenant.wants_bytes(now_s)
-            tenant.taken_bytes += min(wants_bytes - tenant.taken_bytes, self.free_bytes)
-            lacks_bytes = max(lacks_bytes, wants_bytes - tenant.taken_bytes)
+        for tenant, ahead in enumerate(self._wishes):
+            while len(ahead) > 1 and ahead[-2][0] <= now_s:
+                ahead.pop()
+            wants_bytes = ahead[-1][1]
+            self._taken_bytes[tenant] += min(wants_bytes - self._taken_bytes[tenant], self.free_bytes)
+            lacks_bytes = max(lacks_bytes, wants_bytes - self._taken_bytes[tenant])
         return lacks_bytes
 
 
@@ -142,7 +106,7 @@ class Worker:
     starving: bool = False
     """Whether it could run nothing in this slice."""
     items: float = 0.0
-    failed_at_s: list[float] = field(default_factory=list)
+    failures: int = 0
     sizes: list[tuple[float, int]] = field(default_factory=list)
     """Every step: when it began, and its size."""
     _sizes: AdaptiveSize = field(init=False)
@@ -187,7 +151,7 @@ class Worker:
             When to call again, and whether a slice has ended: then it has begun nothing yet.
         """
         if self._step is not None:
-            self._end_step(*self._step, now_s)
+            self._end_step(*self._step)
         if self._slice_ends_s is None:
             self.peak_bytes, self.starving, self._look_is_due = self.held_bytes, False, True
             self._slice_ends_s = now_s + (GLANCE_S if self.leases[0] == 0 else SLICE_S)
@@ -222,14 +186,109 @@ class Worker:
         self._step = (size, need_bytes, good)
         return now_s + (self.job.step_s(size) if good else self.job.step_s(size) / 2 + FAILURE_S)
 
-    def _end_step(self, size: int, need_bytes: int, good: bool, now_s: float) -> None:
+    def _end_step(self, size: int, need_bytes: int, good: bool) -> None:
         self._step = None
         if good:
             self.items += size
             self._sizes.succeeded(size, need_bytes)
         else:
-            self.failed_at_s.append(now_s)
+            self.failures += 1
             self._look_is_due = True
             self._sizes.failed(size)
         if not good or not self.habits.keeps_pool:
             self.held_bytes = 0
+
+
+def jobs(seed: int, workers: int, cap_bytes: int, *, modest: int | None) -> list[Job]:
+    """Draw the workers' jobs: other fixed parts, other items, other times."""
+    draw = Random(f"{seed}/jobs")  # noqa: S311 - a simulation, no secret
+    made = []
+    for index in range(workers):
+        fixed_bytes = int(draw.uniform(0.03, 0.15) * cap_bytes)
+        item_bytes = int(draw.uniform(1.0, 4.0) * MIB)
+        items_at_cap = cap_bytes / item_bytes
+        half_items = int(items_at_cap * draw.uniform(0.1, 0.5))
+        made.append(
+            Job(
+                fixed_bytes=fixed_bytes,
+                item_bytes=item_bytes,
+                half_items=half_items,
+                rate_per_s=(half_items + items_at_cap) / draw.uniform(0.1, 2.5),
+                largest=int(0.1 * items_at_cap) if index == modest else LARGEST,
+            )
+        )
+    return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """What happens on the card."""
+
+    name: str
+    duration_s: float
+    tenants: Sequence[Wishes] = ()
+    deaths: Sequence[tuple[float, int]] = ()
+    """(second, index of the worker whose process ends)."""
+    modest: int | None = None
+    """Index of a worker whose largest step is small."""
+    disturbed_at_s: Sequence[float] = ()
+    """When a tenant comes or goes, beyond what it always does."""
+
+
+def _somebody(draw: Random) -> Sequence[Wishes]:
+    """A tenant who has a part of the card and keeps it."""
+    return [[(0.0, int(draw.uniform(0.2, 0.5) * CARD_BYTES))]]
+
+
+def _game(draw: Random, _workers: int, duration_s: float) -> dict[str, Any]:
+    """A game runs when the workers start, ends, comes back, and ends."""
+    level = int(draw.uniform(0.3, 0.55) * CARD_BYTES)
+    times = [duration_s * (quarter / 4 + draw.uniform(-0.05, 0.05)) for quarter in (1, 2, 3)]
+    wishes = [(0.0, level), (times[0], 0), (times[1], level), (times[2], 0)]
+    return {"tenants": [wishes], "disturbed_at_s": times}
+
+
+def _neighbour(draw: Random, _workers: int, duration_s: float) -> dict[str, Any]:
+    """A job next door whose memory goes up and down by some percent of the card, every second."""
+    level, jitter = draw.uniform(0.25, 0.4), draw.uniform(0.005, 0.015)
+    levels = [level + draw.uniform(-jitter, jitter) for _ in range(int(duration_s))]
+    return {"tenants": [[(float(second), int(share * CARD_BYTES)) for second, share in enumerate(levels)]]}
+
+
+def _visits(draw: Random, _workers: int, duration_s: float) -> dict[str, Any]:
+    """A job that takes a part of the card for half a minute to two, ends, and comes again."""
+    at_s, wishes, here = 0.0, [], True
+    while at_s < duration_s:
+        wishes.append((at_s, int(draw.uniform(0.15, 0.4) * CARD_BYTES) if here else 0))
+        at_s += draw.uniform(30.0, 120.0)
+        here = not here
+    return {"tenants": [wishes], "disturbed_at_s": [at_s for at_s, _ in wishes]}
+
+
+def _restart(draw: Random, workers: int, duration_s: float) -> dict[str, Any]:
+    """Somebody has a part of the card, and a worker's process dies now and then."""
+    deaths, at_s = [], draw.uniform(60.0, 90.0)
+    while at_s < duration_s:
+        deaths.append((at_s, draw.randrange(workers)))
+        at_s += draw.uniform(60.0, 120.0)
+    return {"tenants": _somebody(draw), "deaths": deaths}
+
+
+SCENES: dict[str, Callable[[Random, int, float], dict[str, Any]]] = {
+    "constant": lambda *_: {},  # nobody else: what the budgets allow is there
+    "crowded": lambda draw, *_: {"tenants": _somebody(draw)},
+    "game": _game,
+    "neighbour": _neighbour,
+    "visits": _visits,
+    "restart": _restart,
+    "modest": lambda draw, workers, _: {"tenants": _somebody(draw), "modest": draw.randrange(workers)},
+}
+"""By name; each returns fields of a scene."""
+
+
+def scenes(seed: int, workers: int, duration_s: float) -> list[Scene]:
+    """Draw the scenes of a seed."""
+    return [
+        Scene(name=name, duration_s=duration_s, **draw_scene(Random(f"{seed}/{name}/scene"), workers, duration_s))  # noqa: S311
+        for name, draw_scene in SCENES.items()
+    ]

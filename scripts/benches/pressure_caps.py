@@ -13,11 +13,10 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from random import Random
-from typing import Any, Protocol
 
 import psutil
 
@@ -33,14 +32,14 @@ _GAMES = ((0.25, 0.42, 0.22), (0.62, 0.80, 0.30))
 _LOADING = 0.04
 """A game takes its memory over this share of the course, in parts: it loads, and ends at a stroke."""
 _LOADING_PARTS = 10
-_LOW_SHARE = 0.28
-_RELEASED_AT = 0.35
 
 #: The neighbour holds blocks of this share of all that the job may have, and not under torch's smallest segment.
 _BLOCK_SHARE = 1 / 64
 _LEAST_BLOCK_BYTES = 20 * MIB
 _RETRY_S = 0.005
-_PATIENCE_S = 120.0
+
+PATIENCE_S = 300.0
+"""For a process to come up, and to end when its course has."""
 
 
 def game(draw: Random, seconds: float) -> Course:
@@ -63,12 +62,11 @@ def _left_by_games(moment: float) -> float:
     return 1.0
 
 
-def release(_draw: Random, seconds: float) -> Course:
-    """Return a course that begins low; after a third of it, all the rest is released."""
-    return [(0.0, _LOW_SHARE), (seconds * _RELEASED_AT, 1.0)]
-
-
-COURSES: Mapping[str, Callable[[Random, float], Course]] = {"game": game, "release": release}
+COURSES: Mapping[str, Callable[[Random, float], Course]] = {
+    "game": game,
+    # Low at first; after a third of it all the rest is released.
+    "release": lambda _draw, seconds: [(0.0, 0.28), (seconds * 0.35, 1.0)],
+}
 
 
 def least_between(course: Course, from_s: float, to_s: float) -> float:
@@ -77,17 +75,26 @@ def least_between(course: Course, from_s: float, to_s: float) -> float:
     return min([now, *(share for at_s, share in course if from_s < at_s <= to_s)])
 
 
-class Cap(Protocol):
-    """What one job is left, moved while it runs."""
+@contextlib.contextmanager
+def child(body: Callable[..., None], *arguments: object) -> Iterator[Connection]:
+    """Run `body` in a process that ends with this block, and yield the pipe to it."""
+    context = get_context("spawn")  # nothing of this process is to be in it
+    ours, theirs = context.Pipe()
+    process = context.Process(target=body, args=(theirs, *arguments), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        ours.close()
+        process.kill()
+        process.join()
+        process.close()
 
-    def clock_s(self) -> float:
-        """Return the seconds of the job's course, from anywhere."""
 
-    def leave(self, size_bytes: int) -> None:
-        """Leave the job so much, beside what it held when it was ready."""
-
-    def close(self) -> None:
-        """Leave it everything, and end what was started."""
+def leave_to_the_bench() -> None:
+    """Take no notice of Ctrl-C in a child: it is the bench's, which ends its children."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class KernelCap:
@@ -110,18 +117,18 @@ class KernelCap:
         self._hard = resource.prlimit(pid, resource.RLIMIT_DATA)[1]
 
     def clock_s(self) -> float:
-        """See `Cap.clock_s`: the job's processor time, to 10 ms; nothing passes once it has ended."""
+        """Return the seconds of the job's course: its processor time, to 10 ms; none passes once it has ended."""
         with contextlib.suppress(psutil.NoSuchProcess):
             times = psutil.Process(self._pid).cpu_times()
             self._last_s = times.user + times.system
         return self._last_s
 
     def leave(self, size_bytes: int) -> None:
-        """See `Cap.leave`."""
+        """Leave the job so much, beside what it held when it was ready."""
         self._set(self._base_bytes + size_bytes)
 
     def close(self) -> None:
-        """See `Cap.close`."""
+        """Leave it everything."""
         self._set(self._hard)
 
     def _set(self, soft: int) -> None:
@@ -140,53 +147,41 @@ class NeighbourCap:
             first_bytes: What it is left at first.
 
         Raises:
+            EOFError: The neighbour ended before it held anything.
             RuntimeError: The card has less than that free, or the neighbour did not come up.
 
         """
-        context = get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        # mypy does not know that the class of a context is a Process.
-        self._process: Any = context.Process(target=_be_neighbour, args=(theirs, most_bytes, first_bytes), daemon=True)
-        self._process.start()
-        theirs.close()
-        try:
-            self._await(most_bytes)
-        except BaseException:
-            self.close()
-            raise
+        self._ends = contextlib.ExitStack()
+        self._connection = self._ends.enter_context(child(_be_neighbour, most_bytes, first_bytes))
+        with contextlib.ExitStack() as unless_it_stands:
+            unless_it_stands.callback(self.close)
+            if not self._connection.poll(PATIENCE_S):
+                raise RuntimeError(f"the neighbour did not come up within {PATIENCE_S:.0f} s")
+            free_bytes = int(self._connection.recv())
+            if free_bytes < most_bytes:
+                raise RuntimeError(
+                    f"beside the job's own state and two contexts the card has {free_bytes / MIB:.0f} MiB free, and "
+                    f"the course needs {most_bytes / MIB:.0f}; end what else runs on it, or lower --memory-mib"
+                )
+            unless_it_stands.pop_all()
 
     def clock_s(self) -> float:
-        """See `Cap.clock_s`."""
+        """Return the seconds of the job's course."""
         return time.monotonic()
 
     def leave(self, size_bytes: int) -> None:
-        """See `Cap.leave`."""
+        """Leave the job so much."""
         with contextlib.suppress(BrokenPipeError):
             self._connection.send(size_bytes)
 
     def close(self) -> None:
-        """See `Cap.close`."""
-        self._connection.close()
-        self._process.kill()
-        self._process.join()
-
-    def _await(self, most_bytes: int) -> None:
-        if not self._connection.poll(_PATIENCE_S):
-            raise RuntimeError(f"the neighbour did not come up within {_PATIENCE_S:.0f} s")
-        try:
-            free_bytes = int(self._connection.recv())
-        except EOFError:
-            raise RuntimeError("the neighbour ended before it held anything; what it said stands above") from None
-        if free_bytes < most_bytes:
-            raise RuntimeError(
-                f"beside the job's own state and two contexts the card has {free_bytes / MIB:.0f} MiB free, and the "
-                f"course needs {most_bytes / MIB:.0f}; end what else runs on it, or lower --memory-mib"
-            )
+        """End the neighbour."""
+        self._ends.close()
 
 
 def _be_neighbour(connection: Connection, most_bytes: int, left_bytes: int) -> None:
     """Hold so much of the card that the job is left what was last said. Ends when the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the bench's, which ends this
+    leave_to_the_bench()
     import torch
 
     block_bytes = max(_LEAST_BLOCK_BYTES, int(most_bytes * _BLOCK_SHARE) // (2 * MIB) * 2 * MIB)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from benches.common import Result, lone_worker, percentile, progress
+from benches.common import Result, lone_worker, percentile, progress, sized
 from workers.engine.engine import Engine
 from workers.messages import Directive, Verdict
 from workers.workloads.base import StepResult
@@ -47,8 +47,9 @@ class EverySecondStepFails(Matmul):
         return result
 
 
-def run(errors: int, device: str, budget_bytes: int, size: int) -> Result:
+def run(errors: int, device: str, budget_mib: float | None = None, size: int | None = None) -> Result:
     """Provoke `errors` and measure each recovery."""
+    budget_bytes, size = sized(device, budget_mib, size)
     spec = lone_worker(
         budget_bytes=budget_bytes,
         device=device,
@@ -108,9 +109,6 @@ def _figures(budget_bytes: int, size: int) -> dict[str, Any]:
         "budget_bytes": budget_bytes,
         "size": size,
         "good_step_p50_s": step_s,
-        "recovery_p50_s": rows[0]["p50_s"],
-        "recovery_p99_s": rows[0]["p99_s"],
-        "recovery_p50_in_steps": rows[0]["p50_in_steps"],
-        "recovery_p99_in_steps": rows[0]["p99_in_steps"],
+        **{f"recovery_{key}": rows[0][key] for key in ("p50_s", "p99_s", "p50_in_steps", "p99_in_steps")},
         "rows": rows,
     }

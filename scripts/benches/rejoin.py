@@ -14,16 +14,14 @@ No duty: that makes a worker rest in proportion to the time its step took, and s
 from __future__ import annotations
 
 import statistics
-import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from benches.common import Result, progress, spread
-from benches.outside import RESTING, Ledger, Scene, settings
-from orchestrator.watch.archive import StoredEvent, read_events
+from benches.outside import RESTING, settings, watched
+from orchestrator.watch.archive import StoredEvent, StoredRun, read_events
 from orchestrator.watch.opening import reading
 
 _STAYS, _GOES = "pc1", "pc2"
@@ -34,9 +32,6 @@ _PAUSE_S = 8.0
 _SETTLING_S = 3.0
 """At the beginning, until claims and pace have settled."""
 
-_PATIENCE_S = 120.0
-_LOOK_EVERY_S = 2.0
-
 
 def run(cycles: int, quiet_s: float, cycle_s: float) -> Result:
     """Let the node go and come back so often.
@@ -46,34 +41,14 @@ def run(cycles: int, quiet_s: float, cycle_s: float) -> Result:
         quiet_s: Before the first one: what it is compared with.
         cycle_s: From one end of the node to the next.
     """
-    scene = Scene()
-    ledger = Ledger(scene.steps)
-    broken: list[str] = []
-    figures: dict[str, Any] = {"cycles_planned": cycles}
-    try:
-        head = scene.run(*_arguments(cycles, quiet_s, cycle_s))
-        _watch(head, scene, ledger, quiet_s + cycles * cycle_s)
-        if head.poll() is None:
-            head.kill()
-            head.wait()
-            broken.append("the run did not end")
-        elif head.returncode not in {0, 1}:
-            broken.append(f"exit code {head.returncode}: {''.join(scene.printed(head))[-500:]}")
-        broken += scene.leftovers(within_s=10.0)
-        folder = scene.folder_of_newest()
-        stored = None if folder is None else ledger.look(folder)
-        if folder is None or stored is None:
-            broken.append("the run left no record")
-        else:
-            ledger.end(stored)
-            rows = _rows(folder, cycle_s, broken)
-            if len(rows) != cycles:
-                broken.append(f"{len(rows)} cycles happened, {cycles} were planned")
-            figures |= _figures(rows)
-        broken += ledger.broken
-    finally:
-        figures["kept"] = scene.close(keep=bool(broken))
-    return Result(bench="rejoin", figures=figures, broken=broken)
+
+    def judge(folder: Path, _stored: StoredRun, _rows: object, broken: list[str]) -> dict[str, Any]:
+        rows = _cycles(folder, cycle_s, broken)
+        if len(rows) != cycles:
+            broken.append(f"{len(rows)} cycles happened, {cycles} were planned")
+        return {"cycles_planned": cycles, **_figures(rows)}
+
+    return watched("rejoin", _arguments(cycles, quiet_s, cycle_s), quiet_s + cycles * cycle_s, judge)
 
 
 def _arguments(cycles: int, quiet_s: float, cycle_s: float) -> list[str]:
@@ -90,17 +65,7 @@ def _arguments(cycles: int, quiet_s: float, cycle_s: float) -> list[str]:
     ]  # fmt: skip
 
 
-def _watch(head: subprocess.Popen[bytes], scene: Scene, ledger: Ledger, planned_s: float) -> None:
-    deadline_s = time.monotonic() + planned_s + _PATIENCE_S
-    while head.poll() is None and time.monotonic() < deadline_s:
-        folder = scene.folder_of_newest()
-        if folder is not None:
-            ledger.look(folder)
-        scene.look()
-        time.sleep(_LOOK_EVERY_S)
-
-
-def _rows(folder: Path, cycle_s: float, broken: list[str]) -> list[dict[str, Any]]:
+def _cycles(folder: Path, cycle_s: float, broken: list[str]) -> list[dict[str, Any]]:
     """Return a line for each cycle."""
     events = read_events(folder, ("state", "counting", "chaos_node_ended", "chaos_node_started"))
     began_s = next((_unix_s(event) for event in events if event.event == "counting"), 0.0)

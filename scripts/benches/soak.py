@@ -15,18 +15,15 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
-import subprocess
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from benches.common import Result, percentile, progress
-from benches.outside import WITNESS, Ledger, Scene, sample_times, settings
+from benches.outside import WITNESS, sample_times, settings, sums, watched
 from orchestrator.watch.archive import StoredRun
 from workers.units import MIB
 
@@ -42,9 +39,6 @@ _RAISE_RATE = 0.002
 
 _LOOK_EVERY_S = 2.0
 _TELL_EVERY_S = 60.0
-_PATIENCE_S = 180.0
-"""For starting and for ending, beyond the planned length."""
-
 #: A fault that is older than this when the run ends is not late, its slot or node is lost. Seen: at most 24 s.
 _BACK_WITHIN_S = 90.0
 
@@ -56,10 +50,7 @@ _JUDGED_FROM_S = 100.0
 
 #: What the head may grow by from the second quarter to the last: 5 %, or this.
 _GROWTH = 1.05
-_RSS_GROWTH_BYTES = 10 * MIB
-_FDS_GROWTH = 8
-_THREADS_GROWTH = 4
-_ZOMBIES_GROWTH = 8
+_GROWTH_MOST = {"rss_bytes": 10 * MIB, "fds": 8, "threads": 4, "zombies": 8}
 
 #: Janitor, GCS and its reaper; raylet, its two agents and a reaper on each node.
 _PROCESSES = 3
@@ -67,21 +58,6 @@ _PROCESSES_A_NODE = 4
 
 #: Of one slot: a process that ends while the next one starts.
 _PROCESSES_A_SLOT = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
-    """The head and its family at one moment."""
-
-    elapsed_s: float
-    """Of the planned time; 0 before it begins."""
-    rss_bytes: int
-    fds: int
-    threads: int
-    processes: int
-    """Living descendants."""
-    zombies: int
-    """Dead descendants that nobody has reaped."""
 
 
 def run(minutes: float, seed: int, pace: float) -> Result:
@@ -93,37 +69,40 @@ def run(minutes: float, seed: int, pace: float) -> Result:
         pace: Times the usual rate of faults: a short run needs more of them to see any.
     """
     duration_s = 60.0 * minutes
-    scene = Scene()
-    ledger = Ledger(scene.steps)
-    broken: list[str] = []
-    figures: dict[str, Any] = {"minutes": minutes, "seed": seed, "chaos": _chaos(duration_s, pace)}
-    looks: list[Look] = []
-    try:
-        head = scene.run(*_arguments(duration_s, seed, pace))
-        _watch(head, scene, ledger, looks, duration_s)
-        broken += _ended_badly(head, scene)
-        broken += scene.leftovers(within_s=10.0)
-        folder = scene.folder_of_newest()
-        stored = None if folder is None else ledger.look(folder)
-        if folder is None or stored is None:
-            broken.append("the run left no record")
-        else:
-            ledger.end(stored)
-            summary = _summary(folder)
-            rows = ledger.rows(stored)
-            figures |= _figures(summary, rows, looks, sample_times(folder), len(stored.slots))
-            broken += [
-                *_slots_broken(summary, duration_s),
-                *_books_broken(rows),
-                *_faults_broken(summary),
-                *_head_broken(looks, duration_s),
-                *_family_broken(looks, stored),
-            ]
-        broken += ledger.broken
-        figures["looks_at_the_ledger"] = ledger.looks
-    finally:
-        figures["kept"] = scene.close(keep=bool(broken))
-    return Result(bench="soak", figures=figures, broken=broken)
+    looks: list[dict[str, float]] = []
+    told_s = time.monotonic()
+
+    def look(head: psutil.Process, stored: StoredRun | None, alive: int) -> None:
+        nonlocal told_s
+        descendants = len(head.children(recursive=True))
+        looks.append(
+            {
+                "elapsed_s": 0.0 if stored is None else stored.elapsed_s,
+                "rss_bytes": head.memory_info().rss,
+                "fds": head.num_fds(),
+                "threads": head.num_threads(),
+                "processes": alive - 1,  # less the head itself
+                "zombies": max(0, descendants - (alive - 1)),
+            }
+        )
+        if time.monotonic() - told_s > _TELL_EVERY_S:
+            told_s = time.monotonic()
+            progress(", ".join(f"{name} {value:,.0f}" for name, value in looks[-1].items()))
+
+    def judge(folder: Path, stored: StoredRun, rows: list[dict[str, Any]], broken: list[str]) -> dict[str, Any]:
+        summary = _summary(folder)
+        broken += [
+            *_slots_broken(summary, duration_s),
+            *_books_broken(rows),
+            *_faults_broken(summary),
+            *_head_broken(looks, duration_s),
+            *_family_broken(looks, stored),
+        ]
+        figures = _figures(summary, rows, looks, sample_times(folder), len(stored.slots))
+        return {"minutes": minutes, "seed": seed, "chaos": _chaos(duration_s, pace), **figures}
+
+    every_s = _LOOK_EVERY_S if duration_s >= _JUDGED_FROM_S else _LOOK_EVERY_S / 4
+    return watched("soak", _arguments(duration_s, seed, pace), duration_s, judge, look=look, every_s=every_s)
 
 
 def _arguments(duration_s: float, seed: int, pace: float) -> list[str]:
@@ -156,52 +135,6 @@ def _chaos(duration_s: float, pace: float) -> str:
         pause = f",for={min(12.0, duration_s / 6):.2f}s" if kind == "node" else ""
         pieces.append(f"{kind}:every={every_s:.2f}s{pause}")
     return ";".join(pieces)
-
-
-def _watch(head: subprocess.Popen[bytes], scene: Scene, ledger: Ledger, looks: list[Look], duration_s: float) -> None:
-    """Look until the run has ended, or has had all the time it may take."""
-    process = psutil.Process(head.pid)
-    deadline_s = time.monotonic() + duration_s + _PATIENCE_S
-    told_s = time.monotonic()
-    while head.poll() is None and time.monotonic() < deadline_s:
-        folder = scene.folder_of_newest()
-        stored = None if folder is None else ledger.look(folder)
-        alive = scene.look()
-        try:
-            everybody = len(process.children(recursive=True))
-            looks.append(
-                Look(
-                    elapsed_s=0.0 if stored is None else stored.elapsed_s,
-                    rss_bytes=process.memory_info().rss,
-                    fds=process.num_fds(),
-                    threads=process.num_threads(),
-                    processes=len(alive) - 1,  # less the head itself
-                    zombies=max(0, everybody - (len(alive) - 1)),
-                )
-            )
-        except psutil.Error:
-            continue  # it has just ended
-        if time.monotonic() - told_s > _TELL_EVERY_S:
-            told_s = time.monotonic()
-            last = looks[-1]
-            progress(
-                f"{last.elapsed_s:.0f}/{duration_s:.0f} s  head {last.rss_bytes / MIB:.1f} MiB, {last.fds} fds, "
-                f"{last.threads} threads; {last.processes} processes, {last.zombies} zombies; "
-                f"{0 if stored is None else stored.restart_count} restarts, {len(ledger.broken)} broken"
-            )
-        time.sleep(_LOOK_EVERY_S if duration_s >= _JUDGED_FROM_S else _LOOK_EVERY_S / 4)
-
-
-def _ended_badly(head: subprocess.Popen[bytes], scene: Scene) -> list[str]:
-    code = head.poll()
-    if code is None:
-        head.kill()
-        head.wait()
-        return [f"the run did not end within {_PATIENCE_S:.0f} s of its planned end; its head was killed"]
-    if code not in {0, 1}:
-        out, err = scene.printed(head)
-        return [f"exit code {code}: {(out + err)[-500:]}"]
-    return []
 
 
 def _summary(folder: Path) -> dict[str, Any]:
@@ -250,37 +183,36 @@ def _faults_broken(summary: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _head_broken(looks: Sequence[Look], duration_s: float) -> list[str]:
+def _head_broken(looks: Sequence[Mapping[str, float]], duration_s: float) -> list[str]:
     if duration_s < _JUDGED_FROM_S:
         return []
-    limits = {"rss_bytes": _RSS_GROWTH_BYTES, "fds": _FDS_GROWTH, "threads": _THREADS_GROWTH}
-    found = []
-    for name, least in {**limits, "zombies": _ZOMBIES_GROWTH}.items():
-        second, last = _quarters(looks, name)
-        if last > second + max(least, (_GROWTH - 1.0) * second):
-            found.append(f"the head's {name} grew from {second:,.0f} in the second quarter to {last:,.0f} in the last")
-    return found
+    quarters = {name: _quarters(looks, name) for name in _GROWTH_MOST}
+    return [
+        f"the head's {name} grew from {second:,.0f} in the second quarter to {last:,.0f} in the last"
+        for name, (second, last) in quarters.items()
+        if last > second + max(_GROWTH_MOST[name], (_GROWTH - 1.0) * second)
+    ]
 
 
-def _family_broken(looks: Sequence[Look], stored: StoredRun) -> list[str]:
+def _family_broken(looks: Sequence[Mapping[str, float]], stored: StoredRun) -> list[str]:
     nodes, slots = len(stored.facts.nodes_planned), len(stored.slots)
     bound = _PROCESSES + _PROCESSES_A_NODE * nodes + _PROCESSES_A_SLOT * slots
-    most = max((look.processes for look in looks), default=0)
+    most = max((look["processes"] for look in looks), default=0)
     return [f"{most} processes at once; {nodes} nodes and {slots} workers need {bound}"] if most > bound else []
 
 
-def _quarters(looks: Sequence[Look], name: str) -> tuple[float, float]:
+def _quarters(looks: Sequence[Mapping[str, float]], name: str) -> tuple[float, float]:
     """Return the medians over the second and the last quarter of the planned time."""
-    end_s = max((look.elapsed_s for look in looks), default=0.0)
-    second = [getattr(look, name) for look in looks if 0.25 * end_s <= look.elapsed_s < 0.5 * end_s]
-    last = [getattr(look, name) for look in looks if 0.75 * end_s <= look.elapsed_s < end_s]
+    end_s = max((look["elapsed_s"] for look in looks), default=0.0)
+    second = [look[name] for look in looks if 0.25 * end_s <= look["elapsed_s"] < 0.5 * end_s]
+    last = [look[name] for look in looks if 0.75 * end_s <= look["elapsed_s"] < end_s]
     return (statistics.median(second), statistics.median(last)) if second and last else (0.0, 0.0)
 
 
 def _figures(
     summary: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
-    looks: Sequence[Look],
+    looks: Sequence[Mapping[str, float]],
     sampled_at_s: Sequence[float],
     slots: int,
 ) -> dict[str, Any]:
@@ -295,17 +227,15 @@ def _figures(
         "failed_steps": sum(fault["count"] for fault in struck if fault["kind"] in {"oom", "raise"}),
         "kinds": kinds,
         "slots": list(rows),
-        "steps_ok": sum(row["steps_ok"] for row in rows),
-        "steps_lost_at_most": sum(row["lost_at_most"] for row in rows),
-        "steps_really_lost": sum(row["really_lost"] for row in rows),
+        **sums(rows),
         "restarts": summary.get("restart_count"),
         "quarantined": {row["slot"]: row["reason"] for row in rows if row["state"] == "QUARANTINED"},
         **{
             f"head_{name}_{when}": value
-            for name in ("rss_bytes", "fds", "threads", "zombies")
+            for name in _GROWTH_MOST
             for when, value in zip(("second_quarter", "last_quarter"), _quarters(looks, name), strict=True)
         },
-        "processes_most": max((look.processes for look in looks), default=0),
+        "processes_most": max((look["processes"] for look in looks), default=0),
         "samples": len(sampled_at_s) * slots,
         "samples_expected": slots * (sampled_at_s[-1] - sampled_at_s[0]) if sampled_at_s else 0,
         "longest_gap_s": max(gaps, default=0.0),
@@ -314,18 +244,15 @@ def _figures(
 
 def _kinds(faults: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a line for each kind: how many, what became of them, how long until the slot or node was back."""
-    counts: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
-    took_s: defaultdict[str, list[float]] = defaultdict(list)
-    for fault in faults:
-        counts[fault["kind"]][fault["fate"]] += fault["count"]
-        if fault["recovered_s"] is not None:
-            took_s[fault["kind"]].append(fault["recovered_s"])
-    return [
-        {
-            "kind": kind,
-            **{fate: by_fate[fate] for fate in ("survived", "recovered", "given_up", "not_back", "moot")},
-            "recovered_p50_s": percentile(took_s[kind], 0.5) if took_s[kind] else None,
-            "recovered_p99_s": percentile(took_s[kind], 0.99) if took_s[kind] else None,
+    rows = []
+    for kind in dict.fromkeys(fault["kind"] for fault in faults):
+        mine = [fault for fault in faults if fault["kind"] == kind]
+        took_s = [fault["recovered_s"] for fault in mine if fault["recovered_s"] is not None]
+        counts = {
+            fate: sum(fault["count"] for fault in mine if fault["fate"] == fate)
+            for fate in ("survived", "recovered", "given_up", "not_back", "moot")
         }
-        for kind, by_fate in counts.items()
-    ]
+        shares = {"recovered_p50_s": 0.5, "recovered_p99_s": 0.99}
+        times = {name: percentile(took_s, share) if took_s else None for name, share in shares.items()}
+        rows.append({"kind": kind, **counts, **times})
+    return rows

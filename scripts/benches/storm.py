@@ -12,14 +12,12 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import psutil
 
-from benches.common import Result, lone_worker, progress
+from benches.common import Result, lone_worker, progress, status_bytes
 from workers.settings import FailureKind, WorkerSpec
 from workers.units import MIB
 
@@ -38,22 +36,6 @@ _RSS_GROWTH = 1.05
 _LEFT_BYTES = 20 * MIB
 
 
-@dataclass(slots=True)
-class Gale:
-    """What one part of a storm did."""
-
-    errors: int = 0
-    kinds: Counter[str] = field(default_factory=Counter)
-    blocks: int = 0
-    """Blocks granted before the refusals."""
-    emergencies: int = 0
-    left_bytes: int = 0
-    """Held at the end, more than when the process began: threads, small objects, and what was not given back."""
-    seconds: float = 0.0
-    rss_bytes: int = 0
-    pid: int = 0
-
-
 class Storm:
     """One process in the storm; also the body of a Ray actor."""
 
@@ -64,33 +46,40 @@ class Storm:
         self._chance = random.Random(0)  # noqa: S311 - repeatable is what is wanted
         self._errors = 0
         self._held: list[Any] = []
-        self._opened_bytes = _data_bytes()
+        # Private writable memory as the kernel counts it: the device's own account may be what is wrong.
+        self._opened_bytes = status_bytes("VmData")
         # As the engine does: torch's modules live for ever, and a collection must not walk them every time.
         gc.collect()
         gc.freeze()
 
-    def provoke(self, errors: int) -> Gale:
-        """Run into the wall `errors` times."""
-        gale = Gale(pid=os.getpid())
+    def provoke(self, errors: int) -> Mapping[str, Any]:
+        """Run into the wall `errors` times; return what was counted, and what the process holds now."""
+        kinds: Counter[str] = Counter()
+        blocks = emergencies = 0
         started = time.perf_counter()
-        while gale.errors < errors:
-            kind, blocks = self._run_into_the_wall()
+        for _ in range(errors):
+            kind, granted = self._run_into_the_wall()
             # As the engine recovers: the workload lets go, the device collects, and what is left is measured.
             with self._device.enforced():
                 self._held.clear()
             self._device.release()
             self._device.rebase()
-            gale.errors += 1
-            gale.blocks += blocks
-            gale.kinds[kind.value] += 1
+            blocks += granted
+            kinds[kind.value] += 1
             self._errors += 1
             if self._errors % _EMERGENCY_EVERY == 0:
                 self._device.emergency()
-                gale.emergencies += 1
-        gale.seconds = time.perf_counter() - started
-        gale.left_bytes = _data_bytes() - self._opened_bytes
-        gale.rss_bytes = psutil.Process().memory_info().rss
-        return gale
+                emergencies += 1
+        return {
+            "errors": errors,
+            "kinds": kinds,
+            "blocks": blocks,
+            "emergencies": emergencies,
+            "seconds": time.perf_counter() - started,
+            "left_bytes": status_bytes("VmData") - self._opened_bytes,
+            "rss_bytes": psutil.Process().memory_info().rss,
+            "pid": os.getpid(),
+        }
 
     def _run_into_the_wall(self) -> tuple[FailureKind, int]:
         import torch
@@ -111,18 +100,13 @@ class Storm:
         return kind, len(self._held)
 
 
-def _data_bytes() -> int:
-    """Private writable memory as the kernel counts it; the device's own account may be what is wrong."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData:"))
-
-
-def run(errors: int, budget_bytes: int, *, bare: bool) -> Result:
+def run(errors: int, budget_mib: float, *, bare: bool) -> Result:
     """Provoke `errors` out-of-memory errors in one process, in a Ray actor or here."""
-    spec = lone_worker(budget_bytes=budget_bytes)
+    spec = lone_worker(budget_bytes=int(budget_mib * MIB))
     if bare:
         return _judged(errors, Storm(spec).provoke, where="plain process")
-    from orchestrator.cluster.local_cluster import RayletPlan, rehearsed
+    from orchestrator.cluster.local_cluster import rehearsed
+    from orchestrator.cluster.raylets import RayletPlan
 
     with rehearsed([RayletPlan(name="bench", cpus=2, gpus=0)]):
         import ray  # not earlier: it reads the rehearsal's token settings when it is imported
@@ -132,53 +116,42 @@ def run(errors: int, budget_bytes: int, *, bare: bool) -> Result:
         return _judged(errors, lambda part: ray.get(actor.provoke.remote(part)), where="Ray actor")
 
 
-def _judged(errors: int, provoke: Callable[[int], Gale], *, where: str) -> Result:
-    gales: list[Gale] = []
-    crash = ""
+def _judged(errors: int, provoke: Callable[[int], Mapping[str, Any]], *, where: str) -> Result:
+    parts: list[Mapping[str, Any]] = []
+    broken: list[str] = []
     for point in range(_POINTS):
-        part = errors * (point + 1) // _POINTS - errors * point // _POINTS
         try:
-            gales.append(provoke(part))
+            parts.append(provoke(errors * (point + 1) // _POINTS - errors * point // _POINTS))
         except Exception as error:  # noqa: BLE001 - a dead process is a finding, not the end of the benchmark
             words = " ".join(str(error).split())[:1000]
-            crash = f"the process did not survive part {point + 1}: {type(error).__name__}: {words}"
+            broken.append(f"the process did not survive part {point + 1}: {type(error).__name__}: {words}")
             break
-        gale = gales[-1]
-        progress(
-            f"{point + 1:>2}/{_POINTS}  {gale.errors / gale.seconds:,.0f} errors/s, {gale.rss_bytes / MIB:.1f} MiB"
-        )
-    return Result(
-        bench="oom-storm", figures=_figures(gales, where), broken=[*_broken(errors, gales), *filter(None, [crash])]
-    )
-
-
-def _figures(gales: list[Gale], where: str) -> dict[str, Any]:
-    seconds = sum(gale.seconds for gale in gales)
-    count = sum(gale.errors for gale in gales)
-    return {
+        last = parts[-1]
+        rate = last["errors"] / last["seconds"]
+        progress(f"{point + 1:>2}/{_POINTS}  {rate:,.0f} errors/s, {last['rss_bytes'] / MIB:.1f} MiB")
+    count, seconds = (sum(part[key] for part in parts) for key in ("errors", "seconds"))
+    kinds = sum((part["kinds"] for part in parts), Counter[str]())
+    rss_bytes, left_bytes = ([part[key] for part in parts] for key in ("rss_bytes", "left_bytes"))
+    figures = {
         "where": where,
         "errors": count,
         "seconds": seconds,
         "errors_per_s": count / seconds if seconds else None,
-        "kinds": dict(sum((gale.kinds for gale in gales), Counter())),
-        "blocks_granted": sum(gale.blocks for gale in gales),
-        "emergency_products": sum(gale.emergencies for gale in gales),
-        "left_bytes": [gale.left_bytes for gale in gales],
-        "rss_bytes": [gale.rss_bytes for gale in gales],
-        "rss_last_to_first": gales[-1].rss_bytes / gales[0].rss_bytes if gales else None,
+        "kinds": dict(kinds),
+        "blocks_granted": sum(part["blocks"] for part in parts),
+        "emergency_products": sum(part["emergencies"] for part in parts),
+        "left_bytes": left_bytes,
+        "rss_bytes": rss_bytes,
+        "rss_last_to_first": rss_bytes[-1] / rss_bytes[0] if parts else None,
     }
-
-
-def _broken(errors: int, gales: list[Gale]) -> list[str]:
-    found = []
-    if sum(gale.errors for gale in gales) != errors:
-        found.append(f"{sum(gale.errors for gale in gales)} errors survived, {errors} were to be provoked")
-    if any(set(gale.kinds) - {FailureKind.DEFINITE.value} for gale in gales):
-        found.append("some were not classified as a definite out-of-memory")
-    if len({gale.pid for gale in gales}) > 1:
-        found.append("the process was replaced on the way")
-    if gales and gales[-1].rss_bytes > _RSS_GROWTH * gales[0].rss_bytes:
-        found.append(f"the resident set grew by more than {_RSS_GROWTH - 1:.0%} after the first tenth")
-    if gales and gales[-1].left_bytes > gales[0].left_bytes + _LEFT_BYTES:
-        found.append("memory was not given back")
-    return found
+    if count != errors:
+        broken.append(f"{count} errors survived, {errors} were to be provoked")
+    if set(kinds) - {FailureKind.DEFINITE.value}:
+        broken.append("some were not classified as a definite out-of-memory")
+    if len({part["pid"] for part in parts}) > 1:
+        broken.append("the process was replaced on the way")
+    if parts and rss_bytes[-1] > _RSS_GROWTH * rss_bytes[0]:
+        broken.append(f"the resident set grew by more than {_RSS_GROWTH - 1:.0%} after the first tenth")
+    if parts and left_bytes[-1] > left_bytes[0] + _LEFT_BYTES:
+        broken.append("memory was not given back")
+    return Result(bench="oom-storm", figures=figures, broken=broken)

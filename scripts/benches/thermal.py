@@ -304,17 +304,17 @@ def _outside(look: Look) -> bool:
     return look.temperature_c >= _CRITICAL_C or look.duty <= 0.0 or needless
 
 
-def run(cards: int, first_seed: int) -> Result:
+def run(cards: int, seed: int) -> Result:
     """Play the governor and the guides' rule on some cards, in each of the scenes.
 
     Args:
         cards: How many, from the first seed on.
-        first_seed: Another one, other cards.
+        seed: Of the first; another one, other cards.
 
     """
-    figures: dict[str, Any] = {"cards": cards, "first_seed": first_seed}
+    figures: dict[str, Any] = {"cards": cards, "first_seed": seed}
     broken: list[str] = []
-    drawn = [draw(seed) for seed in range(first_seed, first_seed + cards)]
+    drawn = [draw(number) for number in range(seed, seed + cards)]
     summaries = []
     for scene in SCENES:
         best = [best_constant(card, scene) for card in drawn]

@@ -97,32 +97,33 @@ def row_tolerances(left: torch.Tensor, right: torch.Tensor, result: torch.Tensor
     return (allowed.stored * sizes + allowed.summed * spreads.maximum(sizes) + allowed.least).sqrt()
 
 
-def run(checks: int, flips: int, seed: int, device_name: str, dtypes: list[str]) -> Result:
+def run(checks: int, flips: int, seed: int, device: str, dtypes: list[str], *, timed: bool = True) -> Result:
     """Check `checks` right products, and for each bit of each type `flips` products with that bit flipped.
 
     Args:
         checks: Right products, over all types, sizes and distributions.
         flips: Wrong ones for each bit.
         seed: Of everything drawn.
-        device_name: `cpu` (with one thread) or `cuda`.
+        device: `cpu` (with one thread) or `cuda`.
         dtypes: Of `fp32`, `bf16`, `fp16`, and on a card `tf32`.
+        timed: Whether to tell what checks cost, too.
     """
-    device = torch.device(device_name)
-    if device.type == "cpu":
+    where = torch.device(device)
+    if where.type == "cpu":
         torch.set_num_threads(1)
     broken: list[str] = []
-    alarms = _false_alarms(checks, seed, device, dtypes, broken)
-    found = [row for dtype in dtypes for row in _flips(flips, seed, device, dtype, broken)]
-    cost = [row for dtype in dtypes for row in _cost(device, dtype)]
+    alarms = _false_alarms(checks, seed, where, dtypes, broken)
+    counts = [row for dtype in dtypes for row in _flips(flips, seed, where, dtype, broken)]
     figures = {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name() if where.type == "cuda" else "cpu",
         "torch": str(torch.__version__),
         "checks": sum(row["checks"] for row in alarms),
         "false_alarms": sum(row["false_alarms"] for row in alarms),
         "largest_ratio": max(row["largest_ratio"] for row in alarms),
         "rounds": alarms,
-        "flips": found,
-        "cost": cost,
+        "counts": counts,
+        "flips": [_as_shares(row) for row in counts],
+        "cost": [row for dtype in dtypes for row in _cost(where, dtype)] if timed else [],
     }
     return Result(bench="verify", figures=figures, broken=broken)
 
@@ -190,25 +191,30 @@ def _flips(flips: int, seed: int, device: torch.device, name: str, broken: list[
                 flip_bit(result, index, bit)
                 # What is no number any more has changed without measure.
                 sure = not math.isfinite(change) or change >= _SURELY
-                outcome = {"all": True, "freivalds": by_freivalds, "repeat": by_repeat, "large": sure}
+                outcome = {"flips": True, "freivalds": by_freivalds, "repeat": by_repeat, "large": sure}
                 counts.update((kind, what) for what, happened in outcome.items() if happened)
                 counts[kind, "large_found"] += sure and by_freivalds
                 if sure and not by_freivalds:
                     broken.append(f"{name}: Freivalds missed bit {bit}, a change of {change:.1f} tolerances, n {n}")
                 if not by_repeat:
                     broken.append(f"{name}: the repeat missed bit {bit}, n {n}")
+    whats = ("flips", "freivalds", "repeat", "large", "large_found")
     return [
-        {
-            "dtype": name,
-            "bits": kind,
-            "flips": counts[kind, "all"],
-            "by_freivalds": counts[kind, "freivalds"] / counts[kind, "all"],
-            "by_repeat": counts[kind, "repeat"] / counts[kind, "all"],
-            "large": counts[kind, "large"] / counts[kind, "all"],
-            "large_by_freivalds": counts[kind, "large_found"] / max(1, counts[kind, "large"]),
-        }
+        {"dtype": name, "bits": kind, **{what: counts[kind, what] for what in whats}}
         for kind in ("sign", "exponent", "fraction")
     ]
+
+
+def _as_shares(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "dtype": row["dtype"],
+        "bits": row["bits"],
+        "flips": row["flips"],
+        "by_freivalds": row["freivalds"] / row["flips"],
+        "by_repeat": row["repeat"] / row["flips"],
+        "large": row["large"] / row["flips"],
+        "large_by_freivalds": row["large_found"] / max(1, row["large"]),
+    }
 
 
 def _cost(device: torch.device, name: str) -> list[dict[str, Any]]:

@@ -13,8 +13,7 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from benches import pool  # noqa: E402 - the scripts are in no package
-from benches.pool_card import Habits  # noqa: E402
-from benches.pool_scenes import SCENES, Scene, scenes  # noqa: E402
+from benches.pool_card import SCENES, Habits, Scene, scenes  # noqa: E402
 
 #: None of them was looked at while the constants of the leases were chosen.
 SEEDS = (2001, 2002, 2003)
@@ -114,7 +113,7 @@ def test_the_same_seed_is_the_same_play() -> None:
 
 
 def test_a_run_judges_its_rows() -> None:
-    result = pool.run(SEEDS[0], minutes=1.5)
+    result = pool.run(SEEDS[0], minutes=1.5).figures
     rows: list[dict[str, Any]] = result["pool"]
     assert {(row["scene"], row["memory"], row["leases"]) for row in rows} == {
         (name, memory, leases) for name in SCENES for memory in ("kept", "given back") for leases in ("yes", "no")

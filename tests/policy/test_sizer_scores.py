@@ -8,44 +8,21 @@ from __future__ import annotations
 
 import statistics
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from workers.units import GIB
-
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from benches.policy_workload import ITEM_BYTES, LARGEST, WOBBLE, World, world_of  # noqa: E402
-from benches.policy_world import BLIND, EXACT, REAL, Signal, play, worlds  # noqa: E402
+from benches.policy import COLD_LEVELS_GIB, FAILURES_PER_MINUTE, TARGETS, THERE, Target, constant_world  # noqa: E402
+from benches.simulator import EXACT, LARGEST, Outcome, World, play, worlds  # noqa: E402
 
 from workers.resilience.adaptive_size import AdaptiveSize, Learned  # noqa: E402
 
 #: Numbers that nobody tuned on.
 SEEDS = {"precious": range(9000, 9007), "saturating": range(9000, 9002)}
-FAILURES_PER_MINUTE = 6
-
-
-@dataclass(frozen=True)
-class Target:
-    regime: str
-    signal: Signal
-    mean: float
-    worst: float = 0.0
-    failures_per_minute: float = float("inf")
-
-
-TARGETS = [
-    Target("precious", EXACT, 0.99, 0.97),
-    Target("precious", REAL, 0.95, 0.90, 0.2),
-    Target("precious", BLIND, 0.86, 0.75, 2.0),
-    Target("saturating", EXACT, 0.995),
-    Target("saturating", REAL, 0.98),
-    Target("saturating", BLIND, 0.95),
-]
-
 
 #: Without a signal and with slow steps a leak that restarts is found out too late: 0.7475 in the worst of these worlds.
 MISSED = ("precious", "blind", 1_500.0)
@@ -76,56 +53,31 @@ def test_the_targets_are_met_in_fresh_worlds(target: Target, rate_per_s: float) 
     assert max(outcome.worst_minute for outcome in outcomes) <= FAILURES_PER_MINUTE
 
 
-@dataclass
-class Watched:
-    """Keeps what was run, and how it ended."""
+def run(world: World, learned: Learned | None = None) -> tuple[AdaptiveSize, Outcome]:
+    made: list[AdaptiveSize] = []
 
-    rule: AdaptiveSize
-    tried: list[tuple[int, bool]] = field(default_factory=list)
-
-    def next(self, free_bytes: int | None = None) -> int | None:
-        return self.rule.next(free_bytes)
-
-    def succeeded(self, size: int, peak_bytes: int | None = None) -> None:
-        self.tried.append((size, True))
-        self.rule.succeeded(size, peak_bytes)
-
-    def failed(self, size: int) -> None:
-        self.tried.append((size, False))
-        self.rule.failed(size)
-
-
-def run(world: World, learned: Learned | None = None) -> Watched:
-    made: list[Watched] = []
-
-    def make(clock: object) -> Watched:
-        made.append(Watched(AdaptiveSize(LARGEST, learned=learned, clock=clock)))  # type: ignore[arg-type]
+    def make(clock: object) -> AdaptiveSize:
+        made.append(AdaptiveSize(LARGEST, learned=learned, clock=clock))  # type: ignore[arg-type]
         return made[-1]
 
-    play(make, world, EXACT)
-    return made[0]
+    outcome = play(make, world, EXACT)
+    return made[0], outcome
 
 
-def constant(seed: int, level_gib: float, duration_s: float = 120.0) -> tuple[World, float]:
-    """Return a world whose level stays as it is, and the largest size that fits however its steps wobble."""
-    world = world_of(f"constant at {level_gib}", [(0.0, level_gib * GIB)], duration_s, seed=seed)
-    return world, (level_gib * GIB / (1 + WOBBLE) - world.fixed_bytes) / ITEM_BYTES
-
-
-@pytest.mark.parametrize("level_gib", [1.2, 1.7, 2.4, 3.4, 4.7, 6.3, 8.0])
+@pytest.mark.parametrize("level_gib", COLD_LEVELS_GIB)
 def test_a_cold_start_is_there_in_12_steps_with_one_failure_at_most(level_gib: float) -> None:
     for seed in range(9000, 9010):
-        world, largest = constant(seed, level_gib)
-        first = run(world).tried[:12]
+        world, largest = constant_world(seed, level_gib, 120.0)
+        first = run(world)[1].tried[:12]
         assert sum(not good for _, good in first) <= 1
-        assert max(size for size, good in first if good) >= 0.98 * largest, f"seed {seed}"
+        assert max(size for size, good in first if good) >= THERE * largest, f"seed {seed}"
 
 
-@pytest.mark.parametrize("level_gib", [1.2, 1.7, 2.4, 3.4, 4.7, 6.3, 8.0])
+@pytest.mark.parametrize("level_gib", COLD_LEVELS_GIB)
 def test_what_was_learned_is_there_in_the_first_step_without_a_failure(level_gib: float) -> None:
     for seed in range(9000, 9010):
-        world, largest = constant(seed, level_gib, 1200.0)
-        learned = run(world).rule.learned
-        second = run(replace(world, wobble=world.wobble[::-1]), learned).tried[:12]
+        world, largest = constant_world(seed, level_gib, 1200.0)
+        learned = run(world)[0].learned
+        second = run(replace(world, wobble=world.wobble[::-1]), learned)[1].tried[:12]
         assert all(good for _, good in second), f"seed {seed}"
-        assert second[0][0] >= 0.98 * largest, f"seed {seed}"
+        assert second[0][0] >= THERE * largest, f"seed {seed}"

