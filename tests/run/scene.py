@@ -110,8 +110,8 @@ class Run:
             before = self.past.slots.get(slot.slot)
             counted, lost = slot.counters["steps_ok"], slot.counters["steps_lost_upper_bound"]
             if before is not None:
-                counted -= before.counters.steps_ok
-                lost -= before.counters.steps_lost_upper_bound
+                counted -= before.counts.steps_ok
+                lost -= before.steps_lost_upper_bound
             assert slot.steps_at_risk == 0, slot
             assert counted <= self.fleet.told[slot.slot] <= self.fleet.really_done[slot.slot] <= counted + lost, slot
             sequences = [directive.sequence for directive in self.fleet.directives.get(slot.slot, [])]

@@ -224,7 +224,7 @@ class ScriptedFleet:
         self._now_s = self.clock.now_s
         for each in ended:
             if isinstance(each, SliceReported):
-                self.told[each.slot] += each.report.steps_ok
+                self.told[each.slot] += each.report.counts.steps_ok
         return tuple(ended)
 
     def forget(self, slot: str) -> None:

@@ -21,15 +21,15 @@ def test_every_slot_is_placed_once_and_works_to_the_planned_end(new_run: RunMake
     assert run.fleet.placed == list(rows) == ["pc1/0", "pc1/1", "pc2/0"]
     for row in rows.values():
         assert (row.state, row.restarts) == (WorkerState.RUNNING, 0)
-        assert row.steps_ok == pytest.approx(20 * STEPS_PER_S, rel=0.1)
-        assert run.fleet.really_done[row.slot] == row.steps_ok, "what was sent is waited for, and counted"
+        assert row.counts.steps_ok == pytest.approx(20 * STEPS_PER_S, rel=0.1)
+        assert run.fleet.really_done[row.slot] == row.counts.steps_ok, "what was sent is waited for, and counted"
     (counting,) = run.events("counting")
     assert counting["startup_s"] == pytest.approx(START_S, abs=0.2)
     last = run.recorder.shown[-1]
     assert (last.elapsed_s, last.restart_count, last.steps_lost_upper_bound) == (20.0, 0, 0)
     assert run.clock.now_s - run.fleet.began_s == pytest.approx(START_S + 20, abs=0.5)
     assert {slot.slot: slot.counters["steps_ok"] for slot in run.stored().slots} == {
-        slot: row.steps_ok for slot, row in rows.items()
+        slot: row.counts.steps_ok for slot, row in rows.items()
     }
 
 
@@ -52,7 +52,7 @@ def test_the_planned_time_begins_with_the_slowest_worker(new_run: RunMaker) -> N
     rows = run.finish()
     (counting,) = run.events("counting")
     assert counting["startup_s"] == pytest.approx(30, abs=0.2)
-    assert rows["pc1/0"].steps_ok > rows["pc2/0"].steps_ok > 19 * STEPS_PER_S
+    assert rows["pc1/0"].counts.steps_ok > rows["pc2/0"].counts.steps_ok > 19 * STEPS_PER_S
 
 
 def test_a_worker_that_does_not_come_up_holds_the_run_back_for_the_start_timeout_only(
@@ -63,7 +63,7 @@ def test_a_worker_that_does_not_come_up_holds_the_run_back_for_the_start_timeout
     rows = run.finish()
     (counting,) = run.events("counting")
     assert counting["startup_s"] == pytest.approx(START_S + 15, abs=0.3)
-    assert (rows["pc2/0"].steps_ok, rows["pc1/0"].state) == (0, WorkerState.RUNNING)
+    assert (rows["pc2/0"].counts.steps_ok, rows["pc1/0"].state) == (0, WorkerState.RUNNING)
     assert run.fleet.restarts.count("pc2/0") >= 2, "it is started again meanwhile"
 
 
@@ -76,7 +76,7 @@ def test_the_store_knows_of_every_slice_before_it_is_sent(new_run: RunMaker) -> 
         assert record.steps_at_risk >= (directive.step_limit or 0)
 
     run.fleet.on_submit = check
-    assert all(row.steps_ok > 0 for row in run.finish().values())
+    assert all(row.counts.steps_ok > 0 for row in run.finish().values())
 
 
 def test_a_run_in_which_every_slot_was_given_up_ends_at_once(new_run: RunMaker) -> None:
@@ -111,7 +111,7 @@ def test_an_interrupted_run_lets_its_slices_end_and_begins_none(new_run: RunMake
     assert run.clock.now_s - run.fleet.began_s == pytest.approx(12, abs=1)
     for row in rows.values():
         assert row.state is WorkerState.RUNNING
-        assert row.steps_ok == run.fleet.really_done[row.slot]
+        assert row.counts.steps_ok == run.fleet.really_done[row.slot]
     assert run.recorder.shown[-1].steps_lost_upper_bound == 0
     assert 0 < run.recorder.shown[-1].elapsed_s < 12
 
@@ -135,7 +135,7 @@ def test_a_worker_that_hangs_at_the_end_is_waited_for_so_long_and_then_lost(new_
     rows = run.finish()
     assert run.clock.now_s - run.fleet.began_s == pytest.approx(START_S + 20 + 2 + 3, abs=1)
     assert run.recorder.shown[-1].steps_lost_upper_bound == run.stored().slots[1].counters["steps_lost_upper_bound"] > 0
-    assert rows["pc1/0"].steps_ok == run.fleet.really_done["pc1/0"]
+    assert rows["pc1/0"].counts.steps_ok == run.fleet.really_done["pc1/0"]
 
 
 def test_what_was_under_way_when_the_head_failed_is_lost_and_said_so(new_run: RunMaker) -> None:
@@ -167,4 +167,4 @@ def test_an_event_that_no_phase_allows_is_raised_or_logged_as_the_caller_wants(n
     assert [(event["phase"], event["refused"]) for event in run.events("illegal_event", slot="pc1/0")] == [
         ("absent", "NodeLeft")
     ]
-    assert run.finish()["pc1/0"].steps_ok > 0
+    assert run.finish()["pc1/0"].counts.steps_ok > 0

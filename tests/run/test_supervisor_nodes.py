@@ -24,7 +24,7 @@ def test_a_node_that_joins_late_is_named_until_then_and_works_from_then_on(new_r
     late_s = START_S + 20 - 10 - START_S
     for slot in ("pc2/0", "pc2/1"):
         assert rows[slot].state is WorkerState.RUNNING
-        assert rows[slot].steps_ok == pytest.approx(late_s * STEPS_PER_S, abs=1.5 * STEPS_PER_S)
+        assert rows[slot].counts.steps_ok == pytest.approx(late_s * STEPS_PER_S, abs=1.5 * STEPS_PER_S)
 
 
 def test_the_slots_of_a_lost_node_are_lost_within_two_seconds_and_go_on_when_it_is_back(new_run: RunMaker) -> None:
@@ -42,7 +42,7 @@ def test_the_slots_of_a_lost_node_are_lost_within_two_seconds_and_go_on_when_it_
         reports = [d for d in run.fleet.directives[slot] if d.incarnation == 0]
         assert first.resume is not None, "it goes on where the last report left it"
         assert first.sequence == reports[-1].sequence + 1
-        assert rows[slot].steps_ok > 30 * STEPS_PER_S
+        assert rows[slot].counts.steps_ok > 30 * STEPS_PER_S
     assert run.recorder.shown[-1].steps_lost_upper_bound > 0
     assert [event["node"] for event in run.events("node_left")] == ["pc2"]
     assert len(run.events("node_joined", node="pc2")) == 2
@@ -100,7 +100,7 @@ def test_a_node_that_joins_late_and_can_never_work_costs_its_slots_and_not_the_r
     assert rows["pc2/0"].state is HeadState.QUARANTINED
     assert rows["pc2/0"].reason.startswith("pc2/0: ")
     assert run.fleet.abandoned == ["pc2/0"]
-    assert rows["pc1/0"].steps_ok == pytest.approx(20 * STEPS_PER_S, rel=0.1)
+    assert rows["pc1/0"].counts.steps_ok == pytest.approx(20 * STEPS_PER_S, rel=0.1)
     assert len(run.events("slice_failed", failure=SliceFailure.UNBUILDABLE.value)) == (how == "unbuildable")
 
 

@@ -25,7 +25,7 @@ def test_a_killed_process_is_replaced_in_its_slot_and_goes_on_where_it_was(new_r
     (died,) = run.events("state", slot="pc2/0", to_state="RESTARTING")
     assert died["cause"] == "its process ended: killed, or crashed"
     assert (rows["pc2/0"].restarts, run.recorder.shown[-1].restart_count) == (1, 1)
-    assert rows["pc2/0"].steps_ok == pytest.approx((20 - START_S) * STEPS_PER_S, abs=2.5 * STEPS_PER_S)
+    assert rows["pc2/0"].counts.steps_ok == pytest.approx((20 - START_S) * STEPS_PER_S, abs=2.5 * STEPS_PER_S)
     last_of_the_first = [d for d in run.fleet.directives["pc2/0"] if d.incarnation == 0][-1]
     first_of_the_second = next(d for d in run.fleet.directives["pc2/0"] if d.incarnation == 1)
     assert first_of_the_second.resume["done"] >= last_of_the_first.resume["done"] > 0
@@ -73,7 +73,7 @@ def test_a_worker_that_keeps_dying_is_given_up_and_the_others_go_on(new_run: Run
     assert (rows["pc1/1"].state, rows["pc1/1"].restarts) == (HeadState.QUARANTINED, 3)
     assert rows["pc1/1"].reason.startswith("3 deaths in 300 s; the last: its process ended")
     assert run.fleet.abandoned == ["pc1/1"]
-    assert rows["pc1/0"].steps_ok == pytest.approx(rows["pc2/0"].steps_ok, rel=0.1)
+    assert rows["pc1/0"].counts.steps_ok == pytest.approx(rows["pc2/0"].counts.steps_ok, rel=0.1)
     assert run.events("card_quarantined") == []
 
 
@@ -145,7 +145,7 @@ def test_a_run_whose_head_was_killed_goes_on_with_its_counters_and_slices(new_ru
     for slot in left.slots:
         assert run.fleet.directives[slot.slot][0].incarnation == slot.incarnation + 1
         assert run.fleet.directives[slot.slot][0].resume == slot.resume
-        assert rows[slot.slot].steps_ok > slot.counters["steps_ok"] > 0
+        assert rows[slot.slot].counts.steps_ok > slot.counters["steps_ok"] > 0
         ended = next(record for record in run.stored().slots if record.slot == slot.slot)
         assert ended.counters["steps_lost_upper_bound"] == slot.steps_at_risk
     assert (run.stored().heads, run.stored().outcome) == (2, "good")
