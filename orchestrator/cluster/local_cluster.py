@@ -53,7 +53,7 @@ def rehearsed(plans: Sequence[RayletPlan]) -> Iterator[Fleet]:
     _adopt_orphans()
     folder = Path(tempfile.mkdtemp(prefix="orch-", dir=_short_folder()))
     saved = {name: os.environ.get(name) for name in _ENVIRONMENT}
-    keeper = _start_orphan_reaper(folder)
+    reaper = _start_orphan_reaper(folder)
     raylets = Raylets(plans, folder)
     try:
         auth.use_private_token(folder)
@@ -67,9 +67,9 @@ def rehearsed(plans: Sequence[RayletPlan]) -> Iterator[Fleet]:
             yield fleet
     finally:
         raylets.end_all()
-        _end_descendants(except_pids={*before, keeper.pid})
+        _end_descendants(except_pids={*before, reaper.pid})
         shutil.rmtree(folder, ignore_errors=True)
-        keeper.communicate("bye\n")
+        reaper.communicate("bye\n")
         _restore(saved)
 
 

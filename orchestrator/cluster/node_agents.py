@@ -70,9 +70,9 @@ def with_agents(
     Raises:
         KeyboardInterrupt: The user stopped before every agent had answered.
     """
-    keeper_class = ray.remote(NodeAgentActor)
+    agent_class = ray.remote(NodeAgentActor)
     actors: dict[str, Any] = {
-        node: keeper_class.options(
+        node: agent_class.options(
             num_cpus=0, label_selector={NODE_LABEL: node}, max_restarts=-1, max_task_retries=0
         ).remote(each)
         for node, each in orders.items()

@@ -70,7 +70,7 @@ def run(environment: Environment, options: Options) -> int:
     Raises:
         OrchestratorError: Nothing could be run; nothing was left behind.
     """
-    _check_pretence(environment, options)
+    _check_fake_sensors(environment, options)
     folder = run_dir.new_folder(environment.config)
     return _in_folder(folder, environment, options, time.time(), None)
 
@@ -83,11 +83,11 @@ def go_on(stored: StoredRun, options: Options) -> int:
     """
     run_dir.check_mine(stored.folder)
     environment = resume.environment_of(stored)
-    _check_pretence(environment, options)
+    _check_fake_sensors(environment, options)
     return _in_folder(stored.folder, environment, options, stored.facts.started_at_unix_s, resume.past_of(stored))
 
 
-def _check_pretence(environment: Environment, options: Options) -> None:
+def _check_fake_sensors(environment: Environment, options: Options) -> None:
     if options.fake_sensors is not None:
         fake_sensors.check(options.fake_sensors, is_rehearsal=environment.mode is Mode.REHEARSE)
     if environment.mode is Mode.DEBUG:
