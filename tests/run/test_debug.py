@@ -117,7 +117,10 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def stopped(folder: Path) -> Iterator[Terminal]:
     """A run that has stopped at the breakpoint."""
-    terminal = Terminal(folder, "--workload", "mine:Mine", "--duration", "2s", "--set", "compute_share_mode=duty")
+    impatient = ("--set", "run.hang_timeout_s=1", "--set", "run.stale_after_s=0.5", "--set", "run.slice_s=0.5")
+    terminal = Terminal(
+        folder, "--workload", "mine:Mine", "--duration", "6s", "--set", "compute_share_mode=duty", *impatient
+    )
     try:
         terminal.read_until("(Pdb)")
         yield terminal
@@ -132,6 +135,7 @@ def test_a_breakpoint_in_a_workload_stops_shows_a_variable_and_goes_on(stopped: 
     stopped.type("p answer")
     stopped.read_until("answer 43")
     stopped.read_until("(Pdb)")
+    time.sleep(2)  # longer than a worker may be silent: at a prompt, it is this process that stands still
     stopped.type("c")
     assert stopped.wait() == 0, stopped.shown
     assert "local/0 RUNNING" in stopped.shown
