@@ -97,7 +97,7 @@ class ConfigError(OrchestratorError):
 
 
 class NoClusterError(OrchestratorError):
-    """No Ray cluster answers at the configured address; starting one is enough to go on."""
+    """No Ray cluster answers at the configured address; starting one is enough."""
 
     exit_code = 3
     retryable = True

@@ -41,7 +41,7 @@ class SensorReading:
     margin_c: float | None = None
     """How much warmer the die may get before the hardware slows itself down."""
     memory_temperature_c: float | None = None
-    """Of the VRAM; GeForce cards do not tell."""
+    """Of the VRAM; GeForce cards do not report it."""
     power_w: float | None = None
     power_limit_w: float | None = None
     sm_clock_mhz: int | None = None
@@ -63,7 +63,7 @@ class SensorReading:
     xid: int | None = None
     """Number of the last Xid error that the driver told this process of."""
     process_used_bytes: int | None = None
-    """Bytes of the card held by this process; not told under WSL2 and WDDM."""
+    """Bytes of the card held by this process; not reported under WSL2 and WDDM."""
     of_processor: bool = False
     """Whether a computer without a card was looked at: what is hot for a card is everyday life for it."""
     lost: bool = False

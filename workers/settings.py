@@ -1,4 +1,4 @@
-"""What a worker is told once: its specification, and the values that make it up.
+"""What a worker gets once: its specification, and the values that make it up.
 
 Covers frozen dataclasses and their bounds. Does not cover what travels with each slice (`messages`). Imports neither
 torch nor ray. Bytes and seconds throughout; `None` means unknown or off.
@@ -20,7 +20,7 @@ Scalar: TypeAlias = str | int | float | bool | None
 _NEAR_PARTS: Final = 100
 
 
-#: Beyond these no sensor of a running card is to be believed.
+#: Beyond these no sensor of a running card is valid.
 _COLDEST_C: Final = -50.0
 
 
@@ -181,9 +181,9 @@ class LimitKey:
     """The circumstances under which a limit was learned; under any others it means nothing."""
 
     card: str
-    """Its name, as the driver tells it; on a CPU whatever the device calls itself."""
+    """Its name, as the driver reports it; on a CPU whatever the device calls itself."""
     total_bytes: int | None
-    """Tells variants of a card apart that share a name; `None` if the device does not say."""
+    """Distinguishes variants of a card with the same name; `None` if the device does not say."""
     driver: str | None
     """`None` on a CPU."""
     torch: str
@@ -222,7 +222,7 @@ class StoredLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """All that a worker of one slot must know; told once to each of its processes, and the same for all of a run."""
+    """All that a worker of one slot must know; passed once to each of its processes, and the same for all of a run."""
 
     slot: str
     node: str

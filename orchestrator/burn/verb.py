@@ -1,7 +1,7 @@
 """The verb `burn`: runs the phases one after the other, judges each, and returns the exit code.
 
 Each run is an ordinary run with its own run folder, which `runs` and `report` know. The caps of a worker are for the
-life of its process and a run ends every process it has started, so Ray too is started anew for each rehearsed run.
+life of its process and a run ends every process it has started, so Ray too is started again for each rehearsed run.
 Does not judge (`verdict.py`) and does not know what a phase changes (`phases.py`).
 """
 
@@ -116,7 +116,7 @@ def _taken(take: Take, wish: Wish, *, is_first: bool) -> Taken:
     code, error = 1, None
     try:
         environment = wish.make_environment(take.config)
-        # What was scaled is known once it has been told.
+        # The lines about scaling are printed by the first run only.
         code = runs.run(environment if is_first else replace(environment, lines=()), options)
     except OrchestratorError as failure:
         if is_first:

@@ -88,7 +88,7 @@ class Limits:
     """Most that the throughput may scatter, as standard deviation over mean …"""
     throughput_drop: float = 0.05
     """… and fall from the first half to the second; "rejected on second-half drop or spread" is how ml-engineering's
-    mamf-finder tells what a card sustains."""
+    mamf-finder determines what a card sustains."""
 
 
 GUIDES = Limits()
@@ -135,7 +135,7 @@ class Figures:
     """Longest time on end at or above the limit."""
     hot_share: float | None = None
     slowed_share: float | None = None
-    """Of the samples: how often the worker did less because of heat or an alarm. `None` where no sensor tells."""
+    """Of the samples: how often the worker did less because of heat or an alarm. `None` without a sensor."""
     throttle_max_pct: float | None = None
     tflops_mean: float | None = None
     tflops_cv: float | None = None

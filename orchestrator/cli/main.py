@@ -39,7 +39,7 @@ def main() -> NoReturn:
         # The reader of our output went away.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         _exit(1)
-    except Exception as error:  # noqa: BLE001 - a bug of ours; what was started is already torn down
+    except Exception as error:  # noqa: BLE001 - a bug of this program; what was started is already torn down
         traceback.print_exc()
         _fail(f"internal error, please report it: {type(error).__name__}: {error}", 1, wants_json=wants_json)
     _exit(code)

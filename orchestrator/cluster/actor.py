@@ -41,7 +41,7 @@ class WorkerActor:
     def run_slice(self, directive: Directive) -> Report:
         """Run one slice and report.
 
-        A process whose device is poisoned has told so in its last report; the next directive ends it, and Ray
+        A process whose context is corrupted has said so in its last report; the next directive ends it, and Ray
         starts a fresh one in its place. It cannot end itself any earlier: a report must outlive its process.
         """
         if self._poisoned:

@@ -17,7 +17,7 @@ from orchestrator.cluster import auth
 from orchestrator.core.fleet import Fleet, NodePower
 from orchestrator.errors import NoClusterError
 
-#: Long enough for a LAN, short enough not to be taken for a hang.
+#: Long enough for a LAN, short enough not to be mistaken for a hang.
 _REACH_S = 3.0
 
 #: Where `ray start --head` leaves its address on this machine (ray/_private/utils.py, RAY_TMPDIR).
@@ -46,7 +46,7 @@ def connected(address: str, auth_mode: str) -> Iterator[Fleet]:
 def driver(address: str, *, has_token: bool, power: NodePower | None = None) -> Iterator[Fleet]:
     """Be a Ray driver of the cluster at `address`; the environment must say how to authenticate.
 
-    `power` ends and starts its nodes; `None` for a cluster whose nodes are not ours.
+    `power` ends and starts its nodes; `None` for a cluster whose nodes do not belong to this run.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Ray delays the failure of a call by a second, in case it learns that the actor is dead for good. Ours never are,

@@ -134,7 +134,7 @@ class InProcessFleet:
         return self._run_slice[slot]
 
     def _drop(self, slot: str) -> None:
-        """Let go of a slot's engine, and of the memory that its workload holds."""
+        """Release a slot's engine, and the memory that its workload holds."""
         if self._run_slice.pop(slot, None) is not None:
             gc.collect()
 

@@ -1,6 +1,6 @@
 """Asks every node of the connected cluster for facts about its machine, its clock, and the ports that it reaches.
 
-Takes a connection for granted (`connect.py`) and judges nothing (`orchestrator.doctor` does). Each node is asked by a
+Needs a connection (`connect.py`) and judges nothing (`orchestrator.doctor` does). Each node is asked by a
 task that reserves nothing, so that a cluster full of workers answers too.
 """
 
@@ -101,7 +101,7 @@ def _unix_time_s() -> float:
 
 
 def _look(doors: Sequence[str]) -> tuple[MachineFacts, tuple[str, ...]]:
-    """Run on the node: look at its machine, and try the doors of the others."""
+    """Run on the node: look at its machine, and try the ports of the others."""
     return look_around(), tuple(door for door in doors if not _opens(door))
 
 

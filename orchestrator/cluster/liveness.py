@@ -44,7 +44,7 @@ class Pulse:
     def silent(self, addresses: Mapping[str, tuple[str, int]], now_s: float) -> frozenset[str]:
         """Return the nodes that used to answer and no longer do.
 
-        A node that never answered is not among them: a firewall may be in the way, and then Ray alone can tell.
+        A node that never answered is not among them: a firewall may be in the way, and then only Ray knows.
 
         Args:
             addresses: Node id -> address and port of its raylet; nodes that are no longer named are forgotten.

@@ -1,6 +1,6 @@
 """The fleet on Ray: actors, slices in flight, and Ray's errors in the project's words.
 
-Takes a connection for granted (`connect.py`, `local_cluster.py`) and decides nothing: every method does one thing to
+Needs a connection (`connect.py`, `local_cluster.py`) and decides nothing: every method does one thing to
 Ray.
 """
 
@@ -73,7 +73,7 @@ class RayFleet:
 
         Args:
             address: Of the head, as connected to.
-            power: Ends and starts nodes; `None` where they are not ours.
+            power: Ends and starts nodes; `None` where they do not belong to this run.
         """
         self._power = power
         self._address = address

@@ -85,7 +85,7 @@ def overbooked(node: NodeConfig) -> Overbooked | None:
 
 
 def _two_gib(asked_bytes: int, allowed_bytes: int) -> tuple[str, str]:
-    """Return both in GiB with as many digits as it takes to tell them apart."""
+    """Return both in GiB with as many digits as it takes to distinguish them."""
     for digits in (2, 4):
         asked, allowed = f"{asked_bytes / GIB:.{digits}f}", f"{allowed_bytes / GIB:.{digits}f}"
         if asked != allowed:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 class Architecture:
     """Fused multiply-adds of one multiprocessor in one clock, by number type; `None`: it has no such units.
 
-    Tensor types add up in FP32, as torch does unless it is told otherwise; `fp16_accumulate` adds up in FP16.
+    Tensor types add up in FP32, as torch does by default; `fp16_accumulate` adds up in FP16.
     """
 
     name: str
@@ -56,8 +56,8 @@ def multiply_adds(product: str, compute_capability: tuple[int, int] | None, dtyp
     """Return the multiply-adds of one multiprocessor in one clock, or `None` where they are not known.
 
     Args:
-        product: The card's name, which tells GeForce cards from others.
-        compute_capability: Such as (8, 6); `None` if the card does not tell.
+        product: The card's name, which distinguishes GeForce cards from others.
+        compute_capability: Such as (8, 6); `None` if the card does not report it.
         dtype: One of `PEAK_DTYPES`.
 
     Raises:
@@ -80,7 +80,7 @@ def tflops(multiprocessors: int, clock_mhz: float, multiply_adds_per_clock: int)
 def bandwidth_gb_s(bus_width_bits: int, memory_clock_mhz: float) -> float:
     """Return bytes of the bus × memory clock × 2 (both edges of the clock), in 10^9 bytes a second.
 
-    The clock is the one NVML tells: 384 bits at 9751 MHz are the 936 GB/s of an RTX 3090.
+    The clock is the one NVML reports: 384 bits at 9751 MHz are the 936 GB/s of an RTX 3090.
     """
     return bus_width_bits / 8 * memory_clock_mhz * 1e6 * 2 / 1e9
 

@@ -56,7 +56,7 @@ class GpuProfile:
     tf32_tflops: float | None
     """Dense, like all here; on GeForce cards no more than FP32."""
     fp16_tflops: float | None
-    """Added up in FP32, which is what torch does unless it is told otherwise."""
+    """Added up in FP32, which is what torch does by default."""
     bf16_tflops: float | None
     fp16_accumulate_tflops: float | None
     """FP16 added up in FP16: the "142" of an RTX 3090. torch does so only with `allow_fp16_accumulation`."""
@@ -213,7 +213,7 @@ def match_profile(name: str, total_bytes: int | None = None) -> GpuProfile | Non
     The whole name counts: an RTX 3070 Ti, an RTX 3070 Laptop GPU or an H100 PCIe is another card.
 
     Args:
-        name: As NVML or torch tells it; older drivers leave "NVIDIA" out.
+        name: As NVML or torch reports it; older drivers leave "NVIDIA" out.
         total_bytes: Memory of the card, if it is known: a name may stand for two products.
     """
     wanted = _bare(name)
@@ -240,7 +240,7 @@ def profile_by_formula(
 
     Peaks are multiprocessors × highest clock × multiply-adds of its generation × 2. The highest clock that a driver
     tells is above the rated boost, so a share of such a peak is on the low side; with a sampled clock it is exact.
-    What the card does not tell, and a generation that is not known, leave `None`.
+    What the card does not report, and what is unknown of its generation, stays `None`.
     """
 
     def peak(dtype: str) -> float | None:

@@ -166,7 +166,7 @@ class ThermalConfig(_Section):
         return self
 
     def settings(self) -> ThermalSettings:
-        """Return what a worker's governor is told.
+        """Return what a worker's governor gets.
 
         Raises:
             ValueError: The thresholds are not in ascending order.

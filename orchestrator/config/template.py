@@ -171,7 +171,7 @@ def by_formula(total_gib: float, *, is_desktop: bool = False, capability: tuple[
     Args:
         total_gib: As the card shows it.
         is_desktop: Whether a display is connected to it.
-        capability: CUDA's name for its generation; `None` if it does not tell, then it is no old one.
+        capability: CUDA's name for its generation; `None` if it does not report it; then it is assumed to be recent.
     """
     fraction = _FRACTION_DESKTOP if is_desktop else _FRACTION_ALONE
     workers = max(1, min(_MOST_WORKERS, int(total_gib * fraction / _WORKER_GIB)))

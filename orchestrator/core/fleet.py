@@ -155,7 +155,7 @@ class Fleet(Protocol):
         """End a node's raylet with everything on it, as a power cut would.
 
         Raises:
-            UsageError: This cluster's nodes are not ours to end.
+            UsageError: This cluster's nodes do not belong to this run.
         """
         ...
 
@@ -163,6 +163,6 @@ class Fleet(Protocol):
         """Begin to start a node that `end_node` ended; it joins later.
 
         Raises:
-            UsageError: This cluster's nodes are not ours to start.
+            UsageError: This cluster's nodes do not belong to this run.
         """
         ...

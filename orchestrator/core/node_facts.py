@@ -22,7 +22,7 @@ class NodeAnswer:
     clock_error_s: float | None = None
     """How far off that may be: half of the fastest round trip."""
     unreachable: tuple[str, ...] = ()
-    """Doors (`host:port`) of other nodes that it could not open."""
+    """Ports (`host:port`) of other nodes that it could not open."""
 
     @property
     def title(self) -> str:

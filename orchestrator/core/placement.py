@@ -1,6 +1,6 @@
 """From a configuration to slots, and from live nodes to what is missing.
 
-Covers which slot goes where, what its worker is told, and the refusals with their reasons. Does not cover the sums
+Covers which slot goes where, what its worker gets, and the refusals with their reasons. Does not cover the sums
 on a card (`budget.py`), nor what to type to cure a refusal (`node_commands.py`). Pure.
 """
 
@@ -32,7 +32,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotPlan:
-    """One slot: where its actor sits and what its worker is told."""
+    """One slot: where its actor sits and what its worker gets."""
 
     reservation: Reservation
     spec: WorkerSpec

@@ -82,7 +82,7 @@ def impossible(slot: Slot, why: str, moment: Moment, *, worked_before: bool) -> 
     """Refuse what can never work in this slot.
 
     Before the run counts, the plan is wrong and the run ends. Later it is this slot alone (a PC that joined late,
-    another card that came back): the slot is given up and the others go on.
+    another card that came back): the slot is given up and the others continue.
     """
     if worked_before or moment.rules.has_counted or moment.ends_at_s is not None:
         return quarantine(slot, why)

@@ -115,7 +115,7 @@ def _leak_told(slot: Slot, moment: Moment) -> Transition:
 
 
 def failed(slot: Slot, event: SliceFailed, moment: Moment) -> Transition:
-    """Tell a process that has ended from one that cannot be reached yet, and from code that cannot work."""
+    """Distinguish a process that has ended from one that cannot be reached yet, and from code that cannot work."""
     flight = step_accounting.flight_of(slot, event.incarnation, event.sequence)
     if flight is None:
         return slot, ()  # slices of one process fail together, and the first failure gave up the others

@@ -113,12 +113,12 @@ class Slot:
     errors_in_a_row: int = 0
     leak: LeakWatch = NO_WATCH
     leak_told: bool = False
-    """Whether the growth of the present process has been told."""
+    """Whether the growth of the present process has been reported."""
     resume: ResumeState | None = None
     report: Report | None = None
     """The last one accepted."""
     device: DeviceInfo | None = None
-    """The last that any report told of: one of a broken process tells of none."""
+    """The last that any report named: a broken process reports none."""
     counts: StepCounts = NO_COUNTS
     """Of all reports accepted, over all incarnations."""
     restarts: int = 0
@@ -232,7 +232,7 @@ class Abandon:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndRun:
-    """The run cannot go on: what was asked for can never work."""
+    """The run cannot continue: what was asked for can never work."""
 
     reason: str
 

@@ -1,7 +1,7 @@
 """Counts the steps of a slot: what was sent, what was reported, what was lost. Pure.
 
 A slice is named by (slot, incarnation, sequence) and is in exactly one of three states: under way, counted, or lost.
-Every step that a report tells of is counted once. A lost slice counts for nothing, and adds the most good steps it may
+Every step of a report is counted once. A lost slice counts for nothing, and adds the most good steps it may
 have done, its `step_limit`, to `steps_lost_upper_bound`: the worker ends a slice there, so the bound is one. Decides
 nothing about the slot (`lifecycle.py`).
 """
@@ -39,7 +39,7 @@ def step_limit(slot: Slot, duration_s: float) -> int:
 
 
 def steps_at_risk(slot: Slot) -> int:
-    """Return the most good steps that are done already, perhaps, and that no report has told of."""
+    """Return the most good steps that may have been done in slices without a report so far."""
     return sum(flight.step_limit for flight in slot.in_flight)
 
 

@@ -1,4 +1,4 @@
-"""Environment variables: what torch's allocator is told, and what old guides recommend. Pure: facts in, findings out.
+"""Environment variables: what torch's allocator reads, and what old guides recommend. Pure: facts in, findings out.
 
 The workers of a run put allocator settings aside, so these matter to your own programs and to `resilient` in them.
 """

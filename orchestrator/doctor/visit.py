@@ -1,6 +1,6 @@
 """Gathers what the checks need, here or on every node of a running cluster, and runs them.
 
-The shell around the pure checks. Starts no cluster and changes nothing.
+Connects the pure checks to machines. Starts no cluster and changes nothing.
 """
 
 from __future__ import annotations

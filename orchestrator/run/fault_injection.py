@@ -37,7 +37,7 @@ class FaultInjector:
             plan: Checked against the cluster.
             plans: Every slot of the run.
             head_node: Its raylet carries the head and is left alone.
-            events: Told of each strike and each node fault.
+            events: Gets each strike and each node fault.
         """
         homes = {slot.reservation.slot: slot.spec.node for slot in plans}
         self._book = schedule.open_book(plan, homes, head_node)

@@ -32,7 +32,7 @@ class LearnedLimits:
 
         Args:
             store: `None` neither reads nor keeps anything.
-            events: Told when the store cannot be read or written.
+            events: Gets a line when the store cannot be read or written.
         """
         self._store = store
         self._events = events

@@ -51,7 +51,7 @@ def _cure(config: Config, refusal: Refusal, head_address: str) -> str:
 
 
 def without_cluster(config: Config, error: NoClusterError) -> NoClusterError:
-    """Return the error with what to type: how to start a cluster, and how to go on without one."""
+    """Return the error with what to type: how to start a cluster, and how to run without one."""
     head = config.head_node
     command = node_command(config, head, f"localhost:{config.cluster.port}").line
     return NoClusterError(

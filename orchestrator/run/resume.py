@@ -62,7 +62,7 @@ def _slot(record: SlotRecord) -> Slot:
     lost_before = int(_counter(record.counters, "steps_lost_upper_bound", 0))
     return Slot(
         slot=record.slot,
-        # The processes of before are gone, and a report of theirs must not be taken for one of these.
+        # The earlier processes are gone, and their reports must not be mistaken for those of new ones.
         incarnation=record.incarnation + 1,
         next_sequence=record.next_sequence,
         resume=record.resume,

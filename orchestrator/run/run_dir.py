@@ -54,7 +54,7 @@ def check_mine(folder: Path) -> None:
 def owned(folder: Path) -> Iterator[None]:
     """Leave this process's id in the run folder, and keep every other head out of it.
 
-    The kernel lets go of the lock with the process, however it ends.
+    The kernel releases the lock with the process, however it ends.
 
     Raises:
         UsageError: Another head works on this run, or the folder cannot be written.

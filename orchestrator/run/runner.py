@@ -128,7 +128,7 @@ def _in_folder(
         try:
             if past is None:
                 # Before Ray is started: a head that is killed meanwhile leaves a run that can be resumed. One that is
-                # resumed has its record, and keeps it until there is something to go on with.
+                # resumed has its record, and keeps it until there is something to resume.
                 record.begun(environment)
             return _in_environment(environment, record, interrupts)
         except NoClusterError as error:

@@ -91,7 +91,7 @@ def _peak_pct(tflops: float | None, device: DeviceInfo | None, sm_clock_mhz: int
 
 
 def record(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> SlotRecord:
-    """Return what must be known of a slot to show it, and to go on with it, when this process is gone."""
+    """Return what must be known of a slot to show it, and to resume it, when this process is gone."""
     return SlotRecord(
         slot=slot.slot,
         node=plan.spec.node,

@@ -217,7 +217,7 @@ def _data_bytes() -> int:
     """Private writable memory of this process, as the kernel counts it against RLIMIT_DATA (VmData).
 
     Raises:
-        IncompatibleError: The kernel does not tell; the cap cannot be enforced here.
+        IncompatibleError: The kernel does not report it; the cap cannot be enforced here.
     """
     try:
         with Path("/proc/self/status").open(encoding="ascii", errors="replace") as status:

@@ -46,7 +46,7 @@ _ASSUMED_CONTEXT_BYTES = 512 * 2**20
 #: Set by the actor under MPS, before CUDA starts.
 _MPS_LIMIT = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 
-#: What the growth of the card's use is believed to be a context.
+#: What the growth of the card's use is assumed to be a context.
 _LEAST_CONTEXT_BYTES = 64 * 2**20
 _LARGEST_CONTEXT_BYTES = 1024 * 2**20
 
@@ -76,8 +76,8 @@ class CudaDevice:
         threads = threads_for(spec.workers_on_host)
         torch.set_num_threads(threads)
         self._card = card
-        # Where the driver does not tell memory per process (WSL2, containers), the context is the growth of the card's
-        # use; without the lock seven workers that start together would charge each other.
+        # Where the driver does not report memory per process (WSL2, containers), the context is the growth of the
+        # card's use; without the lock, workers that start together would count each other's contexts.
         with alone_on(card):
             used_before_bytes = queries.card_used_bytes(card)
             properties = torch.cuda.get_device_properties(self.torch_device)
@@ -206,8 +206,8 @@ class CudaDevice:
     def _free_on_card_bytes(self) -> int:
         """Return what the card has free for this process.
 
-        CUDA tells a client of MPS that has a memory limit what is free below that limit, and nothing of the card: there
-        the driver is asked too, and the smaller one counts.
+        CUDA reports to a client of MPS that has a memory limit what is free below that limit, and nothing of the card:
+        there the driver is asked too, and the smaller one counts.
         """
         free_bytes = torch.cuda.mem_get_info(self.torch_device)[0]
         on_card_bytes = queries.card_free_bytes(self._card) if _MPS_LIMIT in os.environ else None

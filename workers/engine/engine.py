@@ -22,7 +22,7 @@ from workers.policy.base import Decision, Emergency, Event, Release, Run, StepOk
 from workers.settings import FailureKind, WorkerSpec
 from workers.workloads.base import StepResult
 
-#: How many probable out-of-memory errors in a row are believed. Their texts (cuBLAS, cuDNN) can also mean a bug of
+#: How many probable out-of-memory errors in a row are accepted. Their texts (cuBLAS, cuDNN) can also mean a bug of
 #: the workload, and shrinking does not cure a bug.
 MAX_PROBABLE_IN_A_ROW = 2
 
@@ -43,7 +43,7 @@ class Engine:
         """Work for about `directive.duration_s` and say how it went.
 
         Returns:
-            Always a report; its verdict says whether this process may go on.
+            Always a report; its verdict says whether this process may continue.
         """
         stats = SliceStats(slot=self._spec.slot, directive=directive)
         failure: Failure | None = None
@@ -170,7 +170,7 @@ def _work(session: Session, stats: SliceStats) -> None:
             decision = session.ask(replace(event, at_s=time.monotonic(), room_bytes=session.room_bytes_if_due()))
             if stats.remaining_s <= 0:
                 if isinstance(decision, Release):
-                    session.device.release()  # the next slice asks anew, and the policy counts this one as done
+                    session.device.release()  # the next slice asks again, and the policy counts this one as done
                 return
         else:
             decision = session.ask(event)
@@ -246,7 +246,7 @@ def _flop(result: object) -> float:
 
 
 def _note_change(session: Session, stats: SliceStats, run: Run) -> None:
-    """Tell of a step that is much smaller or larger than the last one told of. After a failure `backoff` tells it."""
+    """Write an event for a step much smaller or larger than the last one written. After a failure `backoff` says so."""
     told = session.told_run
     if told is None or run == told:
         session.told_run = run

@@ -81,10 +81,11 @@ def survive(session: Session, stats: SliceStats, run: Run, failure: Failure) -> 
 
 
 def prove_alive(session: Session, stats: SliceStats) -> None:
-    """Run the emergency product; a device that cannot do even that has poisoned this process."""
+    """Run the emergency product; a device that cannot do even that has corrupted this process's context."""
     failure = emergency_failure(session)
     if failure is not None and failure.kind in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
-        # The error of the step itself may have surfaced only here: flushed now, and not to be taken for a broken card.
+        # The error of the step itself may have surfaced only here: flushed now, and not to be mistaken for a broken
+        # card.
         session.device.release()
         failure = emergency_failure(session)
     if failure is not None:

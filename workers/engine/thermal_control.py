@@ -1,4 +1,4 @@
-"""The sensors of a worker's device, and how much of its time they leave it: the shell around the thermal governor.
+"""Connects the thermal governor to a worker: reads the sensors of its device, and keeps the resulting duty.
 
 Reads when a reading is due, asks the governor, keeps its answer, and tells of alarms and changed bands. Does not sleep
 (the engine does) and sets nothing on the card.

@@ -22,7 +22,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardFacts:
-    """One card, as its driver tells it."""
+    """One card, as its driver reports it."""
 
     index: int
     """In the order of the PCI bus."""

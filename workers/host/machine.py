@@ -120,7 +120,7 @@ def _version(distribution: str) -> str | None:
 
 
 def free_bytes(path: str) -> int | None:
-    """Return what is free on the disk that holds `path`, or would hold it; `None` if it does not tell."""
+    """Return what is free on the disk that holds `path`, or would hold it; `None` if it is unknown."""
     folder = Path(path).absolute()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent

@@ -1,4 +1,4 @@
-"""What was learned of a workload on a card, which worker may start from it, and what tells workloads apart.
+"""What was learned of a workload on a card, which worker may start from it, and what distinguishes workloads.
 
 Covers the values, their plain form and their matching. Does not cover storing them (`store.py`), nor how a policy uses
 one: it starts there and checks it with each step. Loads no torch: the head passes these values on, and the worker
@@ -25,13 +25,13 @@ _BUILT_IN: Final = "matmul"
 _BUILT_IN_MODULE: Final = "workers.workloads.matmul"
 _BUILT_IN_CLASS: Final = f"{_BUILT_IN_MODULE}:Matmul"
 
-#: Between a workload's name and what tells its versions apart; no name holds one.
+#: Between a workload's name and what distinguishes its versions; no name holds one.
 _MARK: Final = "@"
 
 #: Enough hexadecimal digits that no two versions of a file share them by chance.
 _HASH_DIGITS: Final = 12
 
-#: Characters of a name; the longest workload's has 255, and what tells its versions apart comes on top.
+#: Characters of a name; the longest workload's has 255, and what distinguishes its versions comes on top.
 TEXT_MOST: Final = 500
 
 _WHOLE_MOST: Final = 2**63 - 1
@@ -101,7 +101,7 @@ def is_about(limit: StoredLimit, *, card: str | None = None, workload: str | Non
 
 
 def workload_fingerprint(workload: str | Callable[..., object], **settings: Scalar) -> str:
-    """Return what tells this workload, as it is now, from others and from other versions of itself.
+    """Return what distinguishes this workload from others and from other versions of itself.
 
     Its name, then the product's version for `matmul`, or a hash of the source file of the user's module where that
     can be read: `mine.steps:Mlp@3f9a0c51d2e8`. What it imports from elsewhere is not looked at. Loads nothing.

@@ -20,7 +20,7 @@ class AgentClient:
     """An agent process that undoes everything as soon as this object's process is gone."""
 
     def __init__(self, orders: AgentOrders) -> None:
-        """Start the process; `outcome` waits until it has done what it was told.
+        """Start the process; `outcome` waits until it has carried out its orders.
 
         Raises:
             OSError: No process can be started here.

@@ -37,7 +37,7 @@ class JournalEntry:
     node: str
     pid: int
     started: str | None
-    """When the agent began, as `processes.start_time` tells it."""
+    """When the agent began, as `processes.start_time` reports it."""
     host: str
     """A home folder may be shared by machines."""
     nvml: str | None
@@ -119,7 +119,7 @@ def one_at_a_time(patience_s: float) -> Iterator[None]:
                 time.sleep(_LOOK_EVERY_S)
         yield
     finally:
-        os.close(descriptor)  # lets go of the lock: no child inherits it
+        os.close(descriptor)  # releases the lock: no child inherits it
 
 
 def _path(kept: JournalEntry) -> Path:

@@ -1,4 +1,4 @@
-"""NVIDIA's Multi-Process Service on this machine: whether it can work, its control daemon, and what a client is told.
+"""NVIDIA's Multi-Process Service on this machine: whether it can work, its control daemon, and what a client gets.
 
 Covers starting, asking and ending a control daemon by its own pipe directory and process id. Does not decide whether a
 run wants it. The commands and variables are those of docs.nvidia.com/deploy/mps.
@@ -42,7 +42,7 @@ _PROHIBITED: Final = 2
 
 _ANSWER_S: Final = 10.0
 _START_S: Final = 15.0
-#: A daemon that is told to quit waits for its clients; the workers of a run have been ended by then.
+#: A daemon that gets `quit` waits for its clients; the workers of a run have been ended by then.
 _QUIT_S: Final = 10.0
 _END_S: Final = 5.0
 _LOOK_EVERY_S: Final = 0.05
@@ -100,7 +100,7 @@ def obstacle(
         system: `sys.platform`.
         kernel: Release of the kernel.
         cards: Those the node lends to the cluster.
-        compute_modes: NVML's compute mode by the index of the card; `None` where it does not tell.
+        compute_modes: NVML's compute mode by the index of the card; `None` where it does not report it.
     """
     if "microsoft" in kernel.lower():
         return "MPS does not run under WSL2"

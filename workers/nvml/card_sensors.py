@@ -139,7 +139,7 @@ class CardSensors:
         return SensorReading(
             temperature_c=_scaled(temperature_c),
             margin_c=self._margin_c(temperature_c, slow),
-            memory_temperature_c=fields.get(_MEMORY_TEMPERATURE) or None,  # GeForce says 0 for "not told"
+            memory_temperature_c=fields.get(_MEMORY_TEMPERATURE) or None,  # GeForce says 0 for "not reported"
             power_w=_scaled(power_mw, 1e3),
             power_limit_w=slow.power_limit_w,
             sm_clock_mhz=self._ask("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_SM),
@@ -219,7 +219,7 @@ class CardSensors:
         return self._xid
 
     def _fields(self, *fields: int) -> dict[int, float]:
-        """Ask for field values in one call; those that are not told are missing."""
+        """Ask for field values in one call; those that are not reported are missing."""
         wanted = tuple(field for field in fields if ("field", field) not in self._never)
         told = {}
         for value in (self._ask("nvmlDeviceGetFieldValues", wanted) or ()) if wanted else ():

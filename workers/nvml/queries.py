@@ -28,7 +28,7 @@ _Question: TypeAlias = Callable[[Any], T | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardIdentity:
-    """One card of this machine, by what does not change while it runs. `None`: the card or its driver does not tell."""
+    """One card of this machine: what does not change while it runs. `None`: not reported by the card or its driver."""
 
     index: int
     """NVML's, in the order of the PCI bus; CUDA's too under CUDA_DEVICE_ORDER=PCI_BUS_ID."""
@@ -91,7 +91,7 @@ def process_used_bytes(card: str) -> int | None:
 
 
 def own_bytes(processes: Iterable[Any] | None) -> int | None:
-    """Find this process in one of NVML's lists of processes; `None` if it is not there or its memory is not told."""
+    """Find this process in one of NVML's lists of processes; `None` if it or its memory is not there."""
     for process in processes or ():
         if process.pid == os.getpid():
             used: int | None = process.usedGpuMemory
@@ -127,7 +127,7 @@ def used_bytes(handle: Any) -> int:  # noqa: ANN401 - nvidia-ml-py has no types
         handle: NVML's of the card; NVML has to be open.
 
     Raises:
-        pynvml.NVMLError: The card does not tell.
+        pynvml.NVMLError: The card does not report it.
     """
     try:
         return int(pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used)
@@ -143,7 +143,7 @@ def shown_bytes(handle: Any, total_bytes: int) -> int:  # noqa: ANN401 - nvidia-
 
     Args:
         handle: NVML's of the card; NVML has to be open.
-        total_bytes: As the first version tells it.
+        total_bytes: As the first version reports it.
     """
     try:
         reserved_bytes = int(pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).reserved)

@@ -63,7 +63,7 @@ class ThrottleWindow:
 
         Args:
             now_s: By any clock that does not go back.
-            bits: Sum of `Throttle` bits, `None` if they were not told.
+            bits: Sum of `Throttle` bits, `None` if they were not reported.
         """
         if bits is not None:
             self._samples.append((now_s, bool(bits & THROTTLE_ALARMS)))
@@ -106,12 +106,12 @@ class Sampler:
         return reading if reading.lost else replace(reading, throttle_pct=throttle_pct)
 
     def close(self) -> None:
-        """Let go of NVML."""
+        """Release NVML."""
         self._sensors.close()
 
 
 class ProcessorSensors:
-    """A computer without a card: the temperature of its processor, where the system tells."""
+    """A computer without a card: the temperature of its processor, where the system reports it."""
 
     def read(self, now_s: float) -> SensorReading:  # noqa: ARG002 - nothing here is asked more rarely
         """Look once."""
@@ -128,7 +128,7 @@ class ProcessorSensors:
 
 
 def package_reading(chips: Mapping[str, Sequence[Temperature]]) -> SensorReading:
-    """Choose the hottest processor package from all that a computer's sensors tell.
+    """Choose the hottest processor package from all that a computer's sensors report.
 
     Args:
         chips: What `psutil.sensors_temperatures` returns: sensors by the driver that reads them.

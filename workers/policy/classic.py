@@ -23,7 +23,7 @@ What was chosen where the guide says nothing:
   does not know, it is tried at every `PRESSURES_PER_BLIND_TRY`-th slice, because repeated failures do harm (under
   WSL2, to all programs).
 - The way back: one good step leaves the emergency, at the floor. Failures are kept, as the guide keeps them.
-- When to clean up after a failure: recovering from one has already released everything, so the count starts anew.
+- When to clean up after a failure: recovering from one has already released everything, so the count starts again.
 - A probable out-of-memory is treated as a definite one; the engine decides how many of those to accept.
 """
 

@@ -30,7 +30,7 @@ class OutOfBatchError(MemoryError, RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retry:
-    """What `on_retry` is told: an attempt ran out of memory, all was given back, and another one begins."""
+    """What `on_retry` gets: an attempt ran out of memory, all was given back, and another one begins."""
 
     batch_size: int
     """The one that failed."""

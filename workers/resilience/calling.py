@@ -56,7 +56,7 @@ def shape_of(function: Callable[..., object]) -> Shape:
     name = name_of(function)
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some functions of extension modules do not tell
+    except ValueError:  # some functions of extension modules have no signature
         return Shape(name=name)
     parameters = list(signature.parameters.values())
     positional = [each for each in parameters if each.kind in {each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD}]

@@ -136,7 +136,7 @@ def resilient(
     """Call `function` with the largest batch size that fits in memory.
 
     Each call begins with the size that experience allows: `starting_batch_size` at first, later what was learned. After
-    an out-of-memory everything is given back and the function is called anew, smaller, from its beginning, so it must
+    an out-of-memory everything is given back and the function is called again, smaller, from its beginning, so it must
     bear being called twice. Once memory is there again, later calls grow back. All other errors pass unchanged.
 
     Args:
@@ -146,12 +146,13 @@ def resilient(
         smallest_batch_size: If this one fails, so does the call.
         multiple_of: Sizes are multiples of this, apart from the two above.
         failures_per_minute: Never more failed attempts within any 60 s, over all calls, but for the last resort of
-            `max_wait_s`; a call that has to go on waits. Frequent failures are harmful under WSL2, and slow everywhere.
+            `max_wait_s`; a call that has to continue waits. Frequent failures are harmful under WSL2, and slow
+            everywhere.
         max_wait_s: How long one call waits in all, for that or for memory that others hold. When it is over, the
             smallest size is tried once in any case.
         remember: Begin with what an earlier run learned, and keep what this one learns, in this user's store
             (`workers.learned_limits.store`), under the function's name and source, or under this text.
-        on_retry: Is told of each failed attempt, when the next one begins. What it raises ends the call.
+        on_retry: Called for each failed attempt, when the next one begins. What it raises ends the call.
 
     Returns:
         The function without its batch size, with `batch_size` and `reset()`; see `Resilient`.

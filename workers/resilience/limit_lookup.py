@@ -20,7 +20,7 @@ import pynvml
 from workers.learned_limits.store import LimitStore
 from workers.settings import Learned, LimitKey, StoredLimit
 
-#: A function does not tell in which types it computes; its name has to stand for that.
+#: A function does not report the types in which it computes; its name stands for that.
 _ANY_DTYPE: Final = "any"
 
 #: A size that moved less than this is what is written already, and a write costs some milliseconds.

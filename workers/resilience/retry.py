@@ -37,7 +37,7 @@ MAX_PROBABLE_IN_A_ROW: Final = 2
 #: Each size twice, on the way from 2^31 down to 1 by halves. A watchdog: no course comes near it.
 _ATTEMPT_LIMIT: Final = 64
 
-#: How often a call that waits asks whether it may go on.
+#: How often a call that waits asks whether it may continue.
 _POLL_S: Final = 0.5
 
 _SIZES_TOLD: Final = 8
@@ -218,7 +218,7 @@ class _Course:
     waited_s: float = 0.0
 
     def believes(self, failure: Failure) -> bool:
-        """Count a failure; return whether it is to be taken for out-of-memory."""
+        """Count a failure; return whether it counts as out-of-memory."""
         self.probable_in_a_row = self.probable_in_a_row + 1 if failure.kind is FailureKind.PROBABLE else 0
         if failure.kind is FailureKind.PROBABLE:
             return self.probable_in_a_row <= MAX_PROBABLE_IN_A_ROW

@@ -1,6 +1,7 @@
 """When the next check is due, so that checks take about a given share of the time.
 
-Pure: it is told how long steps and checks took, and has no clock. Does not check anything and does not judge a check.
+Pure: it gets as arguments how long steps and checks took, and has no clock. Does not check anything and does not judge
+a check.
 """
 
 from __future__ import annotations

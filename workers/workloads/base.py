@@ -53,8 +53,8 @@ class Workload(ABC):
     def step(self, size: int, batch: int) -> StepResult | None:
         """Do one unit of work of about 0.1 to 1 s at this size and batch.
 
-        Called again after an out-of-memory, with the same numbers or smaller ones, and must then start afresh:
-        a step counts only when it returns. May raise whatever torch raises.
+        Called again after an out-of-memory, with the same numbers or smaller ones, and must then start from the
+        beginning: a step counts only when it returns. May raise whatever torch raises.
         """
 
     @abstractmethod

@@ -18,7 +18,7 @@ from orchestrator.core.chaos.state import (
 from orchestrator.core.slot import Phase, Slot
 from workers.messages import FaultKind, Report, Verdict
 
-#: Faults of single steps and checks: a report tells of them by its events.
+#: Faults of single steps and checks: reports name them by their events.
 _STEP_FAULTS = frozenset({FaultKind.OOM, FaultKind.RAISE, FaultKind.FLIP})
 
 
@@ -102,7 +102,7 @@ def _can_have_met(before: Slot, sent: Sent) -> bool:
 
 
 def _struck(book: ChaosState, before: Slot, sent: Sent, how: str, now_s: float) -> ChaosState:
-    """Note that the strike has struck, as far as the head can tell; a second death changes nothing."""
+    """Note that the fault has struck, as far as the head knows; a second death changes nothing."""
     if sent.last_heard_s is not None:
         return book
     last_heard_s = before.heard_at_s if before.heard_at_s is not None else now_s
@@ -138,7 +138,7 @@ def _given_up(book: ChaosState, after: Slot, now_s: float) -> ChaosState:
 
 
 def _step_faults(book: ChaosState, after: Slot, report: Report, *, given_up: bool, now_s: float) -> ChaosState:
-    """Enter the faults of single steps that a report tells of."""
+    """Record the faults of single steps that a report names."""
     if given_up:
         fate, became = FaultOutcome.GIVEN_UP, f"given up: {after.reason}"
     elif report.error is not None:

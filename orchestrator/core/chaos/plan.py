@@ -89,7 +89,7 @@ class ChaosPlan:
     random_nodes: RandomNodes | None = None
 
     def step_faults(self) -> StepFaults | None:
-        """What every worker is told; `None` if no fault of this plan happens inside a worker."""
+        """What every worker gets; `None` if no fault of this plan happens inside a worker."""
         return self.steps or (StepFaults(seed=self.seed) if self.strikes else None)
 
     def nodes_named(self) -> tuple[str, ...]:

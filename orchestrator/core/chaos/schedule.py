@@ -128,7 +128,7 @@ def _endable(book: ChaosState) -> tuple[str, ...]:
 
 
 def _due(book: ChaosState, targets: Sequence[str], slot: str, now_s: float) -> Clock | None:
-    """The clock whose due strike falls on this slot. Drawn anew when the targets change, so that none waits in vain."""
+    """The clock whose due strike falls on this slot. It draws again when the targets change, so no strike is lost."""
     for clock in book.clocks:
         if clock.kind is not FaultKind.NODE and now_s >= clock.at_s:
             drawn = chance(book.plan.seed, clock.kind, clock.count)

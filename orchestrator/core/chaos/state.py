@@ -29,7 +29,7 @@ class FaultOutcome(StrEnum):
 
     #: Under way.
     PENDING = "pending"
-    #: The process went on.
+    #: The process continued.
     SURVIVED = "survived"
     #: A fresh process reports, or all workers of a node do.
     RECOVERED = "recovered"

@@ -15,7 +15,7 @@ from typing import Final
 #: Looks that are taken into account. What has been free for so long may be promised.
 WINDOW_S: Final = 5.0
 
-#: Share of the card by which the bounds of a look may differ for it to be believed.
+#: Share of the card by which the bounds of a look may differ for it to be used.
 _CLEAR: Final = 0.01
 
 

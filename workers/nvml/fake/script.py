@@ -136,7 +136,7 @@ class FakeCard(_Model):
     slowdown_c: _Curve | None = None
     """Threshold of cards before Ada."""
     margin_c: _SignedCurve | None = None
-    """As NVML tells it on Ada and later: to the highest temperature that the card is meant to work at."""
+    """As NVML reports it on Ada and later: to the highest temperature that the card is meant to work at."""
     slowdown_tlimit_c: _SignedCurve | None = None
     """At which margin the hardware slows down, on Ada and later; negative."""
     memory_temperature_c: _Curve | None = None

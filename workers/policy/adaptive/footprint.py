@@ -25,7 +25,7 @@ _SPREAD_FOLLOW: Final = 0.03
 #: just cover it; a failure costs ten times what the rest of the margin does.
 _COVERS: Final = 2.5
 
-#: What is assumed of a workload that was never measured, and the least that is ever believed.
+#: What is assumed of a workload that was never measured, and the lower bound of the estimate.
 _FIRST_SPREAD: Final = 0.007
 _LEAST_SPREAD: Final = 0.0004
 
@@ -186,7 +186,7 @@ def measured(line: Footprint | None, x: float, peak_bytes: float, at_s: float) -
     stayed = x == line.here_x or (line.has_slope and abs(x - line.here_x) <= _SAME_PLACE * line.here_x)
     here_x, here_bytes = x, peak_bytes
     if stayed and not changed:
-        # Smoothed along the line, so that a place slightly larger is not taken for a larger need.
+        # Smoothed along the line, so that a place slightly larger is not mistaken for a larger need.
         along = line.here_bytes + line.unit_bytes * (x - line.here_x)
         follow = _FOLLOW if known is None else max(_FOLLOW, 1.0 / (known.steps + 1))
         here_bytes = max(1.0, along + follow * (peak_bytes - along))

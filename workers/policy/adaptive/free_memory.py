@@ -31,7 +31,7 @@ _SIGMA: Final = 1.25
 #: A sample this many mean misses below the level is no noise: memory was taken. Above it must be seen twice.
 _CUT: Final = 4.0
 
-#: Misses under this share are never taken for a cut.
+#: Misses under this share are never treated as a cut.
 _LEAST_CUT: Final = 0.03
 
 #: A level smoothed over this many samples or more is as good as it gets.
@@ -45,7 +45,8 @@ _MOST_RESERVE: Final = 8.0
 _RESERVE_PER_FAILURE: Final = 0.6
 _RESERVE_PER_SAMPLE: Final = 1.0 / 1200.0
 
-#: A sample this many mean misses above the level tells exact from noisy: used as it is, the step fails if it is noise.
+#: A sample this many mean misses above the level distinguishes exact from noisy: used as it is, the step fails if it is
+#: noise.
 _TELLING: Final = 1.5
 _TELLING_SAMPLES: Final = 4
 

@@ -80,7 +80,7 @@ def _filling(memory: MemorySettings, workload: WorkloadSpec, growth: Growth) -> 
 
 
 def _stepping(memory: MemorySettings, workload: WorkloadSpec, growth: Growth) -> Ladder:
-    """Rungs of steps: what does not move memory stays as asked; of two that do, the batch gives way first."""
+    """Rungs of steps: what does not move memory stays as asked; of two that do, the batch shrinks first."""
     sizes = [workload.size]
     if growth.size_power > 0:
         sizes = [*_spread(min(memory.size_floor, workload.size), workload.size, TILE)]
@@ -90,7 +90,7 @@ def _stepping(memory: MemorySettings, workload: WorkloadSpec, growth: Growth) ->
     path = [(size, batches[0]) for size in sizes] + [(sizes[-1], batch) for batch in batches[1:]]
     # Of two that take the same the larger.
     steps = {_units(size, batch, growth): Run(size=size, batch=batch) for size, batch in path}
-    # The smallest batch at the full size: a change of size makes most workloads build their model anew.
+    # The smallest batch at the full size: a change of size makes most workloads rebuild their model.
     first = _units(sizes[-1], batches[0], growth) if len(batches) > 1 else None
     return Ladder(units=tuple(steps), run=steps.__getitem__, first=first)
 

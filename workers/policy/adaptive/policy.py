@@ -22,7 +22,7 @@ from workers.policy.base import Decision, Emergency, Event, Growth, Pressure, Re
 from workers.settings import Learned, MemorySettings, Scalar, WorkloadSpec
 from workers.units import MIB
 
-#: A workload that fills its claim grows only by so much: it writes all of its memory anew.
+#: A workload that fills its claim grows only by so much: it writes all of its memory again.
 _WORTH_REFILLING: Final = 0.01
 
 #: How far what was obtained in one block may be from what a step then takes, on average.
@@ -105,7 +105,7 @@ class AdaptivePolicy:
         return sizer.learned_of(state.sizer)
 
     def dump(self, state: AdaptiveState) -> dict[str, Scalar]:
-        """Return what a new process in the same slot needs, without times: its clock starts anew."""
+        """Return what a new process in the same slot needs, without times: its clock starts again."""
         size, line = state.sizer.bracket.good, state.sizer.line
         return {
             "policy": self.name,

@@ -46,7 +46,7 @@ _PROMISED_WHILE_COOLING: Final = 0.8
 #: A sample that has not come by then will not come.
 _SAMPLE_DUE_S: Final = 5.0
 
-#: Unexplained failures after which a signal is not believed.
+#: Unexplained failures after which a signal is ignored.
 _DOUBTS: Final = 2
 
 #: A step this close to what was promised, or this far above it, says whether the signal is right.
@@ -56,7 +56,7 @@ _ABOVE: Final = 1.1
 #: A signal that has not been heard for so long is gone.
 _SIGNAL_LOST_S: Final = 30.0
 
-#: A signal that says so many times what contradicted it last says something new: it is believed again, and no size is
+#: A signal that reports so many times the bytes of the last contradiction has changed: it is used again, and no size is
 #: known to be bad any more.
 _FAR_MORE: Final = 1.25
 
@@ -251,7 +251,7 @@ def _sampled(state: Sizer, bounds: Bounds, event: Asked) -> Sizer:
         return _judged(state, bounds)
     if state.contradicted_bytes is None or level.likely_bytes <= _FAR_MORE * state.contradicted_bytes:
         return state
-    doubts = min(state.doubts, _DOUBTS - 1)  # not believed then, but it says something else now
+    doubts = min(state.doubts, _DOUBTS - 1)  # it was ignored, but it reports something else now
     return replace(state, bracket=brackets.forgiven(state.bracket), contradicted_bytes=None, doubts=doubts)
 
 

@@ -9,7 +9,7 @@ Theory:
   the device is busy for 1 − Π(1 − duty) of the time when they fill each other's gaps, for their mean when they do
   not. From one worker to seven, the heat that a change of duty makes differs by a factor of 25; the heat that a
   *relative* change makes differs by 5. One gain then fits all, without knowing who else is there, and workers
-  that share a card give way in proportion.
+  that share a card shrink in proportion.
 - Why increments. Each reading adds to the duty; the bounds clip the sum, so that nothing is left to unwind when a
   card that was cool for an hour gets hot.
 - Gain and time. The gain is low enough for a card that answers within 10 s through a sensor that lags by 3 s; the
@@ -17,7 +17,7 @@ Theory:
   (1 + K·k) / (2·√(T·K·k / Ti)), which is above 0.7 for K of 14 to 66 C, T of 10 to 200 s.)
 - What a constant gain cannot do is done by three one-sided terms, none of which moves in the steady state: two brakes
   look ahead along the slope and act when that ends above the ceiling; growth acts when it ends below the hot band.
-- The aim is a margin below the ceiling. Sensors tell whole degrees, so a margin of 1.5 C keeps the reading flickering
+- The aim is a margin below the ceiling. Sensors report whole degrees, so a margin of 1.5 C keeps the reading flickering
   between two values of which neither is the ceiling; the more single readings stand out, the wider the margin.
 
 Each term falls, or stays, when the newest reading is higher: for equal history the duty is monotone in it.
@@ -41,7 +41,7 @@ _SLOW_SLOPE_S: Final = 15.0
 #: The brakes: how far they look ahead, and how hard they act for each degree above the ceiling there.
 _NEAR_S: Final = 6.0
 _NEAR_PER_C_S: Final = 0.03
-#: Half the quantum of a sensor that tells whole degrees.
+#: Half the quantum of a sensor that reports whole degrees.
 _HALF_DEGREE_C: Final = 0.5
 _FAR_S: Final = 60.0
 _FAR_PER_C_S: Final = 0.009
@@ -154,8 +154,8 @@ def lowered(state: DutyState, bounds: DutyBounds) -> DutyState:
 def restarted(state: DutyState, bounds: DutyBounds) -> DutyState:
     """Return the state of one that begins at the smallest duty on a hot card, and grows back to what it had.
 
-    For a worker whose neighbours on the card went on while it was paused, and took its share: they give way slowly,
-    as the temperature tells them.
+    For a worker whose neighbours on the card continued while it was paused, and took its share: they reduce their duty
+    slowly, as the temperature changes.
     """
     return replace(state, log_duty=math.log(bounds.smallest_duty), back_to_log_duty=state.log_duty)
 

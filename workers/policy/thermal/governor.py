@@ -82,7 +82,7 @@ class ThermalState:
     duty: DutyState = field(default_factory=DutyState)
     alarms: AlarmState = field(default_factory=AlarmState)
     temperature_c: float | None = None
-    """The last one told, for as long as it is believed."""
+    """The last reading, for as long as it is valid."""
     told_at_s: float | None = None
     """When that was."""
     critical_at_s: float = -math.inf
