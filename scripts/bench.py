@@ -157,6 +157,7 @@ VERBS: Mapping[str, tuple[str, str, Mapping[str, Option]]] = {
             "workers": Option([10, 100, 1000], "how many, one row each", _count, many=True),
             "warm-up-s": Option(20.0, "before the window"),
             "window-s": Option(15.0, "of each figure"),
+            "jump": Option(default=False, text="let the clock jump instead of waiting"),
         },
     ),
     "policy": (

@@ -6,8 +6,10 @@ likely cause is the card, its driver, its power or its cable, and one message is
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import Phase, Rules, Slot
 
 #: Deaths within the window that make a worker count as one that keeps dying. Two may be a coincidence of all workers
@@ -16,6 +18,17 @@ _DEATHS = 3
 
 #: With one worker on a card, a faulty card cannot be distinguished from a faulty worker.
 _LEAST_WORKERS = 2
+
+
+def by_card(plans: Mapping[str, SlotPlan], slots: Mapping[str, Slot]) -> dict[str, list[Slot]]:
+    """Return each card, as a person would call it, with the slots on it; where none is known, the node's."""
+    cards: defaultdict[str, list[Slot]] = defaultdict(list)
+    for name, plan in plans.items():
+        device = slots[name].device
+        known = device is not None and device.uuid is not None
+        card = f"{device.name} ({device.uuid})" if device is not None and known else plan.gpu or "card"
+        cards[f"{plan.spec.node}'s {card}"].append(slots[name])
+    return dict(cards)
 
 
 def condemned(cards: Mapping[str, Sequence[Slot]], now_s: float, rules: Rules) -> dict[str, str]:

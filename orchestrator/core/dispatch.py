@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from orchestrator.core import step_accounting
 from orchestrator.core.leak_detector import NO_WATCH
-from orchestrator.core.slot import Command, Flight, Moment, Phase, Slot, Submit, Transition
+from orchestrator.core.slot import Command, Flight, Moment, Phase, Rules, Slot, Submit, Transition
 
 #: Slices under way in a working slot.
 _PIPELINE = 2
@@ -49,11 +49,33 @@ def fill(slot: Slot, moment: Moment) -> Transition:
 
 def overdue_s(slot: Slot, moment: Moment) -> float:
     """Return the seconds since the running slice should have ended; negative while it need not have."""
+    should_end_s = _should_end_s(slot)
+    return 0.0 if should_end_s is None else moment.now_s - should_end_s
+
+
+def due_at_s(slot: Slot, rules: Rules) -> float | None:
+    """Return when (monotonic seconds) a `Tick` may first change the slot; `None` while none can.
+
+    A report moves the moment to later and never to earlier, except the first report of a process.
+    """
+    if slot.phase is Phase.PAUSING:
+        return slot.wake_at_s
+    should_end_s = _should_end_s(slot) if slot.phase is Phase.WORKING else None
+    if should_end_s is None:
+        return None
+    return should_end_s + (min(rules.stale_after_s, rules.hang_timeout_s) if slot.proven else rules.start_timeout_s)
+
+
+def _should_end_s(slot: Slot) -> float | None:
+    """Return when the running slice should end; `None` if none is under way."""
     if not slot.in_flight:
-        return 0.0
+        return None
     running = slot.in_flight[0]
-    began_s = max(running.submitted_at_s, slot.heard_at_s if slot.heard_at_s is not None else 0.0)
-    return moment.now_s - began_s - running.duration_s
+    heard_at_s = slot.heard_at_s
+    began_s = running.submitted_at_s
+    if heard_at_s is not None and heard_at_s > began_s:
+        began_s = heard_at_s
+    return began_s + running.duration_s
 
 
 def _send(slot: Slot, duration_s: float, moment: Moment) -> tuple[Slot, Submit]:

@@ -8,15 +8,12 @@ begins to count and when it ends. One thread, no callbacks.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from orchestrator.config.schema import Config
-from orchestrator.core import circuit_breaker, lifecycle, membership
+from orchestrator.core import circuit_breaker, dispatch, lifecycle
 from orchestrator.core import slot as slots
-from orchestrator.core.fleet import Fleet, NodeFact, SliceEnded, SliceFailed, SliceFailure, SliceReported
-from orchestrator.core.membership import NodeBook
+from orchestrator.core.fleet import Fleet, SliceEnded, SliceFailed, SliceFailure, SliceReported
 from orchestrator.core.memory_broker.broker import MemoryBroker
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import Phase, Slot
@@ -24,19 +21,26 @@ from orchestrator.errors import PreflightError
 from orchestrator.run.clock import Clock, SystemClock
 from orchestrator.run.fault_injection import FaultInjector
 from orchestrator.run.learned_limits import LearnedLimits
+from orchestrator.run.node_watch import NodeWatch
 from orchestrator.run.run_info import RunInfo, rules_of
 from orchestrator.run.snapshot import Meter, record, row
+from orchestrator.run.timers import Timers
 from orchestrator.watch.model import Snapshot
 from orchestrator.watch.sinks import Outlets
 from workers.messages import Directive, ProcessFault, Report
 
 #: How long one wait for a report may last: the patience of Ctrl-C and of every timer.
 _POLL_S = 0.1
+
+#: A turn begins so much later than the one before for each slot: what many workers report meanwhile is written in one
+#: transaction. No worker waits for it: it has another slice queued.
+_TURN_S_PER_SLOT = 50e-6
+_TURN_MOST_S = 0.05
+
+#: A slice that is overdue is looked at again after so long: its reason counts the seconds.
+_LOOK_AGAIN_S = 0.2
 _NODES_EVERY_S = 1.0
 _SNAPSHOT_EVERY_S = 0.25
-
-#: A node whose worker reported so lately is there. Short enough for a lost node to be seen within 10 s.
-_HEARD_WITHIN_S = 3.0
 
 #: A look at the clock that comes so late means that this process was suspended; for so long afterwards no timer counts.
 _SUSPENDED_S = 3.0
@@ -94,10 +98,16 @@ class Supervisor:
         self._rules = rules_of(config, info.past)
         self._slots = {name: info.past.slots.get(name, Slot(slot=name)) for name in self._plans}
         self._meters = {name: Meter() for name in self._plans}
-        self._nodes = NodeBook()
+        self._nodes = NodeWatch(config, plans, outlets.events)
         self._broker = MemoryBroker(self._plans)
         self._outbox: list[tuple[str, slots.Command]] = []
-        self._changed: set[str] = set(self._plans)
+        self._changed: dict[str, None] = dict.fromkeys(self._plans)
+        """In the order of their changes; at first in that of the plan."""
+        self._timers = Timers()
+        self._turn_s = min(_TURN_MOST_S, _TURN_S_PER_SLOT * len(self._plans), self._rules.slice_s / 10)
+        self._turn_at_s = float("-inf")
+        self._cards_wait = False
+        """Whether a slot changed in a way that may make its card one to give up."""
         self._unexplained: dict[str, float] = {}
         """Slots whose process has ended for an unknown reason -> until when to ask."""
         self._began_s = self._looked_at_s = self._clock.monotonic_s()
@@ -139,9 +149,9 @@ class Supervisor:
             elapsed_s=min(elapsed_s, self._info.duration_s),
             duration_s=self._info.duration_s,
             nodes_planned=tuple(self._config.nodes),
-            nodes_seen=tuple(name for name in self._config.nodes if name in self._nodes.present),
+            nodes_seen=self._nodes.seen(),
             rows=tuple(row(plan, self._slots[name], self._meters[name], now_s) for name, plan in self._plans.items()),
-            notices=(*membership.notices(self._nodes, self._config), *self._outlets.problems),
+            notices=(*self._nodes.notices(), *self._outlets.problems),
             restart_count=sum(slot.restarts for slot in self._slots.values()),
             steps_lost_upper_bound=sum(slot.steps_lost_upper_bound for slot in self._slots.values()),
         )
@@ -157,10 +167,11 @@ class Supervisor:
         now_s = self._clock.monotonic_s()
         if now_s - self._nodes_at_s >= _NODES_EVERY_S:
             self._nodes_at_s = now_s
-            self._watch_nodes(self._fleet.nodes())
+            for node, event in self._nodes.look(self._fleet.nodes(), self._slots, now_s):
+                for name in self._nodes.slots[node]:
+                    self._feed(name, event)
             self._ask_why(now_s)
-        for ended in self._fleet.wait(_POLL_S):
-            self._take(ended)
+        self._hear()
         self._tick()
         self._spare_sick_cards(now_s)
         self._begin_counting()
@@ -171,8 +182,17 @@ class Supervisor:
             self._clock.sleep(_POLL_S)  # nothing is under way, so the next wait would come back at once
         self._show()
 
+    def _hear(self) -> None:
+        """Take in what the slices bring that have ended since the last turn."""
+        rest_s = self._turn_at_s + self._turn_s - self._clock.monotonic_s()
+        if rest_s > 0:
+            self._clock.sleep(rest_s)
+        self._turn_at_s = self._clock.monotonic_s()
+        for ended in self._fleet.wait(_POLL_S):
+            self._take(ended)
+
     def _tick(self) -> None:
-        """Let every slot's timers see the clock, unless this process has just stood still.
+        """Let the slots whose time has come see the clock, unless this process has just stood still.
 
         Then it was not the workers that were late, and what they reported meanwhile must come in first. The same look
         at the clock judges the gap and the timers: a stop between two looks would be charged to the workers.
@@ -182,17 +202,18 @@ class Supervisor:
             self._ticks_from_s = now_s + _CATCH_UP_S
         self._looked_at_s = now_s
         if now_s >= self._ticks_from_s:
-            for name in self._slots:
+            for name in self._timers.due(now_s):
                 self._feed(name, slots.Tick(), now_s)
+                due_at_s = dispatch.due_at_s(self._slots[name], self._rules)
+                if due_at_s is not None:
+                    self._timers.set(name, due_at_s if due_at_s > now_s else now_s + _LOOK_AGAIN_S)
 
     def _send_out(self) -> None:
         """Write down what has changed, then perform what follows from it."""
         if self._changed:
             now_s = self._clock.monotonic_s()
             self._outlets.store.slots(
-                record(plan, self._slots[name], self._meters[name], now_s)
-                for name, plan in self._plans.items()
-                if name in self._changed
+                record(self._plans[name], self._slots[name], self._meters[name], now_s) for name in self._changed
             )
             self._changed.clear()
         for name, lease_bytes in self._broker.look(self._slots, self._clock.monotonic_s()).items():
@@ -230,23 +251,6 @@ class Supervisor:
                 self._injector.begin(now_s, self._ends_at_s)
             self._outlets.events.write("counting", duration_s=remaining_s, startup_s=now_s - self._began_s)
 
-    def _watch_nodes(self, facts: Sequence[NodeFact]) -> None:
-        # Workers outlive their raylet for some seconds, so a report overrules silence and not a refusal.
-        seen = [
-            replace(fact, answers=fact.answers or (not fact.refuses and self._is_heard(fact.name))) for fact in facts
-        ]
-        self._nodes, happened = membership.looked(self._nodes, self._config, seen)
-        for node, event in happened:
-            match event:
-                case slots.NodeJoined():
-                    self._outlets.events.write("node_joined", node=node, node_id=self._nodes.present[node])
-                case slots.NodeLeft(reason=reason):
-                    self._outlets.events.write("node_left", node=node, reason=reason)
-                case slots.NodeRefused(reason=reason):
-                    self._outlets.events.write("node_refused", node=node, reason=reason)
-            for name in self._on_node(node):
-                self._feed(name, event)
-
     def _ask_why(self, now_s: float) -> None:
         """Ask why processes have ended; the cluster finds out a little later than we do."""
         for name, until_s in list(self._unexplained.items()):
@@ -257,22 +261,12 @@ class Supervisor:
             if cause is not None or now_s > until_s:
                 del self._unexplained[name]
 
-    def _is_heard(self, node: str | None) -> bool:
-        """Whether a worker on the node has just reported: then it is there, whatever keeps us from knocking."""
-        since_s = self._clock.monotonic_s() - _HEARD_WITHIN_S
-        heard = [self._slots[name].heard_at_s for name in self._on_node(node)] if node is not None else []
-        return any(at_s is not None and at_s > since_s for at_s in heard)
-
-    def _on_node(self, node: str) -> list[str]:
-        return [name for name, plan in self._plans.items() if plan.spec.node == node]
-
     def _spare_sick_cards(self, now_s: float) -> None:
         """Give up a card on which every worker keeps dying, with one message."""
-        if not self._changed:
+        if not self._cards_wait:
             return
-        cards: defaultdict[str, list[Slot]] = defaultdict(list)
-        for name, plan in self._plans.items():
-            cards[_card(plan, self._slots[name])].append(self._slots[name])
+        self._cards_wait = False
+        cards = circuit_breaker.by_card(self._plans, self._slots)
         for card, reason in circuit_breaker.condemned(cards, now_s, self._rules).items():
             self._outlets.events.write("card_quarantined", card=card, reason=reason)
             for slot in cards[card]:
@@ -317,7 +311,11 @@ class Supervisor:
         if after.restarts > before.restarts:
             self._unexplained[name] = now_s + _EXPLAIN_WITHIN_S
         self._slots[name] = after
-        self._changed.add(name)
+        self._changed[name] = None
+        # A report moves a deadline to later, which the timer finds out when it is due.
+        if after.phase is not before.phase or after.proven is not before.proven or after.wake_at_s != before.wake_at_s:
+            self._timers.set(name, dispatch.due_at_s(after, self._rules))
+            self._cards_wait = True
         for command in commands:
             match command:
                 case slots.Accept(report=report):
@@ -368,8 +366,7 @@ class Supervisor:
         # One slice may just have begun, with another behind it.
         deadline_s = self._clock.monotonic_s() + 2 * self._rules.slice_s + self._config.run.stop_grace_s
         while self._slots_busy() and self._clock.monotonic_s() < deadline_s:
-            for ended in self._fleet.wait(_POLL_S):
-                self._take(ended)
+            self._hear()
             self._send_out()
             self._show()
         self._close()
@@ -380,11 +377,3 @@ class Supervisor:
             self._feed(name, slots.Close())
         if self._injector is not None:
             self._injector.close(self._clock.monotonic_s())
-
-
-def _card(plan: SlotPlan, slot: Slot) -> str:
-    """Return the slot's card as a person would call it, as far as it is known; on a node without cards, the node."""
-    device = slot.device
-    if device is None or device.uuid is None:
-        return f"{plan.spec.node}'s {plan.gpu or 'card'}"
-    return f"{plan.spec.node}'s {device.name} ({device.uuid})"
