@@ -145,6 +145,30 @@ def test_with_json_any_failure_is_one_object_on_standard_output(arguments: list[
     assert "Traceback" not in done.stderr
 
 
+#: The product with one verb more, which has a defect.
+_WITH_A_DEFECT = """
+import sys
+from orchestrator.cli.app import app
+from orchestrator.cli.main import main
+
+@app.command()
+def fail(json: bool = False) -> None:
+    raise RuntimeError("a bug of ours")
+
+sys.argv[0] = "orchestrator"
+main()
+"""
+
+
+def test_a_defect_is_told_with_its_traceback_and_in_one_sentence() -> None:
+    command = [sys.executable, "-c", _WITH_A_DEFECT, "fail", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    found = only_object(done.stdout)
+    assert (done.returncode, found["exit_code"], found["outcome"]) == (1, 1, "failed")
+    assert found["error"] == "internal error, please report it: RuntimeError: a bug of ours"
+    assert done.stderr.strip().splitlines()[-1] == "RuntimeError: a bug of ours"
+
+
 def test_json_without_a_verb_is_one_object_too() -> None:
     done = orchestrator("--json")
     assert done.returncode == 2

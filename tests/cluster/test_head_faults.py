@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -182,49 +181,6 @@ def test_faults_that_cannot_be_injected_are_refused_before_anything_starts(
     assert code == 2, out + err
     assert sentence in json.loads(out)["error"]
     assert not head.runs.exists()
-
-
-def test_a_head_that_was_stopped_for_longer_than_the_hang_timeout_kills_nobody(start: Starter) -> None:
-    patience = ("--set", "run.hang_timeout_s=5", "--set", "run.stale_after_s=3", "--set", "run.slice_s=0.5")
-    head = start("--rehearse", "--duration", "18s", "--json", *ONE_EACH, *patience)
-    stored_when(head, 2.0)
-    head.process.send_signal(signal.SIGSTOP)
-    time.sleep(9)  # as a laptop's lid would: the workers wait for more work, and the clock goes on
-    head.process.send_signal(signal.SIGCONT)
-    code, out, err = head.finish()
-    assert code == 0, out + err
-    summary = json.loads(out)
-    assert summary["restart_count"] == 0
-    assert [row["state"] for row in summary["workers"]] == ["RUNNING", "RUNNING"]
-    assert not [event for event in head.events() if event["event"] in {"node_left", "slice_failed"}]
-
-
-#: Fails once the run has counted for three seconds, with slices under way.
-_FAILING = """
-import time
-import orchestrator.run.supervisor as s
-real = s.Supervisor._turn
-def failing(self):
-    real(self)
-    if self._counting_since_s is not None and time.monotonic() - self._counting_since_s > 3:
-        raise RuntimeError("a bug of ours")
-s.Supervisor._turn = failing
-"""
-
-
-def test_what_was_under_way_when_the_head_failed_is_lost_and_said_so(start: Starter, short_tmp: Path) -> None:
-    (short_tmp / "sitecustomize.py").write_text(_FAILING)
-    head = start("--rehearse", "--duration", "60s", "--json", *ONE_EACH, environment={"PYTHONPATH": str(short_tmp)})
-    code, out, _ = head.finish()
-    assert code == 1
-    assert "a bug of ours" in json.loads(out)["error"]
-    left = read_run(head.folder())
-    assert (left.outcome, left.exit_code) == ("failed", 1)
-    assert [record.steps_at_risk for record in left.slots] == [0, 0]
-    lost = [record.counters["steps_lost_upper_bound"] for record in left.slots]
-    assert all(steps > 0 for steps in lost)
-    assert head.summary()["steps_lost_upper_bound"] == sum(lost) == left.snapshot().steps_lost_upper_bound
-    assert left.remaining_s > 50
 
 
 def test_a_run_of_the_version_before_the_layers_is_brought_to_its_end(start: Starter, tmp_path: Path) -> None:

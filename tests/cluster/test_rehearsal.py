@@ -142,55 +142,6 @@ def test_a_head_that_is_killed_takes_everything_with_it(start: Starter) -> None:
     wait_for(lambda: not list(head.runs.parent.glob("orch-*")), 10, "removal of the rehearsal's folder")
 
 
-def test_an_exception_in_the_head_leaves_nothing(start: Starter, short_tmp: Path) -> None:
-    breaking = short_tmp / "sitecustomize.py"
-    breaking.write_text(
-        "import orchestrator.run.supervisor as s\n"
-        "def broken(self): raise RuntimeError('a bug of ours')\n"
-        "s.Supervisor._begin_counting = broken\n"
-    )
-    head = start("--rehearse", "--duration", "10", "--json", *SMALL, environment={"PYTHONPATH": str(short_tmp)})
-    code, out, err = head.finish()
-    assert code == 1
-    assert json.loads(out)["outcome"] == "failed"
-    assert "a bug of ours" in json.loads(out)["error"]
-    assert "RuntimeError" in err  # the traceback, for the report
-
-
-def test_a_users_workload_runs_and_its_errors_are_quarantined(start: Starter, short_tmp: Path) -> None:
-    (short_tmp / "mine.py").write_text(
-        "import os, torch\n"
-        "from workers.workloads.base import StepResult, Workload\n"
-        "class Fine(Workload):\n"
-        "    def step(self, size, batch):\n"
-        "        torch.ones(size, size) @ torch.ones(size, size)\n"
-        "        return StepResult(flop=2.0 * size**3)\n"
-        "    def release(self): pass\n"
-        "class Faulty(Fine):\n"
-        "    def step(self, size, batch):\n"
-        "        raise ValueError('no such column')\n"
-    )
-    small = ("--rehearse", "--json", "--set", "nodes.pc1.workers=1", "--set", "nodes.pc2.workers=1")
-    fine = start(*small, "--duration", "3s", "--workload", "mine:Fine", cwd=short_tmp)
-    code, out, err = fine.finish()
-    assert code == 0, out + err
-    assert all(row["steps_ok"] > 0 for row in json.loads(out)["workers"])
-
-    faulty = start(*small, "--duration", "30s", "--workload", "mine:Faulty", cwd=short_tmp)
-    code, out, err = faulty.finish()
-    assert code == 1
-    for row in json.loads(out)["workers"]:
-        assert row["state"] == "QUARANTINED"
-        assert "no such column" in row["reason"]
-    tracebacks = [event["traceback"] for event in faulty.events() if event["event"] == "workload_error"]
-    assert any("raise ValueError" in text for text in tracebacks)
-
-    missing = start(*small, "--duration", "30s", "--workload", "nowhere:Nothing", cwd=short_tmp)
-    code, out, err = missing.finish()
-    assert code == 3
-    assert "nowhere" in json.loads(out)["error"]
-
-
 #: The first worker to come past a marker meets a fault there, once.
 _FAULTY = """
 import os, time, torch

@@ -76,17 +76,6 @@ class BySlot(Fine):
             os._exit(3)
 
 
-class NeverOnTheSecond(Fine):
-    def fail(self, seed):
-        if seed >= 1:
-            os._exit(3)
-
-
-class Unbuildable(Fine):
-    def __init__(self, context):
-        raise KeyError("no such column")
-
-
 class Greedy(Fine):
     def fail(self, seed):
         if seed == 0 and self.steps == 20 and once("greedy"):
@@ -143,41 +132,6 @@ def test_crashed_and_leaking_workers_are_replaced_and_a_card_on_which_all_die_is
         assert rows[slot]["reason"] == condemned["reason"]
         assert rows[slot]["restarts"] >= 3
     assert slightly["reason"].startswith("LEAK: its memory grew by")
-
-
-def test_a_card_on_which_no_worker_survives_its_first_step_is_given_up_and_the_other_goes_on(
-    start: Starter, short_tmp: Path
-) -> None:
-    write_faults(short_tmp)
-    slots = ("--set", "nodes.pc1.workers=1", "--set", "nodes.pc2.workers=2")
-    patience = ("--set", "run.start_timeout_s=30")
-    workload = ("--workload", "faults:NeverOnTheSecond", "--duration", "3s")
-    head = start("--rehearse", "--json", *workload, *slots, *patience, cwd=short_tmp)
-    code, out, err = head.finish()
-    assert code == 1, out + err
-    rows = {row["slot"]: row for row in json.loads(out)["workers"]}
-    assert rows["pc1/0"]["state"] == "RUNNING"
-    assert rows["pc1/0"]["restarts"] == 0
-    assert rows["pc1/0"]["steps_ok"] > 0
-    for slot in ("pc2/0", "pc2/1"):
-        assert rows[slot]["state"] == "QUARANTINED"
-        assert rows[slot]["restarts"] >= 3
-    (condemned,) = [event for event in head.events() if event["event"] == "card_quarantined"]
-    assert rows["pc2/0"]["reason"] == rows["pc2/1"]["reason"] == condemned["reason"]
-
-
-def test_a_workload_whose_constructor_raises_ends_the_run_with_a_sentence(start: Starter, short_tmp: Path) -> None:
-    write_faults(short_tmp)
-    slots = ("--set", "nodes.pc1.workers=1", "--set", "nodes.pc2.workers=1")
-    head = start("--rehearse", "--duration", "30s", "--workload", "faults:Unbuildable", *slots, cwd=short_tmp)
-    code, out, err = head.finish()
-    assert code == 3, out + err
-    sentence = err.strip().splitlines()[-1]
-    assert "cannot start: KeyError: " in sentence
-    assert "no such column" in sentence
-    assert "Traceback" not in out + err
-    assert head.summary()["outcome"] == "failed"
-    assert sentence in head.summary()["error"]
 
 
 @pytest.mark.alone(free_ram_gib=10.0)

@@ -77,9 +77,10 @@ def test_a_worker_that_keeps_dying_is_given_up_and_the_others_go_on(new_run: Run
     assert run.events("card_quarantined") == []
 
 
-def test_a_card_on_which_all_workers_die_is_given_up_with_one_message(new_run: RunMaker) -> None:
+@pytest.mark.parametrize("after_s", [0, 10], ids=["from the beginning", "after good work"])
+def test_a_card_on_which_all_workers_die_is_given_up_with_one_message(new_run: RunMaker, after_s: float) -> None:
     run = new_run(pc2=2, duration="60s", max_deaths=6)
-    run.fleet.at(10, lambda: run.fleet.dies_at_once.update(("pc2/0", "pc2/1")))
+    run.fleet.at(after_s, lambda: run.fleet.dies_at_once.update(("pc2/0", "pc2/1")))
     rows = run.finish()
     (given_up,) = run.events("card_quarantined")
     assert given_up["card"].startswith("pc2's ")

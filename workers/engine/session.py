@@ -117,7 +117,9 @@ class Session:
         learned = self.policy.learned(self.state)
         if learned is None:
             return None
-        return StoredLimit(key=self.key, learned=learned, peak_bytes=peak_bytes, learned_at_unix_s=time.time())
+        # 0 is no measurement: what small tensors take was in the process's memory before.
+        known_bytes = peak_bytes or None
+        return StoredLimit(key=self.key, learned=learned, peak_bytes=known_bytes, learned_at_unix_s=time.time())
 
     def ask(self, event: Event) -> Decision:
         """Tell the policy what happened, and return what it wants next."""

@@ -1,0 +1,163 @@
+"""A run from its arguments to its exit code with a user's workload that fails, in one process and without Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.watch.archive import read_run
+from tests.fork_server import ForkServer
+
+ROOT = Path(__file__).parents[2]
+
+WORKLOADS = """
+import torch
+from workers.workloads.base import StepResult, Workload
+
+class Fine(Workload):
+    def step(self, size, batch):
+        torch.ones(64, 64) @ torch.ones(64, 64)
+        return StepResult(flop=2.0 * 64**3)
+
+    def release(self):
+        pass
+
+class Faulty(Fine):
+    def step(self, size, batch):
+        raise ValueError("no such column")
+
+class Unbuildable(Fine):
+    def __init__(self, context):
+        raise KeyError("no such file")
+"""
+
+#: What a user types.
+COMMAND = """
+import sys, warnings
+warnings.simplefilter("ignore")
+sys.path[:0] = ["", sys.argv.pop(1)]
+from orchestrator.cli.main import main
+main()
+"""
+
+#: The same by hand, with a watcher that has a defect.
+WITH_A_DEFECT = """
+import sys, warnings
+warnings.simplefilter("ignore")
+sys.path[:0] = ["", sys.argv.pop(1)]
+from orchestrator.config.load import load_config
+from orchestrator.run.environment import in_this_process
+from orchestrator.run.runner import Options, run
+
+class Defect:
+    def update(self, snapshot):
+        if snapshot.rows[0].counts.steps_ok > 20:
+            raise RuntimeError("a bug of ours")
+
+    def close(self, snapshot):
+        pass
+
+config, runs = sys.argv[1:]
+overrides = [f"run.dir={runs}", "run.duration=60s", "run.slice_s=0.2", "workload.name=mine:Fine"]
+options = Options(json=False, plain=True, wait_for_nodes=False, judge=Defect())
+run(in_this_process(load_config(config, overrides)), options)
+"""
+
+
+class UserFolder:
+    """A folder with a user's module, in which commands are typed."""
+
+    def __init__(self, folder: Path, server: ForkServer) -> None:
+        self.folder = folder
+        self.runs = folder / "runs"
+        self._server = server
+        (folder / "mine.py").write_text(WORKLOADS, encoding="utf-8")
+
+    def type(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Type `orchestrator run --debug …`."""
+        usual = ("run", "--debug", "--config", str(ROOT / "cluster.yaml"), "--run-dir", str(self.runs))
+        return self.run(COMMAND, *usual, *arguments)
+
+    def run(self, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run code that finds the user's module and the product."""
+        return self._server.run(code, str(ROOT), *arguments, cwd=self.folder, environment=dict(os.environ))
+
+    @property
+    def run_dir(self) -> Path:
+        (path,) = self.runs.iterdir()
+        return path
+
+    def summary(self) -> dict[str, Any]:
+        """The summary of the only run."""
+        return dict(json.loads((self.run_dir / "summary.json").read_text(encoding="utf-8")))
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """The events of a name."""
+        lines = (self.run_dir / "events.jsonl").read_text(encoding="utf-8").splitlines()
+        return [event for event in map(json.loads, lines) if event["event"] == name]
+
+
+@pytest.fixture
+def user(tmp_path: Path, fork_server: ForkServer) -> UserFolder:
+    return UserFolder(tmp_path, fork_server)
+
+
+def test_a_workload_that_always_fails_is_quarantined_and_its_traceback_is_in_the_event_log(user: UserFolder) -> None:
+    done = user.type("--duration", "1h", "--workload", "mine:Faulty")
+    assert done.returncode == 1, done.stdout + done.stderr
+    (row,) = user.summary()["workers"]
+    assert row["state"] == "QUARANTINED"
+    assert "no such column" in row["reason"]
+    assert any("raise ValueError" in event["traceback"] for event in user.events("workload_error"))
+    assert user.summary()["outcome"] == "degraded"
+
+
+@pytest.mark.parametrize(
+    ("workload", "words"),
+    [("mine:Unbuildable", "KeyError: 'no such file'"), ("nowhere:Nothing", "nowhere")],
+)
+def test_a_workload_that_cannot_be_made_ends_the_run_with_a_sentence(
+    user: UserFolder, workload: str, words: str
+) -> None:
+    done = user.type("--duration", "1h", "--workload", workload)
+    assert done.returncode == 3, done.stdout + done.stderr
+    sentence = done.stderr.strip().splitlines()[-1]
+    assert words in sentence
+    assert "Traceback" not in done.stdout + done.stderr
+    summary = user.summary()
+    assert (summary["outcome"], summary["exit_code"]) == ("failed", 3)
+    assert summary["error"] in sentence
+
+
+def test_a_defect_of_the_head_ends_the_run_and_the_record_says_what_was_lost(user: UserFolder) -> None:
+    done = user.run(WITH_A_DEFECT, str(ROOT / "cluster.yaml"), str(user.runs))
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1] == "RuntimeError: a bug of ours"
+    summary, left = user.summary(), read_run(user.run_dir)
+    assert (summary["outcome"], summary["error"]) == ("failed", "a bug of ours")
+    assert (left.outcome, left.exit_code, left.error) == ("failed", 1, "a bug of ours")
+    assert [slot.steps_at_risk for slot in left.slots] == [0]
+    assert summary["steps_lost_upper_bound"] == left.slots[0].counters["steps_lost_upper_bound"] > 0
+    assert left.remaining_s > 50
+
+
+def test_a_run_that_is_not_to_remember_leaves_nothing(user: UserFolder, state_dir: Path) -> None:
+    done = user.type("--duration", "1s", "--workload", "mine:Fine", "--set", "memory.remember=false")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list(state_dir.iterdir()) == []
+
+
+def test_a_store_of_limits_that_cannot_be_read_costs_a_run_only_a_sentence(user: UserFolder, state_dir: Path) -> None:
+    damaged = state_dir / "limits.json"
+    damaged.write_text("{")
+    done = user.type("--duration", "1s", "--workload", "mine:Fine")
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = [event["reason"] for event in user.events("limits_unavailable")]
+    assert told
+    assert all(str(damaged) in reason and "limits --clear" in reason for reason in told)
+    assert damaged.read_text() == "{", "the user may want to look at it"
