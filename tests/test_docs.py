@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import typer.main
 import yaml
+from typer.testing import CliRunner
 
 from orchestrator.cli.app import app
 from orchestrator.watch.cells import UNICODE
@@ -152,10 +153,9 @@ def test_the_verbs_are_frozen() -> None:
 
 @pytest.mark.parametrize("verb", sorted(OPTIONS))
 def test_every_verb_explains_itself(verb: str) -> None:
-    command = [sys.executable, "-m", "orchestrator", verb, "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "Usage:" in done.stdout
+    done = CliRunner().invoke(app, [verb, "--help"])
+    assert done.exit_code == 0, done.output
+    assert "Usage:" in done.output
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

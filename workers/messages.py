@@ -1,6 +1,6 @@
 """What crosses processes: directives from the head to a worker, reports back.
 
-Covers the frozen dataclasses, the words for states and failures, and nothing else. Does not cover how they
+Covers the frozen dataclasses, and the names of states and failures. Does not cover how they
 travel (the head's business) nor how a slice is run (the engine's). Imports neither torch nor ray, so that both
 sides may use it. Bytes and seconds throughout; `None` means unknown.
 """

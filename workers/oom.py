@@ -90,7 +90,7 @@ _CORRUPTING_CODES: Final[Mapping[int, tuple[str, str]]] = MappingProxyType(
     }
 )
 
-#: Who says it. Some texts above are everyday words ("unknown error"), so they count only after one of these.
+#: Prefixes of the CUDA runtime. Some texts above are common ("unknown error"), so they count only after one of these.
 _SPOKEN_BY_THE_RUNTIME: Final = re.compile(
     r"(?:CUDA error|CUDA driver error|HIP error|Triton Error \[(?:CUDA|HIP)\]): (?P<text>"
     + "|".join(re.escape(text) for _, text in _CORRUPTING_CODES.values())

@@ -65,6 +65,6 @@ class SensorReading:
     process_used_bytes: int | None = None
     """Bytes of the card held by this process; not reported under WSL2 and WDDM."""
     of_processor: bool = False
-    """Whether a computer without a card was looked at: what is hot for a card is everyday life for it."""
+    """Whether this is a computer without a card: temperatures that are hot for a card are normal for it."""
     lost: bool = False
     """The driver answered before and now says that the card is gone."""

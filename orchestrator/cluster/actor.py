@@ -1,4 +1,4 @@
-"""The actor in a slot: the thinnest shell around one engine.
+"""The Ray actor of a slot, around one engine.
 
 Its constructor only keeps the worker's specification and touches no device, so that Ray can start it again anywhere at
 any time, with the same arguments. The resume state travels in each directive. It keeps no threads, no files and no
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from workers.engine.engine import Engine
 
 
-#: For the MPS daemon of this node; without it CUDA would start all the same, and without any limit.
+#: For the MPS daemon of this node; without it CUDA would start nevertheless, and without any limit.
 _DAEMON_S = 30.0
 
 #: Exit status of a process that ends itself because its device no longer answers (sysexits.h, EX_UNAVAILABLE).

@@ -1,4 +1,4 @@
-"""Why a worker's process ended, as far as Ray knows.
+"""Asks Ray why a worker's process ended.
 
 An actor that Ray restarts fails its calls with "the actor was restarted" and no cause (Ray 2.60). The cause is in the
 table of worker processes that Ray's head keeps. The public way to it needs a running dashboard, so this reads the table

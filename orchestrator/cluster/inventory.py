@@ -64,7 +64,7 @@ def _answer(
     except RayError as error:
         return NodeAnswer(name=name, address=address, error=_last_line(str(error)))
     clock: tuple[float, float] | None = None
-    with contextlib.suppress(RayError):  # a node that is slow once has answered all the same
+    with contextlib.suppress(RayError):  # a node that is slow once has answered nevertheless
         clock = _clock_offset(where)
     return NodeAnswer(
         name=name,

@@ -1,7 +1,7 @@
 """An agent on every node that needs one, for the length of a run: an actor that reserves nothing, around a process.
 
-The process is detached and tied to the actor by a pipe, so that it undoes everything whatever ends: the run, the head,
-the actor, Ray. Does not know what is done (`workers/node_agent/agent.py` does) nor who needs it
+The process is detached and connected to the actor by a pipe, so that it undoes everything when any of these ends: the
+run, the head, the actor, Ray. Does not know what is done (`workers/node_agent/agent.py` does) nor who needs it
 (`orchestrator/run/node_setup.py`).
 """
 
@@ -24,7 +24,7 @@ _OUTCOME_S = 60.0
 _END_S = 15.0
 _LOOK_EVERY_S = 0.25
 
-#: Told of a node whose agent has ended, and of what that said.
+#: Called with a node whose agent has ended, and with what the agent reported.
 Ended = Callable[[str, tuple[str, ...]], None]
 
 
@@ -113,7 +113,7 @@ def _sentences(node: str, ref: Any | None) -> tuple[str, ...]:  # noqa: ANN401 -
     with contextlib.suppress(RayError):
         if ref is not None:
             return ray.get(ref, timeout=0)  # type: ignore[no-any-return]  # what `NodeAgentActor.end` returns
-    # Its agent is told by the pipe.
+    # Its agent learns it by the pipe.
     return (f"{node}: cannot be asked what was put back; its agent process does that by itself",)
 
 

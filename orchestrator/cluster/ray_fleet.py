@@ -1,4 +1,4 @@
-"""The fleet on Ray: actors, slices in flight, and Ray's errors in the project's words.
+"""The fleet on Ray: actors, slices in flight, and Ray's errors as values of `core.fleet`.
 
 Needs a connection (`connect.py`, `local_cluster.py`) and decides nothing: every method does one thing to
 Ray.
@@ -62,7 +62,7 @@ class _Flight:
     incarnation: int
     sequence: int
     given_up: bool = False
-    """Its failure is of no interest any more; a report that comes all the same is told, to be refused and logged."""
+    """Its failure is no longer returned. A report that still arrives is, to be refused and logged."""
 
 
 class RayFleet:
@@ -159,7 +159,7 @@ class RayFleet:
         return tuple(each for flight, each in ended if isinstance(each, SliceReported) or not flight.given_up)
 
     def forget(self, slot: str) -> None:
-        """See `Fleet.forget`. Without `ray.cancel`: a queued slice would run all the same, seen with Ray 2.60."""
+        """See `Fleet.forget`. Without `ray.cancel`: a queued slice would run nevertheless (seen with Ray 2.60)."""
         for ref, flight in self._flights.items():
             if flight.slot == slot:
                 self._flights[ref] = replace(flight, given_up=True)

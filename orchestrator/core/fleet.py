@@ -148,7 +148,7 @@ class Fleet(Protocol):
         ...
 
     def why_ended(self, slot: str) -> DeathCause | None:
-        """Tell why the slot's last process ended; `None` while the cluster does not know it, or never tells."""
+        """Return why the slot's last process ended; `None` if the cluster does not know it (yet)."""
         ...
 
     def end_node(self, node: str) -> None:

@@ -160,7 +160,7 @@ def _time_passed_while_working(slot: Slot, _: Tick, moment: Moment) -> Transitio
 def _drain(slot: Slot, _: Drain, __: Moment) -> Transition:
     slot = replace(slot, draining=True)
     if slot.in_flight and slot.proven:
-        # The queued slice runs too: Ray cannot take it back. It would run all the same, and its report be thrown away.
+        # The queued slice runs too: Ray cannot take it back. It would run nevertheless, and its report be lost.
         return slot, ()
     return _stopped(slot)  # nothing runs, or it is not known whether anything does
 

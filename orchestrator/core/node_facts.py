@@ -37,7 +37,7 @@ class PortFacts:
     port: int
     taken: bool
     holder: str | None = None
-    """Who listens there, as far as this user may know."""
+    """The program that listens there, if this user may see it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ _RETRY_UNREACHABLE_S = 0.2
 #: No new process fails sooner than this after its first slice was sent: it has to load torch before anything else.
 _REBIRTH_S = 0.5
 
-#: What a person needs to know of Ray's paragraphs, which are in the event log.
+#: What the user needs of Ray's long messages, which are in the event log.
 _ENDED = {
     SliceFailure.DIED: "its process ended: killed, or crashed",
     SliceFailure.UNAVAILABLE: "its process ended: Ray lost the connection to it",

@@ -22,7 +22,7 @@ from workers.messages import ProcessFault, Report
 
 
 def with_faults(plans: Sequence[SlotPlan], plan: ChaosPlan | None) -> tuple[SlotPlan, ...]:
-    """Return the slots with workers that know of the faults; a worker without them cannot be struck."""
+    """Return the slots with workers that know the faults; without them a worker injects nothing."""
     faults = None if plan is None else plan.step_faults()
     return tuple(replace(slot, spec=replace(slot.spec, step_faults=faults)) for slot in plans)
 

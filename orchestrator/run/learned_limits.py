@@ -90,7 +90,7 @@ class LearnedLimits:
 
 
 def terms(spec: WorkerSpec) -> str:
-    """Return how much of its card a worker may have, in words that are equal where that is."""
+    """Return how much of its card a worker may have, as a text to compare."""
     duty = "all of the time" if spec.duty is None else f"{spec.duty:.0%} of the time"
     share = "" if spec.thread_share is None else f", {spec.thread_share:.0%} of the processors"
     return f"{duty}{share}, one of {round(spec.card_budget_bytes / spec.budget_bytes)}"

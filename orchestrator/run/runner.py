@@ -61,7 +61,7 @@ class Options:
     apply_power_limit: bool = False
     """Set the power limits of the configuration until the run ends."""
     judge: Watcher | None = None
-    """Looks at the run too, and says how it went: then `json` only means that this run keeps silent."""
+    """A watcher that judges the run and reports on it: then `json` only means that this run prints nothing."""
 
 
 def run(environment: Environment, options: Options) -> int:

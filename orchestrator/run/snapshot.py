@@ -35,7 +35,7 @@ class Meter:
     def add(self, report: Report) -> None:
         """Take a report into the window.
 
-        The first report of a process is mostly warming up: it serves only until there is another.
+        The first report of a process contains its warm-up: it is used only until there is another.
         """
         if self._reports and (_is_first(report) or _is_first(self._reports[0])):
             self._reports.clear()
@@ -60,7 +60,7 @@ class Meter:
 
     @property
     def sm_clock_mhz(self) -> int | None:
-        """Highest clock that was seen meanwhile: a card that rests is slow, and its work was not done then."""
+        """Highest clock in the window: an idle card lowers its clock, and no work was done then."""
         known = [report.sensors.sm_clock_mhz for report in self._reports if report.sensors is not None]
         return max((clock for clock in known if clock is not None), default=None)
 

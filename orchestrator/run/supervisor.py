@@ -42,7 +42,7 @@ _LOOK_AGAIN_S = 0.2
 _NODES_EVERY_S = 1.0
 _SNAPSHOT_EVERY_S = 0.25
 
-#: A look at the clock that comes so late means that this process was suspended; for so long afterwards no timer counts.
+#: If the clock jumps by so much, this process was suspended; for so long afterwards no timer counts.
 _SUSPENDED_S = 3.0
 _CATCH_UP_S = 2.0
 

@@ -2,7 +2,7 @@
 
 Covers turning a store into values, and the outcome of a run that did not record one. Does not cover writing
 (`store.py`), opening (`opening.py`), which run folders there are (`folders.py`), nor showing anything. A file may come
-from anywhere: whatever is in it, the worst that happens is an `ArchiveError`.
+from anywhere: the worst that it can cause is an `ArchiveError`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class StoredRun:
     restart_count: int
     """As `steps_lost_upper_bound`."""
     steps_lost_upper_bound: int | None
-    """As the run itself knew it when it was last looked at; `snapshot` has what its slots say, which is newer."""
+    """As the run recorded it in its last snapshot; `snapshot` has the newer sum of its slots."""
     incomplete: bool
     """Samples or events are missing."""
     heads: int

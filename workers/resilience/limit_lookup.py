@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class Recall:
-    """The memory of one function across processes. Whatever goes wrong with it is logged once, and nothing else."""
+    """What one function has learned, across processes. An error of the store is only logged, once."""
 
     def __init__(self, workload: str, clock: Callable[[], float]) -> None:
         self._workload = workload

@@ -77,7 +77,7 @@ def ended(book: ChaosState, now_s: float) -> ChaosState:
 def _gone(
     book: ChaosState, before: Slot, after: Slot, accepted: Report | None, *, died: bool, now_s: float
 ) -> ChaosState:
-    """The slot's process is gone: by the strike it was sent, or by something else."""
+    """The slot's process is gone: by the injected fault, or by something else."""
     down = down_around(book, after.slot)
     if down is not None:
         book = with_down(book, replace(down, waiting=down.waiting | {after.slot}), now_s)

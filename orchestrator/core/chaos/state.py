@@ -56,7 +56,7 @@ class Fault:
     became: str = "under way"
     """For the user: `RUNNING again after 4.1 s`."""
     detail: str = ""
-    """How the head saw it, in the words of the slot's reason."""
+    """How the head saw it: the slot's reason."""
     recovered_s: float | None = None
     """From the last report before it (of a node: from its end) to the first report, or the last slot's, after it."""
     count: int = 1

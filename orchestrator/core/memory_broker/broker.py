@@ -19,7 +19,7 @@ from orchestrator.core.slot import Phase, Slot
 from workers.messages import WorkerState
 from workers.settings import WorkerSpec
 
-#: Charged for a context until one on the card was measured: what `workers/devices/cuda.py` assumes too.
+#: Assumed for a context until one on the card was measured, as in `workers/devices/cuda.py`.
 _CONTEXT_BYTES: Final = 512 * 2**20
 
 #: A share is kept free so long for a process that was sent for: loading torch and opening the card take some seconds.

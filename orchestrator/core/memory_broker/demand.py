@@ -13,16 +13,16 @@ from typing import Final
 #: A worker that holds less than this share of its lease has left it untaken.
 _TAKEN: Final = 0.8
 
-#: More than it held at the report before by this share, and it is growing.
+#: A worker that holds more by this share than at the report before is growing.
 _GROWING: Final = 0.03
 
-#: Reports in a row that leave a lease before it is lent out. Two slices are under way when a lease is raised, and one
-#: more runs whole before it shows. Doubled each time that the worker wants it after all, so that a worker of changing
-#: moods moves the others ever less.
+#: Reports in a row that leave a lease unused before it is lent out. Two slices are under way when a lease is raised,
+#: and one more must run before it shows. Doubled each time that the worker wants it back, so that a worker whose need
+#: changes often disturbs the others less and less.
 _PATIENCE: Final = 5
 _LONGEST_PATIENCE: Final = 80
 
-#: The room that is left to it, as a multiple of what it holds and a share of its cap; and how far it must have grown
+#: The reserve that is left to it, as a multiple of what it holds and a share of its cap; and how far it must have grown
 #: into that to want more. The gap between the two is wider than the margin that a policy keeps below its lease.
 _ROOM: Final = 1.2
 _ROOM_OF_CAP: Final = 1 / 32

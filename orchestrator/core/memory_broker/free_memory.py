@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final
 
-#: Looks that are taken into account. What has been free for so long may be promised.
+#: Age of the samples that are used. What has been free for so long may be promised.
 WINDOW_S: Final = 5.0
 
 #: Share of the card by which the bounds of a look may differ for it to be used.
@@ -27,7 +27,7 @@ class Look:
     at_s: float
     held_bytes: int
     most_bytes: int
-    """The most that it held since its look before."""
+    """The most that it held since its previous sample."""
     free_bytes: int | None
     """Free on the card; `None` for a process that has ended: it measured nothing, and holds nothing."""
 
@@ -47,7 +47,7 @@ NO_LOOKS: Final = Looks()
 
 
 def looked(looks: Looks, look: Look) -> Looks:
-    """Add a look, and drop what is too old to matter."""
+    """Add a sample, and drop those that are too old."""
     taken = (*looks.taken, look)
     last = {look.slot: place for place, look in enumerate(taken)}
     kept = tuple(
@@ -82,7 +82,7 @@ def available(looks: Looks, total_bytes: int) -> tuple[int, int] | None:
 
 
 def _bounds(looks: Looks) -> list[tuple[str, int, int]]:
-    """Return for each look who took it, and the least and the most that there was for our workers then."""
+    """Return for each sample its worker, and the least and the most that there was for our workers then."""
     most: dict[str, int] = {}
     before: list[int] = []
     for look in looks.taken:
