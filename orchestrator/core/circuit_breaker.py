@@ -31,7 +31,7 @@ def by_card(plans: Mapping[str, SlotPlan], slots: Mapping[str, Slot]) -> dict[st
     return dict(cards)
 
 
-def condemned(cards: Mapping[str, Sequence[Slot]], now_s: float, rules: Rules) -> dict[str, str]:
+def cards_to_quarantine(cards: Mapping[str, Sequence[Slot]], now_s: float, rules: Rules) -> dict[str, str]:
     """Return the cards to give up, each with the reason.
 
     Args:

@@ -1,6 +1,6 @@
-"""The nodes of a run as the supervisor follows them: compares the cluster with what is known, and tells the event log.
+"""Follows the nodes of a run for the supervisor: compares the cluster with what is known, and writes events.
 
-What a node's coming and going means is in `core/membership.py`; this keeps its book, and asks nobody.
+`core/membership.py` decides what a change of a node means; this keeps its state. It does not query the cluster.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class NodeWatch:
         return membership.notices(self._book, self._config)
 
     def _is_heard(self, fact: NodeFact, slots: Mapping[str, Slot], now_s: float) -> bool:
-        """Whether a worker on a silent node has just reported: then it is there, whatever keeps us from knocking."""
+        """Whether a worker on a silent node has just reported: then it is there, although it cannot be connected to."""
         if fact.answers or fact.refuses or fact.name is None:
             return False
         heard = (slots[name].heard_at_s for name in self.slots.get(fact.name, ()))

@@ -1,9 +1,9 @@
-"""The shell around the lifecycle: owns the clock, polls the fleet, feeds events, performs commands, tells watchers.
+"""Runs the lifecycle: owns the clock, polls the fleet, feeds events, performs commands, informs watchers.
 
-A turn takes in what has happened, writes it down, and only then sends anything out: a head that is killed has never
-sent a slice that its store does not know of. Decides nothing about a slot (`lifecycle.py`), nothing about nodes
-(`membership.py`) and nothing about where slots go (`placement.py`). The one decision that is its own is when a run
-begins to count and when it ends. One thread, no callbacks.
+A turn takes in what has happened, writes it to the store, and only then sends anything. So a head that is killed has
+never sent a slice that its store does not know. Decides nothing about a slot (`lifecycle.py`), about nodes
+(`membership.py`) or about where slots go (`placement.py`). It decides only when a run begins to count and when it ends.
+One thread, no callbacks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from orchestrator.watch.model import Snapshot
 from orchestrator.watch.sinks import Outlets
 from workers.messages import Directive, ProcessFault, Report
 
-#: How long one wait for a report may last: the patience of Ctrl-C and of every timer.
+#: How long one wait for a report may last: Ctrl-C and timers may be late by so much.
 _POLL_S = 0.1
 
 #: A turn begins so much later than the one before for each slot: what many workers report meanwhile is written in one
@@ -37,7 +37,7 @@ _POLL_S = 0.1
 _TURN_S_PER_SLOT = 50e-6
 _TURN_MOST_S = 0.05
 
-#: A slice that is overdue is looked at again after so long: its reason counts the seconds.
+#: An overdue slice is checked again after so long: its reason shows the seconds.
 _LOOK_AGAIN_S = 0.2
 _NODES_EVERY_S = 1.0
 _SNAPSHOT_EVERY_S = 0.25
@@ -173,7 +173,7 @@ class Supervisor:
             self._ask_why(now_s)
         self._hear()
         self._tick()
-        self._spare_sick_cards(now_s)
+        self._quarantine_cards(now_s)
         self._begin_counting()
         if self._injector is not None:
             self._injector.shake_nodes(self._fleet, now_s)
@@ -192,10 +192,11 @@ class Supervisor:
             self._take(ended)
 
     def _tick(self) -> None:
-        """Let the slots whose time has come see the clock, unless this process has just stood still.
+        """Send a tick to slots whose timers are due, unless this process has just been suspended.
 
-        Then it was not the workers that were late, and what they reported meanwhile must come in first. The same look
-        at the clock judges the gap and the timers: a stop between two looks would be charged to the workers.
+        After a suspension the workers were not late, and what they reported meanwhile must come in first. One reading
+        of the clock serves for the gap and for the timers; with two, a stop between them would count against the
+        workers.
         """
         now_s = self._clock.monotonic_s()
         if now_s - self._looked_at_s > _SUSPENDED_S:
@@ -261,13 +262,13 @@ class Supervisor:
             if cause is not None or now_s > until_s:
                 del self._unexplained[name]
 
-    def _spare_sick_cards(self, now_s: float) -> None:
-        """Give up a card on which every worker keeps dying, with one message."""
+    def _quarantine_cards(self, now_s: float) -> None:
+        """Quarantine a card on which every worker keeps dying, with one message."""
         if not self._cards_wait:
             return
         self._cards_wait = False
         cards = circuit_breaker.by_card(self._plans, self._slots)
-        for card, reason in circuit_breaker.condemned(cards, now_s, self._rules).items():
+        for card, reason in circuit_breaker.cards_to_quarantine(cards, now_s, self._rules).items():
             self._outlets.events.write("card_quarantined", card=card, reason=reason)
             for slot in cards[card]:
                 self._feed(slot.slot, slots.CardQuarantined(reason=reason))

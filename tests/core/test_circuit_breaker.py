@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.circuit_breaker import condemned
+from orchestrator.core.circuit_breaker import cards_to_quarantine
 from orchestrator.core.lifecycle import advance
 from orchestrator.core.slot import CardQuarantined, Phase, Rules, Slot
 from tests.core.scene import CPU, RULES, Scene
@@ -33,34 +33,34 @@ def quarantined(index: int) -> Slot:
     return worker(index, 6, phase=Phase.QUARANTINED)
 
 
-def is_condemned(*slots: Slot, rules: Rules = RULES) -> bool:
-    return CARD in condemned({CARD: slots}, NOW_S, rules)
+def is_faulty(*slots: Slot, rules: Rules = RULES) -> bool:
+    return CARD in cards_to_quarantine({CARD: slots}, NOW_S, rules)
 
 
-def test_a_card_on_which_every_worker_keeps_dying_is_condemned_with_one_message() -> None:
+def test_a_card_on_which_every_worker_keeps_dying_is_quarantined_with_one_message() -> None:
     slots = [worker(index, 3 + index, ago_s=7.0 - index, reason=f"reason {index}") for index in range(7)]
     text = f"{CARD}: all 7 workers keep dying, at least 3 times each in 300 s; the last: reason 6"
-    assert condemned({CARD: slots}, NOW_S, RULES) == {CARD: text}
+    assert cards_to_quarantine({CARD: slots}, NOW_S, RULES) == {CARD: text}
     # Where to look in the hardware is said only of hardware.
     on_card = [replace(slot, device=replace(CPU, kind="cuda")) for slot in slots]
     hint = "; look for Xid errors in dmesg, and at power and cables"
-    assert condemned({CARD: on_card}, NOW_S, RULES) == {CARD: text + hint}
+    assert cards_to_quarantine({CARD: on_card}, NOW_S, RULES) == {CARD: text + hint}
     on_cpu = [replace(slot, device=CPU) for slot in slots]
-    assert condemned({CARD: on_cpu}, NOW_S, RULES) == {CARD: text}
+    assert cards_to_quarantine({CARD: on_cpu}, NOW_S, RULES) == {CARD: text}
 
 
-def test_a_condemned_card_is_condemned_once() -> None:
+def test_a_card_is_quarantined_once() -> None:
     slots = [worker(index, 3) for index in range(3)]
-    (reason,) = condemned({CARD: slots}, NOW_S, RULES).values()
+    (reason,) = cards_to_quarantine({CARD: slots}, NOW_S, RULES).values()
     given_up = [advance(slot, CardQuarantined(reason=reason), NOW_S, RULES, None)[0] for slot in slots]
     assert [slot.phase for slot in given_up] == [Phase.QUARANTINED] * 3
-    assert condemned({CARD: given_up}, NOW_S, RULES) == {}
+    assert cards_to_quarantine({CARD: given_up}, NOW_S, RULES) == {}
 
 
-def test_only_the_sick_card_of_several_is_condemned() -> None:
+def test_only_the_sick_card_of_several_is_faulty() -> None:
     sick = [worker(0, 3), worker(1, 3)]
     well = [worker(2, 3), healthy(3)]
-    assert list(condemned({"a": well, "b": sick, "c": []}, NOW_S, RULES)) == ["b"]
+    assert list(cards_to_quarantine({"a": well, "b": sick, "c": []}, NOW_S, RULES)) == ["b"]
 
 
 @pytest.mark.parametrize(
@@ -76,31 +76,31 @@ def test_only_the_sick_card_of_several_is_condemned() -> None:
     ],
 )
 def test_one_worker_that_does_not_keep_dying_speaks_for_its_card(one: Slot) -> None:
-    assert not is_condemned(*(worker(index, 3) for index in range(6)), one)
-    assert is_condemned(*(worker(index, 3) for index in range(6)))
+    assert not is_faulty(*(worker(index, 3) for index in range(6)), one)
+    assert is_faulty(*(worker(index, 3) for index in range(6)))
 
 
 def test_a_worker_that_was_started_again_and_has_not_answered_yet_still_counts_as_dying() -> None:
-    assert is_condemned(worker(0, 3), worker(1, 3, phase=Phase.WORKING, proven=False))
+    assert is_faulty(worker(0, 3), worker(1, 3, phase=Phase.WORKING, proven=False))
 
 
 def test_with_one_worker_nobody_can_tell_the_worker_from_the_card() -> None:
-    assert not is_condemned(worker(0, 100))
-    assert not is_condemned()
+    assert not is_faulty(worker(0, 100))
+    assert not is_faulty()
 
 
 def test_workers_that_were_given_up_before_count_as_dying() -> None:
-    assert is_condemned(quarantined(0), quarantined(1), worker(2, 3))
+    assert is_faulty(quarantined(0), quarantined(1), worker(2, 3))
 
 
 def test_a_card_whose_workers_were_all_given_up_one_by_one_needs_no_message() -> None:
-    assert not is_condemned(quarantined(0), quarantined(1))
+    assert not is_faulty(quarantined(0), quarantined(1))
 
 
 @pytest.mark.parametrize(("ago_s", "counts"), [(296.0, True), (298.0, False), (1e6, False)])
 def test_deaths_count_while_they_are_in_the_window(ago_s: float, counts: bool) -> None:
     """The oldest of three deaths lies three seconds further back than the others say: at 299 s, and at 301 s."""
-    assert is_condemned(worker(0, 3), worker(1, 3, ago_s=ago_s)) == counts
+    assert is_faulty(worker(0, 3), worker(1, 3, ago_s=ago_s)) == counts
 
 
 @given(
@@ -118,7 +118,7 @@ def test_a_card_with_a_proven_worker_at_work_or_an_absent_one_is_never_condemned
     )
     fine = any(slot.phase is not Phase.QUARANTINED and len(slot.deaths_at_s) < 3 for slot in slots)
     over = all(slot.phase is Phase.QUARANTINED for slot in slots)
-    assert is_condemned(*slots) == (not spared and not fine and not over)
+    assert is_faulty(*slots) == (not spared and not fine and not over)
 
 
 def test_workers_that_really_die_together_condemn_their_card_before_each_is_given_up_by_itself() -> None:
@@ -126,7 +126,7 @@ def test_workers_that_really_die_together_condemn_their_card_before_each_is_give
 
     def named() -> list[str]:
         now_s = max(scene.now_s for scene in scenes)
-        return list(condemned({CARD: [scene.slot for scene in scenes]}, now_s, RULES))
+        return list(cards_to_quarantine({CARD: [scene.slot for scene in scenes]}, now_s, RULES))
 
     for scene in scenes:
         scene.work()
