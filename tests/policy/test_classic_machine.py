@@ -154,7 +154,7 @@ class ClassicMachine(RuleBasedStateMachine):
         assert state == self.state
 
 
-ClassicMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+ClassicMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestClassicMachine = ClassicMachine.TestCase
 
 

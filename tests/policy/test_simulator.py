@@ -293,7 +293,7 @@ def test_rules_of_today_do_what_their_authors_wrote() -> None:
 def test_rules_of_today_score_what_the_courses_were_made_for(name: str, least: float, most: float) -> None:
     scores = [
         play(lambda _: RULES[name](LARGEST), world, BLIND).score
-        for seed in range(1000, 1020)
+        for seed in range(1000, 1008)
         for world in worlds(seed, "precious")
     ]
     assert least < statistics.fmean(scores) < most
@@ -308,7 +308,7 @@ def test_slower_steps_are_harder_for_a_rule_that_grows_back() -> None:
 
 
 def test_the_verb_prints_tables_and_one_json_object() -> None:
-    arguments = ["--seeds", "1", "--seed", "4", "--rules", "adaptive", "toma"]
+    arguments = ["--seeds", "1", "--seed", "4", "--rate", "1000", "--rules", "adaptive", "toma"]
     command = [sys.executable, "scripts/bench.py", "policy", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

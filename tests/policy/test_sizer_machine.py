@@ -514,7 +514,7 @@ def _good(turn: Try) -> bool:
 
 
 SizerMachine.TestCase.settings = settings(
-    max_examples=250 * EXAMPLES, stateful_step_count=30, deadline=None, derandomize=STEADY
+    max_examples=100 * EXAMPLES, stateful_step_count=30, deadline=None, derandomize=STEADY
 )
 TestSizerMachine = SizerMachine.TestCase
 
@@ -544,7 +544,7 @@ all_learned = st.one_of(
 )
 
 
-@settings(max_examples=400 * EXAMPLES, deadline=None, derandomize=STEADY)
+@settings(max_examples=150 * EXAMPLES, deadline=None, derandomize=STEADY)
 @given(bounds=all_bounds(), learned=all_learned, events=reports())
 def test_whatever_is_reported_a_size_is_one_there_is(
     bounds: Bounds, learned: Learned | None, events: list[Event]
@@ -592,7 +592,7 @@ def in_equilibrium(loop: Loop, largest_fitting: int) -> tuple[float, float]:
     return used / (largest_fitting * (turns[-1].ended_at_s - turns[0].at_s)), sum(turn.failed for turn in turns) / 500
 
 
-@settings(max_examples=25 * EXAMPLES, deadline=None, derandomize=STEADY)
+@settings(max_examples=12 * EXAMPLES, deadline=None, derandomize=STEADY)
 @given(quiet=quiet_loops(Signal(every=1, peaks=True)))
 def test_an_exact_signal_uses_95_percent_of_the_largest_size(quiet: tuple[Loop, int]) -> None:
     used, failing = in_equilibrium(*quiet)
@@ -600,7 +600,7 @@ def test_an_exact_signal_uses_95_percent_of_the_largest_size(quiet: tuple[Loop, 
     assert failing < 0.03
 
 
-@settings(max_examples=25 * EXAMPLES, deadline=None, derandomize=STEADY)
+@settings(max_examples=12 * EXAMPLES, deadline=None, derandomize=STEADY)
 @given(quiet=quiet_loops(Signal()))
 def test_a_loop_without_a_signal_uses_75_percent_of_the_largest_size(quiet: tuple[Loop, int]) -> None:
     used, failing = in_equilibrium(*quiet)
@@ -608,7 +608,7 @@ def test_a_loop_without_a_signal_uses_75_percent_of_the_largest_size(quiet: tupl
     assert failing < 0.03
 
 
-@settings(max_examples=25 * EXAMPLES, deadline=None, derandomize=STEADY)
+@settings(max_examples=12 * EXAMPLES, deadline=None, derandomize=STEADY)
 @given(quiet=quiet_loops(Signal(every=1, lie=0.0, peaks=True)))
 def test_a_signal_that_always_says_nothing_is_free_is_no_worse_than_none(quiet: tuple[Loop, int]) -> None:
     used, failing = in_equilibrium(*quiet)

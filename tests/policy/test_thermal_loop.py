@@ -32,7 +32,7 @@ from benches.thermal import (  # noqa: E402 - the scripts are in no package
 )
 
 FIRST = random.SystemRandom().randrange(10**6) if os.environ.get("HYPOTHESIS_FRESH") else 1
-SEEDS = tuple(range(FIRST, FIRST + 10))
+SEEDS = tuple(range(FIRST, FIRST + 5))
 
 #: One worker on a card of one mass; fast and slow; and the other extreme of both kinds of sharing.
 PLAIN = replace(draw(1), full_c=100.0, ambient_c=25.0, die_share=0.0, fan=0.0, lag_s=1.0, noise_c=0.1, slot_duty=1.0)
@@ -90,12 +90,12 @@ def test_it_loses_less_than_three_percent_against_the_best_constant_duty() -> No
         best = best_constant(draw(seed), "steady")
         if figures["least_c"] >= 75.0:  # the others never need a governor
             shares.append(course.work_s / best.work_s)
-    assert len(shares) >= 3
+    assert len(shares) >= 2
     assert min(shares) > 0.97
     assert statistics.fmean(shares) > 0.98
 
 
-@pytest.mark.parametrize("seed", SEEDS[:6])
+@pytest.mark.parametrize("seed", SEEDS[:3])
 def test_a_game_that_comes_and_goes_is_given_way_and_forgotten(seed: int) -> None:
     card = draw(seed)
     course, figures = governed(seed, "game")
