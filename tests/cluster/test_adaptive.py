@@ -71,7 +71,7 @@ def test_ten_workers_hold_nearly_all_of_their_caps_without_a_failure_and_the_nex
     assert remembered(first) == []
     assert state_dir / "limits.json" in state_dir.iterdir()
 
-    second = start("--rehearse", "--duration", "3s", "--json")
+    second = start("--rehearse", "--duration", "2s", "--json")
     summary = finished(second)
     assert remembered(second) == slots
     assert {row["slot"]: held(row) for row in summary["workers"] if held(row) < HELD} == {}
@@ -91,7 +91,7 @@ def test_ten_workers_hold_nearly_all_of_their_caps_without_a_failure_and_the_nex
 def test_sizes_far_too_big_for_every_cap_fail_nowhere_and_a_killed_worker_holds_the_same_again(start: Starter) -> None:
     # A product as large as 3.33 GiB / 16 allows takes a processor many seconds, and a step must end in each slice.
     quick = ("--set", "nodes.pc1.vram_per_worker_gib=1.5", "--set", "compute_share_mode=none")
-    head = start("--rehearse", "--duration", "30s", "--json", *TOO_BIG, *SMALL, *quick)
+    head = start("--rehearse", "--duration", "20s", "--json", *TOO_BIG, *SMALL, *quick)
     head.wait_until_running(3)
     opened = next(event for event in head.events() if event["event"] == "device_opened" and event["slot"] == "pc1/1")
     victim = psutil.Process(opened["pid"])
@@ -132,22 +132,13 @@ class Rows(Workload):
 """
 
 
-def test_a_users_workload_finds_the_largest_batch_and_the_next_run_begins_there(
-    start: Starter, short_tmp: Path
-) -> None:
+def test_a_users_workload_finds_the_largest_batch(start: Starter, short_tmp: Path) -> None:
     (short_tmp / "mine.py").write_text(_ROWS)
     workload = ("--workload", "mine:Rows", "--set", "workload.batch=16384")
-    first = start("--rehearse", "--duration", "6s", "--json", *workload, *ONE_EACH, cwd=short_tmp)
+    head = start("--rehearse", "--duration", "4s", "--json", *workload, *ONE_EACH, cwd=short_tmp)
     # What the other threads of a process map may take a step that fills its cap to the last byte beyond it, once.
-    summary = finished(first, failures_most=1)
+    summary = finished(head, failures_most=1)
     assert {row["slot"]: held(row) for row in summary["workers"] if held(row) < 0.9} == {}
-    second = start("--rehearse", "--duration", "2s", "--json", *workload, *ONE_EACH, cwd=short_tmp)
-    finished(second, failures_most=1)
-    assert remembered(second) == ["pc1/0", "pc2/0"]
-    before = {row["slot"]: row["batch"] for row in summary["workers"]}
-    for slot, taken in samples(second.folder()).items():
-        batches = [sample["batch"] for sample in taken if sample["batch"] is not None]
-        assert batches[0] >= 0.9 * before[slot], "not from the smallest again"
 
 
 def test_a_run_with_injected_failures_remembers_nothing(start: Starter, state_dir: Path) -> None:

@@ -57,13 +57,16 @@ def burning(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     assert [path.name for path in folder.iterdir() if path.name.startswith("orch-")] == []
 
 
-def test_a_hot_card_fails_the_heat_phase_and_the_other_passes(short_tmp: Path) -> None:
+def test_a_hot_card_fails_the_heat_phase_and_an_interrupt_ends_the_next(short_tmp: Path) -> None:
     sensors = script(short_tmp, HOT_C, 61)
-    with burning(short_tmp, "--phase", "2", "--duration", "6s", "--fake-sensors", str(sensors), "--json") as process:
-        out, err = process.communicate(timeout=120)
+    arguments = ("--phase", "2", "--phase", "3", "--fake-sensors", str(sensors), "--duration", "6s", "--json")
+    with burning(short_tmp, *arguments) as process:
+        wait_for(lambda: runs_that_counted(short_tmp / "runs") == 2, 120, "second phase that counts")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
     told: dict[str, Any] = json.loads(out)
-    assert (process.returncode, told["exit_code"], told["outcome"]) == (1, 1, "fail"), err
-    (phase,) = told["phases"]
+    assert (process.returncode, told["exit_code"], told["outcome"]) == (130, 130, "interrupted"), err
+    phase, interrupted = told["phases"]
     assert (phase["phase"], phase["title"], phase["verdict"]) == (2, "heat", "fail")
     assert phase["nodes"] == [{"node": "pc1", "verdict": "fail"}, {"node": "pc2", "verdict": "pass"}]
     by_slot = {worker["slot"]: worker for worker in phase["workers"]}
@@ -74,41 +77,11 @@ def test_a_hot_card_fails_the_heat_phase_and_the_other_passes(short_tmp: Path) -
     }
     assert by_slot["pc1/0"]["temperature_max_c"] == HOT_C
     assert all(worker["errors_verdict"] == "pass" and worker["steps_ok"] > 0 for worker in by_slot.values())
+    assert (interrupted["phase"], interrupted["verdict"]) == (3, "not_judged")
     (written,) = (short_tmp / "runs").glob("burn-*.json")
     assert json.loads(written.read_text(encoding="utf-8")) == told
-    (run,) = list_runs(short_tmp / "runs")
-    assert run.run_id == phase["runs"][0]["run_id"], "each run of a phase is a run like any other"
+    assert phase["runs"][0]["run_id"] in {run.run_id for run in list_runs(short_tmp / "runs")}, "a run like any other"
 
 
-def test_cool_cards_pass_all_three_phases(short_tmp: Path) -> None:
-    sensors = script(short_tmp, 62, 61)
-    with burning(short_tmp, "--duration", "3s", "--fake-sensors", str(sensors), "--plain") as process:
-        out, err = process.communicate(timeout=240)
-    lines = out.splitlines()
-    assert process.returncode == 0, out + err
-    assert [line.partition(",")[0] for line in lines if line.startswith("Phase")] == ["Phase 1", "Phase 2", "Phase 3"]
-    assert all(line.endswith("PASS") for line in lines if line.startswith("Phase"))
-    assert any(line.startswith("PASS: ") for line in lines)
-    assert max(map(len, lines[lines.index(next(line for line in lines if line.startswith("Phase"))) :])) <= 80
-    (written,) = (short_tmp / "runs").glob("burn-*.json")
-    phases = json.loads(written.read_text(encoding="utf-8"))["phases"]
-    caps = phases[0]["workers"]
-    assert {worker["dtype_asked"] for worker in caps} == {"fp32", "fp16"}
-    assert all(worker["vram_held_pct"] > 90 and worker["verify_checks"] > 0 for worker in caps)
-
-
-def test_an_interrupt_ends_all_of_it_with_what_there_is(short_tmp: Path) -> None:
-    sensors = script(short_tmp, 62, 61)
-    arguments = ("--phase", "2", "--phase", "3", "--duration", "10m", "--fake-sensors", str(sensors), "--json")
-    with burning(short_tmp, *arguments) as process:
-        wait_for(lambda: "counting" in events(short_tmp / "runs"), 90, "run that counts")
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    told = json.loads(out)
-    assert (process.returncode, told["outcome"]) == (130, "interrupted"), err
-    assert [phase["phase"] for phase in told["phases"]] == [2], "no other phase was begun"
-    assert told["phases"][0]["verdict"] == "not_judged"
-
-
-def events(runs: Path) -> str:
-    return "".join(path.read_text(encoding="utf-8") for path in runs.glob("*/events.jsonl"))
+def runs_that_counted(runs: Path) -> int:
+    return sum("counting" in path.read_text(encoding="utf-8") for path in runs.glob("*/events.jsonl"))

@@ -62,21 +62,3 @@ def test_a_hot_card_pauses_its_workers_and_a_flipped_bit_on_the_cool_one_is_foun
     became = {fault["became"] for fault in summary["faults"] if fault["kind"] == "flip"}
     assert "found by the check" in became
     assert became <= {"found by the check", "not all found by the checks"}
-
-
-@pytest.mark.parametrize(
-    ("script", "arguments", "words"),
-    [
-        ('{"cards": []}', ("--rehearse",), "cards"),
-        ("{", ("--rehearse",), "hot.json"),
-        (json.dumps({"cards": [HOT]}), ("--local",), "--fake-sensors only makes sense with --rehearse"),
-    ],
-)
-def test_sensors_that_cannot_be_faked_are_refused_before_anything_starts(
-    start: Starter, tmp_path: Path, script: str, arguments: tuple[str, ...], words: str
-) -> None:
-    path = tmp_path / "hot.json"
-    path.write_text(script)
-    code, _, err = start(*arguments, "--fake-sensors", str(path)).finish()
-    assert code == 2
-    assert words in err

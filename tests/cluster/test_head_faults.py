@@ -90,34 +90,6 @@ def test_a_killed_head_leaves_a_run_that_another_head_brings_to_its_end(start: S
     assert ask("report", "--json", runs=runs)[1].strip() == json.dumps(summary, indent=2)
 
 
-def fill(place: Path) -> None:
-    """Write until the disk is full."""
-    with (place / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
-        while filler.write(bytes(4096)):
-            pass
-
-
-@needs_mounts
-def test_a_full_disk_does_not_end_a_run_and_is_told(start: Starter, short_tmp: Path) -> None:
-    disk = short_tmp / "disk"
-    disk.mkdir()
-    mounted = (*UNSHARED, "sh", "-c", f'mount -t tmpfs -o size=2m none {disk} && exec "$@"', "sh")
-    head = start("--rehearse", "--duration", "8s", "--json", *ONE_EACH, runs=disk / "runs", before=mounted)
-    # Only the head and whoever asks through it see what is mounted.
-    head.runs = Path(f"/proc/{head.process.pid}/root{head.runs}")
-    stored_when(head, 2.0)
-    fill(head.runs)
-    full_at_s = time.monotonic()
-    code, out, err = head.finish()
-    assert time.monotonic() - full_at_s > 4.0, "it went on to its end"
-    summary = json.loads(out)
-    assert (code, summary["exit_code"], summary["outcome"]) == (1, 1, "degraded"), err
-    assert summary["duration_s"] == pytest.approx(8.0, abs=0.5)
-    assert any("the record of the run cannot be written to" in notice for notice in summary["notices"])
-    assert all(row["state"] == "RUNNING" and row["restarts"] == 0 for row in summary["workers"])
-    assert "Traceback" not in err
-
-
 @needs_mounts
 def test_a_run_folder_that_becomes_read_only_does_not_end_a_run_and_is_told(start: Starter) -> None:
     head = start("--rehearse", "--duration", "9s", "--plain", *ONE_EACH, before=UNSHARED)
@@ -140,47 +112,6 @@ def test_a_run_folder_that_becomes_read_only_does_not_end_a_run_and_is_told(star
     left = read_run(folder)
     assert known.elapsed_s <= left.elapsed_s < 9.0
     assert left.outcome == "interrupted", "as far as anybody can know who was not there"
-
-
-def test_a_store_that_somebody_locks_for_seconds_does_not_end_a_run_and_the_gap_is_told(start: Starter) -> None:
-    head = start("--rehearse", "--duration", "8s", "--json", *ONE_EACH)
-    stored_when(head, 2.0)
-    folder = head.folder()
-    with contextlib.closing(sqlite3.connect(folder / STORE_NAME, isolation_level=None)) as store:
-        store.execute("BEGIN EXCLUSIVE")
-        time.sleep(4)
-        store.execute("ROLLBACK")
-    code, out, err = head.finish()
-    summary = json.loads(out)
-    assert (code, summary["outcome"]) == (1, "degraded"), err
-    assert summary["duration_s"] == pytest.approx(8.0, abs=0.5)
-    assert all(row["state"] == "RUNNING" and row["restarts"] == 0 for row in summary["workers"])
-    left = read_run(folder)
-    assert (left.outcome, left.exit_code, left.incomplete) == ("degraded", 1, True)
-    counted = {slot.slot: slot.counters["steps_ok"] for slot in left.slots}
-    assert counted == {row["slot"]: row["steps_ok"] for row in summary["workers"]}
-    with contextlib.closing(sqlite3.connect(folder / STORE_NAME)) as store:
-        (events,) = store.execute("SELECT COUNT(*) FROM events").fetchone()
-    assert events == len(head.events()), "events wait for the lock to go"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("--chaos", "kill:every=20s"), "--yes-really"),
-        (("--chaos", "node:pc2@3s", "--yes-really"), "only a rehearsal owns the raylets"),
-        (("--rehearse", "--chaos", "node:pc3@3s"), "there is no such node; did you mean pc2?; valid: pc2"),
-        (("--rehearse", "--chaos", "node:pc1@3s"), "its raylet carries the head"),
-    ],
-)
-def test_faults_that_cannot_be_injected_are_refused_before_anything_starts(
-    start: Starter, arguments: tuple[str, ...], sentence: str
-) -> None:
-    head = start("--json", "--duration", "30s", *arguments)
-    code, out, err = head.finish(30)
-    assert code == 2, out + err
-    assert sentence in json.loads(out)["error"]
-    assert not head.runs.exists()
 
 
 def test_a_run_of_the_version_before_the_layers_is_brought_to_its_end(start: Starter, tmp_path: Path) -> None:

@@ -73,18 +73,6 @@ def test_a_limit_is_put_back_when_the_actor_the_run_or_the_head_ends(start: Star
     wait_for(lambda: not list(killed.runs.parent.glob("orch-*")), 60.0, "removal of the rehearsal's folder")
 
 
-def test_a_limit_that_cannot_be_set_ends_the_run_before_it_begins(start: Starter, state_dir: Path) -> None:
-    head = start(*LIMITED, "--duration", "10m", "--apply-power-limit", "--set", "nodes.pc2.power_limit_w=1000")
-    code, _, err = head.finish()
-    assert code == 3, err
-    assert err.splitlines()[-1] == (
-        "nodes.pc2.power_limit_w 1000 is out of range: pc2's NVIDIA GeForce RTX 3070 takes 100 to 240 W"
-    )
-    assert limit_w(head) == 350.0  # that of pc1 could be, and was
-    assert record(state_dir) is None
-    assert "state" not in {event["event"] for event in head.events()}
-
-
 def test_the_first_ctrl_c_is_heard_while_a_guard_waits_for_another(start: Starter, state_dir: Path) -> None:
     (state_dir / "kept").mkdir(mode=0o700, parents=True)
     with (state_dir / "kept" / "lock").open("w") as lock:

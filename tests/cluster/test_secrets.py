@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import stat
 from pathlib import Path
 
@@ -33,8 +34,10 @@ def holders(folder: Path, secret: str) -> list[Path]:
     return found
 
 
-def test_the_token_of_a_rehearsal_is_in_its_file_alone(start: Starter, short_tmp: Path) -> None:
-    head = start("--rehearse", "--duration", "4s", "--plain", *SMALL)
+def test_the_token_of_a_rehearsal_is_in_its_file_alone_and_gone_after_an_interrupt(
+    start: Starter, short_tmp: Path
+) -> None:
+    head = start("--rehearse", "--duration", "10", "--plain", *SMALL)
     head.wait_until_running(3)
     token = wait_for(lambda: next(iter(short_tmp.glob("orch-*/auth_token")), None), 10, "the token")
     secret = token.read_text(encoding="ascii")
@@ -50,10 +53,12 @@ def test_the_token_of_a_rehearsal_is_in_its_file_alone(start: Starter, short_tmp
     assert holders(short_tmp, secret) == [token]
     assert head.process.poll() is None, "all this while it ran"
 
-    code, out, err = head.finish()
-    assert code == 0, out + err
+    head.process.send_signal(signal.SIGTERM)
+    code, out, err = head.finish(30)
+    assert code == 130, out + err
     assert "Run folder:" in err
     assert secret not in out + err
-    assert (head.folder() / "summary.json").exists()
+    assert head.summary()["outcome"] == "interrupted"
+    assert head.summary()["steps_ok"] > 0
     assert holders(short_tmp, secret) == []
     assert not token.exists()
