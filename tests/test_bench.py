@@ -254,7 +254,7 @@ PRESSURE = ("pressure", "--rounds", "1", "--memory-mib", "16")
 
 @pytest.mark.torch
 def test_pressure() -> None:
-    result = bench(*PRESSURE, "--contestants", "ours", "ideal", "--seconds", "3")
+    result = bench(*PRESSURE, "--contestants", "ours", "ideal", "--seconds", "1")
     assert {(row["course"], row["contestant"]) for row in result["turns"]} == {
         (course, who) for course in ("game", "release") for who in ("ours", "ideal")
     }
