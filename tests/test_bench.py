@@ -30,6 +30,9 @@ from benches import pressure_caps  # noqa: E402 - the scripts are in no package
 from benches.heads import facts  # noqa: E402
 from benches.outside import Ledger  # noqa: E402 - the scripts are in no package
 
+#: `tests/cluster` kills workers, heads and nodes, too.
+by_hand = pytest.mark.skipif("BENCHES" not in os.environ, reason="a bench of half a minute; BENCHES=1 runs it, too")
+
 
 def bench(*arguments: str) -> dict[str, Any]:
     command = [sys.executable, "scripts/bench.py", *arguments]
@@ -91,6 +94,7 @@ def test_recovery() -> None:
 
 
 @pytest.mark.ray
+@by_hand
 def test_storm_in_an_actor() -> None:
     result = bench("oom-storm", "--errors", "200", "--budget-mib", "64")
     assert result["where"] == "Ray actor"
@@ -98,6 +102,7 @@ def test_storm_in_an_actor() -> None:
 
 
 @pytest.mark.ray
+@by_hand
 def test_overhead() -> None:
     result = bench("overhead", "--rounds", "1", "--seconds", "1.5", "--size", "512")
     (turn,) = result["rounds"]
@@ -206,6 +211,7 @@ def test_kills() -> None:
 
 
 @pytest.mark.ray
+@by_hand
 def test_head_kills() -> None:
     result = bench("head-kills", "--rounds", "1", "--seed", "2")  # that seed strikes late
     assert result["killed"] == {"at work": 1}
@@ -214,6 +220,7 @@ def test_head_kills() -> None:
 
 
 @pytest.mark.ray
+@by_hand
 def test_rejoin() -> None:
     result = bench("rejoin", "--cycles", "1", "--quiet-s", "5", "--cycle-s", "27")
     (cycle,) = result["rounds"]
