@@ -139,10 +139,3 @@ def test_a_users_workload_finds_the_largest_batch(start: Starter, short_tmp: Pat
     # What the other threads of a process map may take a step that fills its cap to the last byte beyond it, once.
     summary = finished(head, failures_most=1)
     assert {row["slot"]: held(row) for row in summary["workers"] if held(row) < 0.9} == {}
-
-
-def test_a_run_with_injected_failures_remembers_nothing(start: Starter, state_dir: Path) -> None:
-    chaos = ("--chaos", "raise:rate=0.01")
-    code, out, err = start("--rehearse", "--duration", "2s", "--json", *ONE_EACH, *chaos).finish()
-    assert code == 0, out + err
-    assert list(state_dir.iterdir()) == []

@@ -31,7 +31,7 @@ COOL = {
 
 
 def test_a_hot_card_pauses_its_workers_and_a_flipped_bit_on_the_cool_one_is_found(
-    start: Starter, tmp_path: Path
+    start: Starter, tmp_path: Path, state_dir: Path
 ) -> None:
     script = tmp_path / "hot.json"
     script.write_text(json.dumps({"cards": [HOT, COOL]}))
@@ -62,3 +62,4 @@ def test_a_hot_card_pauses_its_workers_and_a_flipped_bit_on_the_cool_one_is_foun
     became = {fault["became"] for fault in summary["faults"] if fault["kind"] == "flip"}
     assert "found by the check" in became
     assert became <= {"found by the check", "not all found by the checks"}
+    assert not (state_dir / "limits.json").exists(), "a run with injected faults remembers nothing"
