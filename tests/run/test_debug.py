@@ -52,7 +52,7 @@ class Terminal:
         (folder / "ray.py").write_text("raise ImportError('--debug works without Ray')\n", encoding="utf-8")
         config = ("--config", str(ROOT / "cluster.yaml"), "--run-dir", str(self.runs))
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "orchestrator", "run", "--debug", *config, *arguments],
+            [sys.executable, "-W", "ignore", "-m", "orchestrator", "run", *config, *arguments],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), "TERM": "dumb"},
             stdin=theirs,
@@ -119,7 +119,7 @@ def stopped(folder: Path) -> Iterator[Terminal]:
     """A run that has stopped at the breakpoint."""
     impatient = ("--set", "run.hang_timeout_s=1", "--set", "run.stale_after_s=0.5", "--set", "run.slice_s=0.5")
     terminal = Terminal(
-        folder, "--workload", "mine:Mine", "--duration", "6s", "--set", "compute_share_mode=duty", *impatient
+        folder, "--debug", "--workload", "mine:Mine", "--duration", "6s", "--set", "compute_share_mode=duty", *impatient
     )
     try:
         terminal.read_until("(Pdb)")
@@ -150,11 +150,21 @@ def test_a_breakpoint_in_a_workload_stops_shows_a_variable_and_goes_on(stopped: 
 
 
 @pytest.mark.torch
-def test_the_debuggers_quit_ends_the_run_as_an_interrupt_does(stopped: Terminal) -> None:
+def test_the_debuggers_quit_ends_the_run_as_an_interrupt_does_and_resume_goes_on_in_one_process(
+    stopped: Terminal, folder: Path
+) -> None:
     stopped.type("q")
     assert stopped.wait() == 130, stopped.shown
     assert stopped.summary()["outcome"] == "interrupted"
     assert "Traceback" not in stopped.shown
+    again = Terminal(folder, "--resume", "latest")
+    try:
+        again.read_until("(Pdb)")
+        again.type("c")
+        assert again.wait() == 0, again.shown
+        assert again.summary()["outcome"] == "good"
+    finally:
+        again.close()
 
 
 @pytest.mark.parametrize(
@@ -170,7 +180,7 @@ def test_the_debuggers_quit_ends_the_run_as_an_interrupt_does(stopped: Terminal)
     ],
 )
 def test_what_does_not_go_together_is_refused_in_words(folder: Path, arguments: list[str], words: str) -> None:
-    terminal = Terminal(folder, *arguments)
+    terminal = Terminal(folder, "--debug", *arguments)
     try:
         assert terminal.wait() == 2, terminal.shown
         assert words in terminal.shown
