@@ -61,6 +61,6 @@ def _reason(card: str, slots: Sequence[Slot], rules: Rules) -> str:
 def _is_down(slot: Slot, now_s: float, rules: Rules) -> bool:
     if slot.phase is Phase.QUARANTINED:
         return True
-    working = slot.phase is Phase.PAUSING or (slot.phase is Phase.WORKING and not slot.proven)
+    working = slot.phase is Phase.PAUSING or (slot.phase is Phase.WORKING and not slot.ready)
     deaths = [at for at in slot.deaths_at_s if at > now_s - rules.death_window_s]
     return working and len(deaths) >= _DEATHS

@@ -21,7 +21,7 @@ def begin(slot: Slot, moment: Moment, *, new_process: bool) -> tuple[Slot, Submi
         slot,
         phase=Phase.WORKING,
         incarnation=slot.incarnation + (1 if new_process else 0),
-        proven=False,
+        ready=False,
         wake_at_s=None,
         working_since_s=moment.now_s,
         heard_at_s=None,
@@ -63,7 +63,7 @@ def due_at_s(slot: Slot, rules: Rules) -> float | None:
     should_end_s = _should_end_s(slot) if slot.phase is Phase.WORKING else None
     if should_end_s is None:
         return None
-    return should_end_s + (min(rules.stale_after_s, rules.hang_timeout_s) if slot.proven else rules.start_timeout_s)
+    return should_end_s + (min(rules.stale_after_s, rules.hang_timeout_s) if slot.ready else rules.start_timeout_s)
 
 
 def _should_end_s(slot: Slot) -> float | None:

@@ -148,18 +148,18 @@ def _time_passed_while_pausing(slot: Slot, _: Tick, moment: Moment) -> Transitio
 def _time_passed_while_working(slot: Slot, _: Tick, moment: Moment) -> Transition:
     overdue_s = dispatch.overdue_s(slot, moment)
     rules = moment.rules
-    if overdue_s > (rules.hang_timeout_s if slot.proven else rules.start_timeout_s):
-        what = "no report" if slot.proven else "its process did not come up"
+    if overdue_s > (rules.hang_timeout_s if slot.ready else rules.start_timeout_s):
+        what = "no report" if slot.ready else "its process did not come up"
         why = f"{what} for {overdue_s:.0f} s; its process was ended"
         return restart_policy.died(slot, why, moment, before=(Restart(),))
-    if slot.proven and overdue_s > rules.stale_after_s:
+    if slot.ready and overdue_s > rules.stale_after_s:
         return replace(slot, reason=f"STALE: its slice is {overdue_s:.0f} s overdue"), ()
     return slot, ()
 
 
 def _drain(slot: Slot, _: Drain, __: Moment) -> Transition:
     slot = replace(slot, draining=True)
-    if slot.in_flight and slot.proven:
+    if slot.in_flight and slot.ready:
         # The queued slice runs too: Ray cannot take it back. It would run nevertheless, and its report be lost.
         return slot, ()
     return _stopped(slot)  # nothing runs, or it is not known whether anything does

@@ -21,7 +21,7 @@ _SILENT = "its node does not answer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeBook:
+class Membership:
     """What is known of the nodes of a run."""
 
     present: Mapping[str, str] = field(default_factory=dict)
@@ -32,10 +32,10 @@ class NodeBook:
     """Nodes that are there and cannot be used -> why."""
 
 
-def looked(
-    book: NodeBook, config: Config, facts: Sequence[NodeFact]
-) -> tuple[NodeBook, tuple[tuple[str, NodeEvent], ...]]:
-    """Compare the live nodes with what is known; return the new book, and what happened to which node.
+def updated(
+    known: Membership, config: Config, facts: Sequence[NodeFact]
+) -> tuple[Membership, tuple[tuple[str, NodeEvent], ...]]:
+    """Compare the live nodes with what is known; return what is known now, and what happened to which node.
 
     A node that does not answer counts as gone, even if Ray still lists it: Ray is slower to notice.
     """
@@ -47,8 +47,8 @@ def looked(
             refused[refusal.node] = refusal.text if said is None else f"{said}; {refusal.text}"
     ids = {fact.node_id for fact in answering}
     events: list[tuple[str, NodeEvent]] = []
-    present = dict(book.present)
-    for name, node_id in book.present.items():
+    present = dict(known.present)
+    for name, node_id in known.present.items():
         if node_id not in ids:
             del present[name]
             silent = any(fact.node_id == node_id for fact in facts)
@@ -61,20 +61,20 @@ def looked(
     events.extend(
         (name, NodeRefused(reason=text))
         for name, text in refused.items()
-        if name not in present and book.refused.get(name) != text
+        if name not in present and known.refused.get(name) != text
     )
-    gone = book.refused.keys() - refused.keys() - present.keys()
+    gone = known.refused.keys() - refused.keys() - present.keys()
     events.extend((name, NodeRefused(reason=NodeLeft().reason)) for name in config.nodes if name in gone)
     unused = {name: text for name, text in refused.items() if name not in present}
-    return NodeBook(present=present, seen=book.seen | present.keys(), refused=unused), tuple(events)
+    return Membership(present=present, seen=known.seen | present.keys(), refused=unused), tuple(events)
 
 
-def notices(book: NodeBook, config: Config) -> list[str]:
+def notices(known: Membership, config: Config) -> list[str]:
     """Return a line for each node that is missing: what a person may want to do something about."""
-    return [_notice(book, name) for name in config.nodes if name not in book.present]
+    return [_notice(known, name) for name in config.nodes if name not in known.present]
 
 
-def _notice(book: NodeBook, name: str) -> str:
-    if name in book.refused:
-        return f"{name} cannot be used: {book.refused[name]}"
-    return f"{name} has left" if name in book.seen else f"{name} has not joined"
+def _notice(known: Membership, name: str) -> str:
+    if name in known.refused:
+        return f"{name} cannot be used: {known.refused[name]}"
+    return f"{name} has left" if name in known.seen else f"{name} has not joined"

@@ -36,7 +36,7 @@ def died(slot: Slot, why: str, moment: Moment, *, before: tuple[Command, ...] = 
         before: Commands that end the process, if it still lives.
     """
     now_s, rules = moment.now_s, moment.rules
-    deaths = (*(recent(slot.deaths_at_s, moment) if slot.proven else slot.deaths_at_s), now_s)
+    deaths = (*(recent(slot.deaths_at_s, moment) if slot.ready else slot.deaths_at_s), now_s)
     slot = replace(_restarted(slot), deaths_at_s=deaths, silent_since_s=None, ending=bool(before))
     if len(deaths) >= rules.max_deaths:
         span_s = max(rules.death_window_s, now_s - deaths[0])

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from orchestrator.core import dispatch, restart_policy, step_accounting
 from orchestrator.core.fleet import SliceFailed, SliceFailure, SliceReported
-from orchestrator.core.leak_detector import watched
+from orchestrator.core.leak_detector import observed
 from orchestrator.core.slot import (
     Accept,
     Flight,
@@ -64,7 +64,7 @@ def _accepted(slot: Slot, flight: Flight, report: Report, moment: Moment) -> Tra
     worked_before = slot.report is not None
     slot = replace(
         step_accounting.without(slot, flight),
-        proven=True,
+        ready=True,
         ending=False,
         heard_at_s=moment.now_s,
         silent_since_s=None,
@@ -76,7 +76,7 @@ def _accepted(slot: Slot, flight: Flight, report: Report, moment: Moment) -> Tra
         resume=report.resume if report.resume is not None else slot.resume,
         counts=slot.counts + report.counts,
         errors_in_a_row=slot.errors_in_a_row + 1 if report.error is not None else 0,
-        leak=watched(slot.leak, report),
+        leak=observed(slot.leak, report),
     )
     if report.verdict is Verdict.INCOMPATIBLE:
         return restart_policy.impossible(slot, report.reason, moment, worked_before=worked_before)
@@ -131,7 +131,7 @@ def failed(slot: Slot, event: SliceFailed, moment: Moment) -> Transition:
     # What fails at once was sent to the process that has just ended: Ray had not noticed yet.
     now_s = moment.now_s
     too_soon = slot.ending or (slot.working_since_s is not None and now_s - slot.working_since_s < _REBIRTH_S)
-    if slot.proven or (event.failure is SliceFailure.DIED and not too_soon):
+    if slot.ready or (event.failure is SliceFailure.DIED and not too_soon):
         return restart_policy.died(slot, _ENDED[event.failure], moment)
     silent_since_s = slot.silent_since_s if slot.silent_since_s is not None else slot.working_since_s
     if silent_since_s is not None and now_s - silent_since_s > moment.rules.start_timeout_s:

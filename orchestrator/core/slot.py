@@ -98,10 +98,10 @@ class Slot:
     in_flight: tuple[Flight, ...] = ()
     placed: bool = False
     draining: bool = False
-    proven: bool = False
-    """Whether the present incarnation has reported."""
+    ready: bool = False
+    """Whether the present incarnation has reported: only then is it sent more than one step."""
     ending: bool = False
-    """The process before it was told to end, and may not have ended yet: it may take the first slice down with it."""
+    """The process before was told to end and may not have ended yet: the first slice may still reach it, and fail."""
     wake_at_s: float | None = None
     working_since_s: float | None = None
     """When the present incarnation was first asked to work."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from orchestrator.config.schema import Config
 from orchestrator.core import membership
 from orchestrator.core.fleet import NodeFact
-from orchestrator.core.membership import NodeBook, NodeEvent
+from orchestrator.core.membership import Membership, NodeEvent
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import NodeJoined, NodeLeft, NodeRefused, Slot
 from orchestrator.watch.events import EventLog
@@ -27,7 +27,7 @@ class NodeWatch:
         """Begin with no node there."""
         self._config = config
         self._events = events
-        self._book = NodeBook()
+        self._known = Membership()
         self._facts: list[NodeFact] = []
         self.slots: dict[str, list[str]] = {name: [] for name in config.nodes}
         """Node -> its slots."""
@@ -42,12 +42,12 @@ class NodeWatch:
         seen = [replace(fact, answers=True) if self._is_heard(fact, slots, now_s) else fact for fact in facts]
         if seen == self._facts:
             return ()
-        self._book, happened = membership.looked(self._book, self._config, seen)
+        self._known, happened = membership.updated(self._known, self._config, seen)
         self._facts = seen
         for node, event in happened:
             match event:
                 case NodeJoined():
-                    self._events.write("node_joined", node=node, node_id=self._book.present[node])
+                    self._events.write("node_joined", node=node, node_id=self._known.present[node])
                 case NodeLeft(reason=reason):
                     self._events.write("node_left", node=node, reason=reason)
                 case NodeRefused(reason=reason):
@@ -56,11 +56,11 @@ class NodeWatch:
 
     def seen(self) -> tuple[str, ...]:
         """Return the nodes that are in use, in the order of the configuration."""
-        return tuple(name for name in self._config.nodes if name in self._book.present)
+        return tuple(name for name in self._config.nodes if name in self._known.present)
 
     def notices(self) -> list[str]:
         """Return a line for each node that is missing."""
-        return membership.notices(self._book, self._config)
+        return membership.notices(self._known, self._config)
 
     def _is_heard(self, fact: NodeFact, slots: Mapping[str, Slot], now_s: float) -> bool:
         """Whether a worker on a silent node has just reported: then it is there, although it cannot be connected to."""

@@ -240,7 +240,7 @@ class Supervisor:
             return
         now_s = self._clock.monotonic_s()
         here = [slot for slot in self._slots.values() if slot.phase is not Phase.ABSENT]
-        answered = [slot for slot in here if slot.proven or slot.phase is Phase.QUARANTINED]
+        answered = [slot for slot in here if slot.ready or slot.phase is Phase.QUARANTINED]
         if not answered:
             return
         self._first_proven_s = self._first_proven_s if self._first_proven_s is not None else now_s
@@ -314,7 +314,7 @@ class Supervisor:
         self._slots[name] = after
         self._changed[name] = None
         # A report moves a deadline to later, which the timer finds out when it is due.
-        if after.phase is not before.phase or after.proven is not before.proven or after.wake_at_s != before.wake_at_s:
+        if after.phase is not before.phase or after.ready is not before.ready or after.wake_at_s != before.wake_at_s:
             self._timers.set(name, dispatch.due_at_s(after, self._rules))
             self._cards_wait = True
         for command in commands:

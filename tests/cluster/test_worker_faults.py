@@ -125,11 +125,11 @@ def test_crashed_and_leaking_workers_are_replaced_and_a_card_on_which_all_die_is
     assert set(told) == {"pc1/2", "pc1/3"}
     assert told.count("pc1/3") == 1
 
-    (condemned,) = [event for event in events if event["event"] == "card_quarantined"]
-    assert condemned["card"].startswith("pc2")
+    (given_up,) = [event for event in events if event["event"] == "card_quarantined"]
+    assert given_up["card"].startswith("pc2")
     for slot in ("pc2/0", "pc2/1"):
         assert rows[slot]["state"] == "QUARANTINED"
-        assert rows[slot]["reason"] == condemned["reason"]
+        assert rows[slot]["reason"] == given_up["reason"]
         assert rows[slot]["restarts"] >= 3
     assert slightly["reason"].startswith("LEAK: its memory grew by")
 

@@ -175,8 +175,8 @@ class Books(RuleBasedStateMachine):
         assert submit.step_limit >= 1
         mine = [name for name in self.submitted if name[0] == submit.incarnation]
         if not any(self.fates[name] is FaultOutcome.COUNTED for name in mine):
-            assert (submit.duration_s, submit.step_limit) == (0.0, 1), "a process is proven by one step"
-            assert not self.under_way, "nothing more is sent before the proof was reported"
+            assert (submit.duration_s, submit.step_limit) == (0.0, 1), "the first slice of a process is one step"
+            assert not self.under_way, "nothing more is sent before its report"
             return
         assert self.run_rules.slice_s / 10 <= submit.duration_s <= self.run_rules.slice_s
         if self.ends_at_s is not None:

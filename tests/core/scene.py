@@ -123,12 +123,12 @@ class Scene:
         return {"slot": self.slot.slot, "incarnation": self.slot.incarnation, "sequence": sequence}
 
     def work(self, **changes: object) -> None:
-        """Join, and report the slice that proves the worker."""
+        """Join, and report its first slice."""
         self.feed(NodeJoined())
         self.feed(self.report(**changes), later_s=1)
 
     def die(self) -> float:
-        """Let the process die, prove a new one as soon as the slot wants one, and return how long it waited."""
+        """Let the process die, let a new one report as soon as the slot wants one, and return how long it waited."""
         self.feed(self.failure())
         assert self.slot.phase is Phase.PAUSING
         assert self.slot.wake_at_s is not None

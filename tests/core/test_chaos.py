@@ -110,7 +110,7 @@ class Fleet:
         self.down: set[str] = set()
         for name in HOMES:
             self.feed(name, NodeJoined())
-        while not all(slot.proven for slot in self.slots.values()):
+        while not all(slot.ready for slot in self.slots.values()):
             self.turn()
         self.began_s = self.now_s
         self.book = begin(self.book, self.now_s, None if duration_s is None else self.now_s + duration_s)

@@ -26,7 +26,7 @@ def worker(index: int, deaths: int, *, ago_s: float = 1.0, **changes: Any) -> Sl
 
 
 def healthy(index: int) -> Slot:
-    return worker(index, 0, phase=Phase.WORKING, proven=True)
+    return worker(index, 0, phase=Phase.WORKING, ready=True)
 
 
 def quarantined(index: int) -> Slot:
@@ -67,7 +67,7 @@ def test_only_the_sick_card_of_several_is_faulty() -> None:
     "one",
     [
         pytest.param(healthy(9), id="works"),
-        pytest.param(worker(9, 5, phase=Phase.WORKING, proven=True), id="died often and works again"),
+        pytest.param(worker(9, 5, phase=Phase.WORKING, ready=True), id="died often and works again"),
         pytest.param(worker(9, 2), id="died twice"),
         pytest.param(worker(9, 0), id="waits, and never died"),
         pytest.param(worker(9, 5, phase=Phase.ABSENT), id="its node is gone"),
@@ -81,7 +81,7 @@ def test_one_worker_that_does_not_keep_dying_speaks_for_its_card(one: Slot) -> N
 
 
 def test_a_worker_that_was_started_again_and_has_not_answered_yet_still_counts_as_dying() -> None:
-    assert is_faulty(worker(0, 3), worker(1, 3, phase=Phase.WORKING, proven=False))
+    assert is_faulty(worker(0, 3), worker(1, 3, phase=Phase.WORKING, ready=False))
 
 
 def test_with_one_worker_nobody_can_tell_the_worker_from_the_card() -> None:
@@ -106,15 +106,15 @@ def test_deaths_count_while_they_are_in_the_window(ago_s: float, counts: bool) -
 @given(
     deaths=st.lists(st.integers(0, 5), min_size=2, max_size=7),
     phases=st.lists(st.sampled_from(list(Phase)), min_size=7, max_size=7),
-    proven=st.lists(st.booleans(), min_size=7, max_size=7),
+    ready=st.lists(st.booleans(), min_size=7, max_size=7),
     gone=st.integers(0, 6),
 )
-def test_a_card_with_a_proven_worker_at_work_or_an_absent_one_is_never_condemned(
-    deaths: list[int], phases: list[Phase], proven: list[bool], gone: int
+def test_a_card_with_a_worker_at_work_or_an_absent_one_is_never_sick(
+    deaths: list[int], phases: list[Phase], ready: list[bool], gone: int
 ) -> None:
-    slots = [worker(i, count, phase=phases[i], proven=proven[i]) for i, count in enumerate(deaths)]
+    slots = [worker(i, count, phase=phases[i], ready=ready[i]) for i, count in enumerate(deaths)]
     spared = any(
-        slot.phase in {Phase.ABSENT, Phase.STOPPED} or (slot.phase is Phase.WORKING and slot.proven) for slot in slots
+        slot.phase in {Phase.ABSENT, Phase.STOPPED} or (slot.phase is Phase.WORKING and slot.ready) for slot in slots
     )
     fine = any(slot.phase is not Phase.QUARANTINED and len(slot.deaths_at_s) < 3 for slot in slots)
     over = all(slot.phase is Phase.QUARANTINED for slot in slots)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.leak_detector import NO_WATCH, LeakWatch, watched
+from orchestrator.core.leak_detector import NO_WATCH, LeakWatch, observed
 from tests.core.scene import CPU, MEMORY, MIB, report_of
 from workers.messages import Report
 
@@ -27,16 +27,16 @@ def report(rss_bytes: int | None, **changes: object) -> Report:
 
 def after(reports: Iterable[Report], watch: LeakWatch = NO_WATCH) -> LeakWatch:
     for one in reports:
-        watch = watched(watch, one)
+        watch = observed(watch, one)
     return watch
 
 
 def test_growth_is_unknown_until_enough_reports_of_the_same_work_are_in() -> None:
     watch = NO_WATCH
     for _ in range(UNTIL_KNOWN - 1):
-        watch = watched(watch, report(100 * MIB))
+        watch = observed(watch, report(100 * MIB))
         assert watch.growth_bytes is None
-    assert watched(watch, report(100 * MIB)).growth_bytes == 0
+    assert observed(watch, report(100 * MIB)).growth_bytes == 0
 
 
 @given(
@@ -105,7 +105,7 @@ def test_other_work_is_judged_from_the_beginning(change: dict[str, object]) -> N
     other = report(900 * MIB, **change)
     watch = after([other] * (UNTIL_KNOWN - 1), watch)
     assert watch.growth_bytes is None
-    assert watched(watch, other).growth_bytes == 0
+    assert observed(watch, other).growth_bytes == 0
 
 
 def test_work_that_changes_back_and_forth_is_never_judged() -> None:
@@ -138,6 +138,6 @@ def test_on_a_card_what_tensors_hold_is_added_to_what_is_resident() -> None:
 def test_a_report_that_measured_nothing_changes_nothing(unknown: Report) -> None:
     watch = NO_WATCH
     for _ in range(UNTIL_KNOWN + 5):
-        assert watched(watch, unknown) == watch
-        watch = watched(watch, report(100 * MIB))
+        assert observed(watch, unknown) == watch
+        watch = observed(watch, report(100 * MIB))
     assert watch.growth_bytes == 0

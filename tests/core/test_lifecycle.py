@@ -1,4 +1,4 @@
-"""The ordinary course of a slot: it joins, is proven, works, loses its node and gets it back.
+"""The ordinary course of a slot: it joins, reports, works, loses its node and gets it back.
 
 One event in, the state and the commands that come out. How it ends is in `test_lifecycle_end.py`, what goes wrong in
 `test_lifecycle_faults.py` and `test_lifecycle_losses.py`, any order of events in `test_lifecycle_machine.py`.
@@ -41,19 +41,19 @@ def test_a_new_slot_waits_for_its_node() -> None:
     assert scene.slot == Slot(slot="pc1/0")
 
 
-def test_a_node_that_joins_gets_the_actor_and_one_slice_of_one_step_that_proves_it() -> None:
+def test_a_node_that_joins_gets_the_actor_and_one_slice_of_one_step_and_waits_for_its_report() -> None:
     scene = Scene()
     assert scene.feed(NodeJoined()) == [
         Place(),
         Submit(incarnation=0, sequence=0, duration_s=0.0, step_limit=1, resume=None),
     ]
     assert scene.slot.phase is Phase.WORKING
-    assert not scene.slot.proven
+    assert not scene.slot.ready
     assert scene.slot.reason == "its process is starting"
     assert scene.slot.in_flight == (Flight(sequence=0, duration_s=0.0, submitted_at_s=1000.0, step_limit=1),)
 
 
-def test_nothing_is_sent_behind_the_proof_before_its_report() -> None:
+def test_nothing_is_sent_behind_the_first_slice_before_its_report() -> None:
     scene = Scene()
     scene.feed(NodeJoined())
     for _ in range(int(RULES.start_timeout_s)):
@@ -61,7 +61,7 @@ def test_nothing_is_sent_behind_the_proof_before_its_report() -> None:
     assert len(scene.slot.in_flight) == 1
 
 
-def test_the_report_of_the_proof_fills_the_pipeline() -> None:
+def test_the_first_report_of_a_process_fills_the_pipeline() -> None:
     scene = Scene()
     scene.feed(NodeJoined())
     # One step in 10 ms is 100 a second: twice as many, and four.
@@ -69,7 +69,7 @@ def test_the_report_of_the_proof_fills_the_pipeline() -> None:
         Submit(incarnation=0, sequence=1, duration_s=1.0, step_limit=204, resume={"failures": 2}),
         Submit(incarnation=0, sequence=2, duration_s=1.0, step_limit=204, resume={"failures": 2}),
     ]
-    assert scene.slot.proven
+    assert scene.slot.ready
     assert scene.slot.in_flight == (
         Flight(sequence=1, duration_s=1.0, submitted_at_s=1002.0, step_limit=204),
         Flight(sequence=2, duration_s=1.0, submitted_at_s=1002.0, step_limit=204),

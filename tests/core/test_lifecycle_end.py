@@ -36,7 +36,7 @@ def test_draining_waits_for_the_running_slice_and_the_queued_one_and_counts_both
     ("before", "lost"),
     [
         pytest.param([], 0, id="absent"),
-        pytest.param([NodeJoined()], 1, id="not proven"),
+        pytest.param([NodeJoined()], 1, id="not ready"),
         pytest.param([NodeJoined(), NodeLeft()], 1, id="lost"),
     ],
 )

@@ -42,7 +42,7 @@ def test_a_process_that_dies_is_restarted_at_once_and_continues_where_the_last_r
         Submit(incarnation=1, sequence=3, duration_s=0.0, step_limit=1, resume={"failures": 2})
     ]
     assert scene.slot.counts.steps_ok == 3
-    assert (scene.slot.state, scene.slot.proven) == (HeadState.RESTARTING, False)
+    assert (scene.slot.state, scene.slot.ready) == (HeadState.RESTARTING, False)
     assert sequences(scene.feed(scene.report(steps_ok=4))) == [4, 5]
     assert (scene.slot.state, scene.slot.counts.steps_ok) == (WorkerState.RUNNING, 7)
 
@@ -177,7 +177,7 @@ def test_an_actor_that_cannot_be_reached_right_after_a_restart_has_not_died_agai
         assert len(sequences(scene.feed(Tick(), later_s=0.1))) == 1
         # The same process is still awaited.
         assert scene.slot.incarnation == 1
-    # Each try may have done the one step of its proof.
+    # Each try may have done the one step of its first slice.
     assert counters_of(scene.slot) == counters(restarts=1, steps_lost_upper_bound=2 * LEAST + 10)
     scene.feed(scene.report())
     assert scene.slot.state is WorkerState.RUNNING
@@ -456,11 +456,11 @@ def test_a_node_that_leaves_during_the_back_off_wakes_nobody() -> None:
     assert scene.slot.phase is Phase.ABSENT
 
 
-@pytest.mark.parametrize("before", ["working", "not proven", "pausing", "draining"])
-def test_a_slot_on_a_condemned_card_is_quarantined_for_the_cards_reason(before: str) -> None:
+@pytest.mark.parametrize("before", ["working", "not ready", "pausing", "draining"])
+def test_a_slot_on_a_quarantined_card_is_quarantined_for_the_cards_reason(before: str) -> None:
     scene = Scene()
     scene.feed(NodeJoined())
-    if before != "not proven":
+    if before != "not ready":
         scene.feed(scene.report())
     if before == "pausing":
         scene.feed(scene.failure())

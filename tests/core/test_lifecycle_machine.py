@@ -305,7 +305,7 @@ class LifecycleMachine(Books):
         assert [flight.step_limit for flight in self.slot.in_flight] == [
             self.submitted[name].step_limit for name in self.under_way
         ]
-        assert len(self.slot.in_flight) <= (2 if self.slot.proven else 1)
+        assert len(self.slot.in_flight) <= (2 if self.slot.ready else 1)
 
     @invariant()
     def counters_never_go_backwards(self) -> None:
@@ -361,12 +361,12 @@ class LifecycleMachine(Books):
 
     @invariant()
     def with_a_cluster_that_helps_a_slot_soon_runs_or_rests_for_a_reason(self) -> None:
-        """No slot is stuck: at most a timer, a proof, and a slice that was running all along stand in the way."""
+        """No slot is stuck: at most a timer, a first slice, and a slice that was running all along stand in the way."""
         slot, now_s = self.slot, self.now_s
         for _ in range(5):
             if slot.phase in {Phase.ABSENT, *FINAL} or self.at_its_end(slot):
                 return
-            if slot.proven and slot.state is WorkerState.RUNNING and not slot.draining:
+            if slot.ready and slot.state is WorkerState.RUNNING and not slot.draining:
                 return
             event: Event = Tick()
             if slot.phase is Phase.PAUSING:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from orchestrator.config.schema import Config
 from orchestrator.core.fleet import NodeFact
-from orchestrator.core.membership import NodeBook, NodeEvent, looked, notices
+from orchestrator.core.membership import Membership, NodeEvent, notices, updated
 from orchestrator.core.slot import NodeJoined, NodeLeft, NodeRefused
 
 CONFIG = Config.model_validate(
@@ -33,16 +33,16 @@ class Watcher:
     """Looks at one list of nodes after the other."""
 
     def __init__(self, *facts: NodeFact) -> None:
-        self.book = NodeBook()
+        self.known = Membership()
         self.look(*facts)
 
     def look(self, *facts: NodeFact) -> list[tuple[str, NodeEvent]]:
-        self.book, events = looked(self.book, CONFIG, facts)
+        self.known, events = updated(self.known, CONFIG, facts)
         return list(events)
 
     @property
     def notices(self) -> list[str]:
-        return notices(self.book, CONFIG)
+        return notices(self.known, CONFIG)
 
 
 def test_a_node_that_joins_is_told_once() -> None:
@@ -98,7 +98,7 @@ def test_a_silent_raylet_and_its_successor_are_one_node_that_left_and_joined_and
     assert watcher.look(*both) == [("pc1", SILENT), ("pc1", NodeJoined())]
     assert watcher.look(*both) == []
     assert watcher.look(fact(node_id="b")) == []
-    assert watcher.book.present == {"pc1": "b"}
+    assert watcher.known.present == {"pc1": "b"}
 
 
 def test_two_nodes_of_one_name_that_answer_are_refused_until_one_is_gone() -> None:
@@ -115,7 +115,7 @@ def test_a_second_node_of_the_name_does_not_disturb_the_one_in_use() -> None:
     watcher = Watcher(fact(node_id="a"))
     assert watcher.look(fact(node_id="a"), fact(node_id="b")) == []
     assert watcher.notices == ["pc2 has not joined"]
-    assert watcher.book.refused == {}
+    assert watcher.known.refused == {}
     assert watcher.look(fact(node_id="b")) == [("pc1", NodeLeft()), ("pc1", NodeJoined())]
 
 
@@ -144,7 +144,7 @@ def test_nodes_of_no_name_or_of_one_that_is_not_planned_are_nobodys(stranger: st
     watcher = Watcher()
     assert watcher.look(fact(stranger), fact(stranger, "b")) == []
     assert watcher.look() == []
-    assert watcher.book == NodeBook()
+    assert watcher.known == Membership()
 
 
 facts = st.lists(
@@ -187,12 +187,12 @@ def test_whatever_is_seen_each_node_joins_and_leaves_in_turn_and_who_is_missing_
                     assert not here[name], "a node in use is never refused"
                     assert reason
         assert watcher.look(*live) == [], "the same again is no news"
-        assert set(watcher.book.present) == {name for name, there in here.items() if there}
-        assert watcher.book.seen == ever
+        assert set(watcher.known.present) == {name for name, there in here.items() if there}
+        assert watcher.known.seen == ever
         ids = {one.node_id for one in live if one.answers}
-        assert set(watcher.book.present.values()) <= ids, "who does not answer is not in use"
+        assert set(watcher.known.present.values()) <= ids, "who does not answer is not in use"
         for name, there in here.items():
             assert there or not usable(live, name), "who can be used is in use"
         missing = [name for name, there in here.items() if not there]
         assert [line.split()[0] for line in watcher.notices] == missing
-        assert set(watcher.book.refused) <= set(missing)
+        assert set(watcher.known.refused) <= set(missing)

@@ -47,7 +47,7 @@ def test_a_slot_that_knows_no_speed_may_do_four_steps() -> None:
 
 @given(rate=rates, duration_s=slices_s)
 def test_a_worker_of_steady_speed_is_never_limited(rate: float, duration_s: float) -> None:
-    """Nor is one whose last slice was of another length, such as the proof."""
+    """Nor is one whose last slice was of another length, such as the first slice of a process."""
     for last_s in (0.0, duration_s / 10, duration_s):
         steps, wall_s = worked(rate, last_s, 10**9)
         limit = step_accounting.step_limit(slot_after(steps, wall_s), duration_s)
@@ -98,7 +98,7 @@ def test_a_workload_that_becomes_a_thousand_times_faster_is_limited_for_two_slic
 
 @given(rate=st.floats(0.1, 1e6), opening_s=st.floats(0, 100))
 def test_a_slow_start_does_not_hold_a_worker_back_for_long(rate: float, opening_s: float) -> None:
-    """The proof takes as long as opening the device does, and says little about the speed of a step."""
+    """The first slice takes as long as opening the device does, and says little about the speed of a step."""
     cut = limited_slices([rate] * 10, 1.0, proof_s=opening_s + 1 / rate)
     assert not any(cut[2:])
 

@@ -47,9 +47,9 @@ def watch(book: ChaosState, before: Slot, after: Slot, accepted: Report | None, 
         book = _struck(book, before, sent, "no report when the run ended", now_s)
     if given_up:
         book = _given_up(book, after, now_s)
-    elif after.proven and not before.proven and not died and report is not None and report.verdict is Verdict.OK:
+    elif after.ready and not before.ready and not died and report is not None and report.verdict is Verdict.OK:
         book = _back(book, after, now_s)
-    works = after.phase is Phase.WORKING and after.proven and not after.draining
+    works = after.phase is Phase.WORKING and after.ready and not after.draining
     if works == (slot in book.working):
         return book
     return replace(book, working=book.working | {slot} if works else book.working - {slot})

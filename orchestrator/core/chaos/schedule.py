@@ -68,7 +68,7 @@ def begin(book: ChaosState, now_s: float, ends_at_s: float | None = None) -> Cha
 
 
 def strike_for(book: ChaosState, slot: Slot, submit: Submit, now_s: float) -> tuple[ChaosState, ProcessFault | None]:
-    """Decide whether the slice that is about to be submitted carries a strike; one that proves a process never does."""
+    """Decide whether the next slice carries a strike; the first one of a process never does."""
     seed, name = book.plan.seed, slot.slot
     targets = _targets(book)
     if submit.duration_s <= 0 or name not in targets or _is_calm(book, now_s):

@@ -64,7 +64,7 @@ class MemoryBroker:
         """Return the lease of a directive that is about to be sent, and remember it while that is under way."""
         if slot.slot not in self._specs:
             return None
-        lease_bytes = self._leases.get(slot.slot) if slot.proven else 0
+        lease_bytes = self._leases.get(slot.slot) if slot.ready else 0
         self._granted[slot.slot][sequence] = lease_bytes
         return lease_bytes
 
@@ -81,7 +81,7 @@ class MemoryBroker:
 
     def _claimant(self, slot: Slot, card: str | None, context_bytes: int) -> Claimant:
         spec = self._specs[slot.slot]
-        report = slot.report if slot.proven else None
+        report = slot.report if slot.ready else None
         memory = None if report is None else report.memory
         free_bytes = None
         if memory is not None and memory.device_total_bytes is not None and memory.device_used_bytes is not None:
@@ -114,4 +114,4 @@ def _is_expected(slot: Slot, now_s: float) -> bool:
     """Whether the slot has a process, or is about to have one."""
     if slot.phase is not Phase.WORKING:
         return False
-    return slot.proven or (slot.working_since_s is not None and now_s < slot.working_since_s + _EXPECTED_S)
+    return slot.ready or (slot.working_since_s is not None and now_s < slot.working_since_s + _EXPECTED_S)
