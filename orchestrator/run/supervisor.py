@@ -211,13 +211,12 @@ class Supervisor:
 
     def _send_out(self) -> None:
         """Write down what has changed, then perform what follows from it."""
-        if self._changed:
-            now_s = self._clock.monotonic_s()
-            self._outlets.store.slots(
-                record(self._plans[name], self._slots[name], self._meters[name], now_s) for name in self._changed
-            )
-            self._changed.clear()
-        for name, lease_bytes in self._broker.look(self._slots, self._clock.monotonic_s()).items():
+        now_s = self._clock.monotonic_s()
+        changed, self._changed = self._changed, {}
+        self._outlets.store.slots(
+            record(self._plans[name], self._slots[name], self._meters[name], now_s) for name in changed
+        )
+        for name, lease_bytes in self._broker.look(self._slots, now_s, changed).items():
             self._outlets.events.write("leased", slot=name, lease_bytes=lease_bytes)
         self._outlets.store.commit()
         outbox, self._outbox = self._outbox, []

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -12,7 +13,7 @@ from orchestrator.config.load import load_config
 from orchestrator.core.fleet import SliceReported
 from orchestrator.core.memory_broker.broker import MemoryBroker
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
-from orchestrator.core.slot import Command, NodeJoined, NodeLeft
+from orchestrator.core.slot import Command, NodeJoined, NodeLeft, Slot
 from tests.core.scene import CPU, MEMORY, MIB, Scene, submits
 from workers.messages import DeviceInfo, WorkerState
 
@@ -227,3 +228,32 @@ def test_on_a_node_with_two_cards_nobody_is_expected_on_either_before_it_has_ope
     house.report("pc1/2", 0)
     assert house.sent["pc1/2"][-1] == house.caps()["pc1/2"]
     assert house.sent["pc1/3"] == [0]
+
+
+class Dividing(MemoryBroker):
+    """Divides every card at every look, however much is there."""
+
+    def look(
+        self, slots: Mapping[str, Slot], now_s: float, changed: Iterable[str] | None = None
+    ) -> dict[str, int | None]:
+        self._ample.clear()
+        return super().look(slots, now_s, changed)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_card_with_enough_for_every_cap_gives_the_leases_that_dividing_it_would_give(seed: int) -> None:
+    drawn = Random(seed)  # noqa: S311 - repeatable is what is wanted
+    quick, thorough = seven(), seven()
+    thorough.broker = Dividing(thorough.plans)
+    for house in (quick, thorough):
+        house.join()
+        house.settle()
+    assert quick.broker._ample, "else nothing is compared"
+    for _ in range(8):
+        outside_bytes = drawn.choice([0, 0, TOTAL_BYTES // 8, TOTAL_BYTES // 2])
+        names = drawn.sample(list(quick.plans), drawn.randint(2, 7))
+        rounds = drawn.randint(1, 12)
+        for house in (quick, thorough):
+            house.outside_bytes = outside_bytes
+            house.settle(*names, rounds=rounds)
+        assert quick.sent == thorough.sent

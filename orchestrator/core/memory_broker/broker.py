@@ -10,13 +10,14 @@ obtains memory before the head knows the card, and then each worker obtains byte
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Final
 
-from orchestrator.core.memory_broker.leases import NO_BOOKS, Claimant, leased
+from orchestrator.core.memory_broker.ample import AmpleCards, ample_cards
+from orchestrator.core.memory_broker.leases import NO_BOOKS, Books, Claimant, leased, with_report
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import Phase, Slot
-from workers.messages import WorkerState
 from workers.settings import WorkerSpec
 
 #: Assumed for a context until one on the card was measured, as in `workers/devices/cuda.py`.
@@ -25,30 +26,70 @@ _CONTEXT_BYTES: Final = 512 * 2**20
 #: A share is kept free so long for a process that was sent for: loading torch and opening the card take some seconds.
 _EXPECTED_S: Final = 30.0
 
+#: Directives of a slot that are remembered before those that have ended are dropped.
+_UNDER_WAY: Final = 4
+
 
 class MemoryBroker:
-    """The leases of one run."""
+    """The books of one run's leases, by the machine that cards belong to."""
 
     def __init__(self, plans: Mapping[str, SlotPlan]) -> None:
         self._specs = {name: plan.spec for name, plan in plans.items() if _heeds_leases(plan.spec)}
-        self._books = NO_BOOKS
+        nodes = Counter(plan.spec.node for plan in plans.values())
+        self._machines: defaultdict[str, list[str]] = defaultdict(list)
+        self._machine_of: dict[str, str] = {}
+        for name, spec in self._specs.items():
+            # Raylets that stand for nodes share the cards of the one machine they are on.
+            machine = spec.node if spec.workers_on_host <= nodes[spec.node] else ""
+            self._machines[machine].append(name)
+            self._machine_of[name] = machine
+        self._books: dict[str, Books] = dict.fromkeys(self._machines, NO_BOOKS)
+        self._ample: dict[str, AmpleCards] = {}
+        """Machines on whose cards every lease is the cap."""
         self._leases: dict[str, int | None] = {}
         self._granted: dict[str, dict[int, int | None]] = {name: {} for name in self._specs}
         """Of each slot: sequence of a directive that was sent -> its lease."""
 
-    def look(self, slots: Mapping[str, Slot], now_s: float) -> dict[str, int | None]:
+    def look(
+        self, slots: Mapping[str, Slot], now_s: float, changed: Iterable[str] | None = None
+    ) -> dict[str, int | None]:
         """Take in what the slots' reports say, and return the leases that are not what they were.
 
         Args:
             slots: All of the run.
             now_s: Monotonic seconds.
+            changed: The slots that are not as they were at the last call; `None` for all of them.
         """
-        sharing = {name: slots[name] for name in self._specs}
-        cards = {name: self._card(sharing, name) for name in sharing}
+        touched: defaultdict[str, list[str]] = defaultdict(list)
+        for name in self._specs if changed is None else changed:
+            machine = self._machine_of.get(name)
+            if machine is not None:
+                touched[machine].append(name)
+        news: dict[str, int | None] = {}
+        for machine, names in touched.items():
+            ample = self._ample.get(machine)
+            if ample is None or not ample.have_enough((slots[name] for name in names), now_s):
+                news |= self._settle(machine, slots, now_s)
+        return news
+
+    def grant(self, slot: Slot, sequence: int) -> int | None:
+        """Return the lease of a directive that is about to be sent, and remember it while that is under way."""
+        if slot.slot not in self._specs:
+            return None
+        lease_bytes = self._leases.get(slot.slot) if slot.ready else 0
+        granted = self._granted[slot.slot]
+        granted[sequence] = lease_bytes
+        if len(granted) > _UNDER_WAY:
+            self._drop_ended(slot)
+        return lease_bytes
+
+    def _settle(self, machine: str, slots: Mapping[str, Slot], now_s: float) -> dict[str, int | None]:
+        """Divide the cards of a machine anew."""
+        sharing = {name: slots[name] for name in self._machines[machine]}
+        cards = self._cards(sharing)
         contexts: dict[str | None, int] = {}
         for name, slot in sharing.items():
-            under_way = {flight.sequence for flight in slot.in_flight}
-            self._granted[name] = {sent: lease for sent, lease in self._granted[name].items() if sent in under_way}
+            self._drop_ended(slot)
             if slot.device is not None:
                 contexts[cards[name]] = max(contexts.get(cards[name], 0), slot.device.context_bytes)
         claimants = [
@@ -56,53 +97,53 @@ class MemoryBroker:
             for name, slot in sharing.items()
             if _is_expected(slot, now_s)
         ]
-        before = self._leases
-        self._books, self._leases = leased(self._books, claimants, now_s)
-        return {name: lease for name, lease in self._leases.items() if before.get(name) != lease}
+        books = self._books[machine]
+        ample = self._ample.pop(machine, None)
+        if ample is not None:
+            books = ample.caught_up(books)
+        self._books[machine], leases = leased(books, claimants, now_s)
+        ample = ample_cards(self._books[machine], claimants, leases)
+        if ample is not None:
+            self._ample[machine] = ample
+        news = {name: lease for name, lease in leases.items() if self._leases.get(name) != lease}
+        for name in sharing:
+            self._leases.pop(name, None)
+        self._leases |= leases
+        return news
 
-    def grant(self, slot: Slot, sequence: int) -> int | None:
-        """Return the lease of a directive that is about to be sent, and remember it while that is under way."""
-        if slot.slot not in self._specs:
-            return None
-        lease_bytes = self._leases.get(slot.slot) if slot.ready else 0
-        self._granted[slot.slot][sequence] = lease_bytes
-        return lease_bytes
+    def _drop_ended(self, slot: Slot) -> None:
+        under_way = {flight.sequence for flight in slot.in_flight}
+        granted = self._granted[slot.slot]
+        self._granted[slot.slot] = {sent: lease for sent, lease in granted.items() if sent in under_way}
 
-    def _card(self, slots: Mapping[str, Slot], name: str) -> str | None:
-        """Return what identifies the slot's card; before it was opened, the one that its neighbours have opened."""
-        device = slots[name].device
-        if device is not None:
-            return device.uuid
-        node = self._specs[name].node
-        neighbours = [other for other_name, other in slots.items() if self._specs[other_name].node == node]
-        seen = {other.device.uuid for other in neighbours if other.device is not None}
+    def _cards(self, sharing: Mapping[str, Slot]) -> dict[str, str | None]:
+        """Return what identifies each slot's card; before it was opened, the one that its neighbours have opened."""
+        seen: defaultdict[str, set[str | None]] = defaultdict(set)
+        for name, slot in sharing.items():
+            if slot.device is not None:
+                seen[self._specs[name].node].add(slot.device.uuid)
         # With two cards on its node it is unknown which one it will get.
-        return seen.pop() if len(seen) == 1 else None
+        only = {node: next(iter(uuids)) for node, uuids in seen.items() if len(uuids) == 1}
+        return {
+            name: slot.device.uuid if slot.device is not None else only.get(self._specs[name].node)
+            for name, slot in sharing.items()
+        }
 
     def _claimant(self, slot: Slot, card: str | None, context_bytes: int) -> Claimant:
         spec = self._specs[slot.slot]
         report = slot.report if slot.ready else None
-        memory = None if report is None else report.memory
-        free_bytes = None
-        if memory is not None and memory.device_total_bytes is not None and memory.device_used_bytes is not None:
-            free_bytes = memory.device_total_bytes - memory.device_used_bytes
         unopened_bytes = context_bytes if report is None else 0
         cap_bytes = slot.device.cap_bytes if slot.device is not None else max(0, spec.budget_bytes - context_bytes)
         allowed = (cap_bytes if lease is None else lease for lease in self._granted[slot.slot].values())
-        return Claimant(
+        claimant = Claimant(
             slot=slot.slot,
             card=card,
             cap_bytes=cap_bytes,
             granted_bytes=max(allowed, default=0),
             leave_free_bytes=spec.memory.leave_free_bytes,
             unopened_bytes=unopened_bytes,
-            report=None if report is None else (report.incarnation, report.sequence),
-            held_bytes=None if memory is None else memory.reserved_bytes,
-            peak_bytes=None if memory is None else memory.peak_bytes,
-            free_bytes=free_bytes,
-            total_bytes=None if memory is None else memory.device_total_bytes,
-            starving=report is not None and report.state is WorkerState.EMERGENCY,
         )
+        return claimant if report is None else with_report(claimant, report)
 
 
 def _heeds_leases(spec: WorkerSpec) -> bool:

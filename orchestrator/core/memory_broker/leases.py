@@ -27,6 +27,7 @@ from typing import Final, TypeAlias
 
 from orchestrator.core.memory_broker.demand import FRESH, Demand, heard
 from orchestrator.core.memory_broker.free_memory import NO_LOOKS, Look, Looks, available, gone, looked
+from workers.messages import Report, WorkerState
 
 #: Share of a card that is not promised where the caps do not fit: what changes between two reports comes out of it.
 _SPARE: Final = 0.01
@@ -121,7 +122,7 @@ def leased(books: Books, claimants: Sequence[Claimant], now_s: float) -> tuple[B
     leases: dict[str, int | None] = {claimant.slot: None for claimant in claimants}
     after: dict[str, CardBook] = {}
     for card, sharing in cards.items():
-        book = _taken_in(books.get(card, CardBook()), sharing, now_s)
+        book = taken_in(books.get(card, CardBook()), sharing, now_s)
         if len(sharing) > 1 and book.total_bytes is not None:
             book = _settled(book, book.total_bytes, sharing, now_s)
             lent = {slot: account.lease_bytes for slot, account in book.accounts.items()}
@@ -140,7 +141,25 @@ def fair_shares(pool_bytes: int, wanted: Mapping[str, int]) -> dict[str, int]:
     return shares
 
 
-def _taken_in(book: CardBook, sharing: Sequence[Claimant], now_s: float) -> CardBook:
+def with_report(claimant: Claimant, report: Report) -> Claimant:
+    """Return what is known of a worker after the last report of its present process."""
+    memory = report.memory
+    free_bytes = None
+    if memory is not None and memory.device_total_bytes is not None and memory.device_used_bytes is not None:
+        free_bytes = memory.device_total_bytes - memory.device_used_bytes
+    return replace(
+        claimant,
+        report=(report.incarnation, report.sequence),
+        held_bytes=None if memory is None else memory.reserved_bytes,
+        peak_bytes=None if memory is None else memory.peak_bytes,
+        free_bytes=free_bytes,
+        total_bytes=None if memory is None else memory.device_total_bytes,
+        starving=report.state is WorkerState.EMERGENCY,
+    )
+
+
+def taken_in(book: CardBook, sharing: Sequence[Claimant], now_s: float) -> CardBook:
+    """Return the book of a card with what is new in the reports of its workers; `now_s` is when they came."""
     present = {claimant.slot: claimant.report[0] for claimant in sharing if claimant.report is not None}
     looks, total_bytes = book.looks, book.total_bytes
     accounts: dict[str, Account] = {}
