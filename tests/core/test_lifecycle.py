@@ -6,7 +6,6 @@ One event in, the state and the commands that come out. How it ends is in `test_
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +13,6 @@ import pytest
 
 from orchestrator.core.slot import (
     Accept,
-    Close,
-    Drain,
     Flight,
     Forget,
     HeadState,
@@ -29,7 +26,7 @@ from orchestrator.core.slot import (
     Submit,
     Tick,
 )
-from tests.core.scene import RULES, Scene, notes, sequences, submits
+from tests.core.scene import RULES, Scene, notes, sequences
 from tests.counting import counters, counters_of
 from workers.messages import WorkerState
 
@@ -138,33 +135,6 @@ def test_reports_that_arrive_in_the_wrong_order_both_count() -> None:
     assert [flight.sequence for flight in scene.slot.in_flight] == [3, 4]
 
 
-@pytest.mark.parametrize(
-    ("steps_ok", "wall_s", "slice_s", "limit"),
-    [
-        pytest.param(10, 1.0, 1.0, 24, id="ten a second"),
-        pytest.param(10, 1.0, 4.0, 84, id="four seconds of it"),
-        pytest.param(1, 3.0, 1.0, 5, id="a third of one"),
-        pytest.param(0, 1.0, 1.0, 4, id="none"),
-        pytest.param(5, 0.0, 1.0, 4, id="in no time"),
-    ],
-)
-def test_a_slice_may_do_twice_what_the_last_report_makes_likely_and_four_steps_more(
-    steps_ok: int, wall_s: float, slice_s: float, limit: int
-) -> None:
-    scene = Scene(slice_s=slice_s)
-    scene.feed(NodeJoined())
-    sent = submits(scene.feed(scene.report(steps_ok=steps_ok, wall_s=wall_s)))
-    assert [submit.step_limit for submit in sent] == [limit, limit]
-    assert [flight.step_limit for flight in scene.slot.in_flight] == [limit, limit]
-
-
-def test_the_step_limit_follows_the_last_report_and_not_those_before() -> None:
-    scene = Scene()
-    scene.work(steps_ok=1, wall_s=0.001)
-    assert [submit.step_limit for submit in submits(scene.feed(scene.report(steps_ok=10, wall_s=1.0)))] == [24]
-    assert [submit.step_limit for submit in submits(scene.feed(scene.report(steps_ok=20, wall_s=1.0)))] == [44]
-
-
 def test_a_report_without_resume_state_leaves_the_last_one() -> None:
     scene = Scene()
     scene.work(resume={"failures": 2})
@@ -191,28 +161,6 @@ def test_a_report_that_is_not_awaited_is_refused_with_a_note_and_not_counted(for
         "steps_ok": 5,
         "expected_incarnation": 0,
     }
-
-
-@pytest.mark.parametrize("end", ["quarantined", "drained", "closed"])
-def test_a_report_after_the_end_is_refused_with_a_note_and_not_counted(end: str) -> None:
-    scene = Scene(max_deaths=1)
-    scene.work()
-    late = scene.report(steps_ok=5)
-    match end:
-        case "quarantined":
-            scene.feed(scene.failure())
-        case "drained":
-            scene.feed(Drain())
-            scene.feed(scene.report())
-            scene.feed(scene.report())
-        case "closed":
-            scene.feed(Close())
-    assert scene.slot.phase is (Phase.QUARANTINED if end == "quarantined" else Phase.STOPPED)
-    before = scene.slot
-    commands = scene.feed(late)
-    assert [note["steps_ok"] for note in notes(commands, "report_refused")] == [5]
-    assert len(commands) == 1
-    assert scene.slot == before
 
 
 def test_a_node_that_leaves_takes_its_slots_along() -> None:
@@ -269,10 +217,3 @@ def test_a_state_is_noted_when_it_changes_and_only_then() -> None:
     assert notes(scene.feed(scene.report(state=WorkerState.BACKOFF, reason="size 4096")), "state") == [
         {"from_state": "RUNNING", "to_state": "BACKOFF", "cause": "size 4096", "incarnation": 0}
     ]
-
-
-def test_a_slot_survives_pickling() -> None:
-    scene = Scene()
-    scene.work(steps_ok=3, resume={"failures": 2})
-    scene.die()
-    assert pickle.loads(pickle.dumps(scene.slot)) == scene.slot  # noqa: S301 - our own bytes

@@ -94,31 +94,6 @@ def test_what_is_still_under_way_when_the_run_closes_is_lost(reported: int) -> N
     assert counters_of(scene.slot) == counters(steps_ok=2 * reported, steps_lost_upper_bound=4 * (2 - reported))
 
 
-def test_closing_stops_a_slot_that_pauses_or_waits_and_no_timer_is_left() -> None:
-    courses: list[list[Event]] = [[], [NodeJoined(), NodeLeft()]]
-    for course in courses:
-        scene = Scene()
-        for event in course:
-            scene.feed(event)
-        scene.feed(Close())
-        assert (scene.slot.phase, scene.slot.wake_at_s) == (Phase.STOPPED, None)
-    scene = Scene()
-    scene.work()
-    scene.feed(scene.failure())
-    scene.feed(Close())
-    assert (scene.slot.phase, scene.slot.wake_at_s) == (Phase.STOPPED, None)
-    assert scene.feed(Tick(), later_s=1000) == []
-
-
-def test_closing_twice_loses_nothing_twice() -> None:
-    scene = Scene()
-    scene.work()
-    scene.feed(Close())
-    before = scene.slot
-    assert scene.feed(Close()) == []
-    assert scene.slot == before
-
-
 def test_slices_are_cut_to_the_end_of_the_run() -> None:
     scene = Scene(ends_at_s=1003.5)
     scene.feed(NodeJoined())

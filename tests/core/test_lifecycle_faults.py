@@ -87,14 +87,6 @@ def test_a_slice_that_fails_in_a_process_that_worked_is_a_death_in_its_own_words
     assert (scene.slot.restarts, scene.slot.deaths_at_s) == (1, (scene.now_s,))
 
 
-def test_a_process_that_ends_before_its_first_report_has_died() -> None:
-    scene = Scene()
-    scene.feed(NodeJoined())
-    scene.feed(scene.failure(SliceFailure.DIED), later_s=1.0)
-    assert (scene.slot.state, scene.slot.restarts) == (HeadState.RESTARTING, 1)
-    assert scene.slot.steps_lost_upper_bound == 1
-
-
 FULL_RAM = DeathExplained(cause=DeathCause(host_memory=True, text="NODE_OUT_OF_MEMORY: …"))
 
 
@@ -122,19 +114,15 @@ def test_a_death_of_another_cause_keeps_its_words() -> None:
     assert scene.slot == before
 
 
-@pytest.mark.parametrize("now", ["waits for its node", "works again", "has lost its node", "is closed"])
+@pytest.mark.parametrize("now", ["starts for the first time", "works again"])
 def test_an_explanation_that_comes_when_the_slot_no_longer_restarts_changes_nothing(now: str) -> None:
     scene = Scene()
-    if now != "waits for its node":
-        scene.work()
-        scene.feed(scene.failure())
+    scene.feed(NodeJoined())
     if now == "works again":
+        scene.feed(scene.report())
+        scene.feed(scene.failure())
         scene.feed(Tick())
         scene.feed(scene.report())
-    if now == "has lost its node":
-        scene.feed(NodeLeft())
-    if now == "is closed":
-        scene.feed(Close())
     before = scene.slot
     assert scene.feed(FULL_RAM) == []
     assert scene.slot == before
@@ -323,13 +311,6 @@ def test_a_poisoned_process_is_replaced_and_its_last_report_counts() -> None:
     assert scene.slot.resume == {"failures": 1}
 
 
-def test_poisoned_too_often_is_quarantined() -> None:
-    scene = Scene(max_deaths=1)
-    scene.work()
-    assert scene.deeds(scene.report(verdict=Verdict.CONTEXT_CORRUPTED, reason="illegal access")) == [Abandon()]
-    assert scene.slot.reason == "1 deaths in 300 s; the last: illegal access"
-
-
 def test_a_card_too_full_for_a_context_is_waited_for_and_no_death() -> None:
     scene = Scene()
     scene.feed(NodeJoined())
@@ -445,15 +426,6 @@ def test_deaths_shortly_before_a_node_leaves_are_blamed_on_the_node(died_before_
     scene.feed(scene.report())
     scene.feed(scene.failure())
     assert (scene.slot.phase is Phase.PAUSING) == blamed
-
-
-def test_a_node_that_leaves_during_the_back_off_wakes_nobody() -> None:
-    scene = Scene()
-    scene.work()
-    scene.feed(scene.failure())
-    scene.feed(NodeLeft())
-    assert scene.feed(Tick(), later_s=100) == []
-    assert scene.slot.phase is Phase.ABSENT
 
 
 @pytest.mark.parametrize("before", ["working", "not ready", "pausing", "draining"])
