@@ -112,7 +112,7 @@ class Supervisor:
         """Slots whose process has ended for an unknown reason -> until when to ask."""
         self._began_s = self._looked_at_s = self._clock.monotonic_s()
         self._ticks_from_s = self._began_s
-        self._first_proven_s: float | None = None
+        self._first_ready_s: float | None = None
         self._counting_since_s: float | None = None
         self._ends_at_s: float | None = None
         self._nodes_at_s = self._snapshot_at_s = float("-inf")
@@ -242,8 +242,8 @@ class Supervisor:
         answered = [slot for slot in here if slot.ready or slot.phase is Phase.QUARANTINED]
         if not answered:
             return
-        self._first_proven_s = self._first_proven_s if self._first_proven_s is not None else now_s
-        if len(answered) == len(here) or now_s - self._first_proven_s > self._rules.start_timeout_s:
+        self._first_ready_s = self._first_ready_s if self._first_ready_s is not None else now_s
+        if len(answered) == len(here) or now_s - self._first_ready_s > self._rules.start_timeout_s:
             self._counting_since_s = now_s
             remaining_s = self._info.remaining_s
             self._ends_at_s = now_s + remaining_s
