@@ -36,7 +36,8 @@ class LearnedLimits:
         """
         self._store = store
         self._events = events
-        self._latest: dict[str, StoredLimit] = {}
+        self._latest: dict[str, tuple[StoredLimit, float | None, WorkerSpec]] = {}
+        """Of each slot its limit, the best it has sustained, and its specification."""
         self._earlier: tuple[StoredLimit, ...] = ()
         self._saved_at_s = time.monotonic()
 
@@ -54,7 +55,7 @@ class LearnedLimits:
 
     def best_tflops(self, spec: WorkerSpec, report: Report) -> float | None:
         """Return the most that a worker in these circumstances has sustained in earlier runs, if that is known."""
-        if report.learned is None:
+        if report.learned is None or not self._earlier:
             return None
         under = terms(spec)
         limit = choose((limit for limit in self._earlier if limit.best_under == under), report.learned.key)
@@ -69,7 +70,7 @@ class LearnedLimits:
             best_tflops: Most that it has sustained so far, in earlier runs or in this one.
         """
         if report.learned is not None:
-            self._latest[report.slot] = replace(report.learned, best_tflops=best_tflops, best_under=terms(spec))
+            self._latest[report.slot] = (report.learned, best_tflops, spec)
         if time.monotonic() - self._saved_at_s >= _SAVE_EVERY_S:
             self.save()
 
@@ -79,7 +80,11 @@ class LearnedLimits:
         if self._store is None or not self._latest:
             return
         # The last one remembered stays.
-        self._store.remember(*_with_the_best(sorted(self._latest.values(), key=lambda limit: -limit.learned.size)))
+        limits = [
+            replace(limit, best_tflops=best_tflops, best_under=terms(spec))
+            for limit, best_tflops, spec in self._latest.values()
+        ]
+        self._store.remember(*_with_the_best(sorted(limits, key=lambda limit: -limit.learned.size)))
         if self._store.problem is None:
             self._latest.clear()  # else the next time may do better
         self._tell(self._store)

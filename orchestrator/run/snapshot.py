@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import overload
 
 from orchestrator.config.gpu_specs import match_profile, peak_tflops
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import HeadState, Slot
 from orchestrator.core.step_accounting import steps_at_risk
-from orchestrator.watch.model import Row
+from orchestrator.watch.model import Brief, LazyRows, Row
 from orchestrator.watch.records import SlotRecord
 from workers.messages import DeviceInfo, Report, WorkerState
 from workers.readings import SensorReading
@@ -30,49 +32,51 @@ class Meter:
 
     best_tflops: float | None = None
     """Most that was sustained, in this run or before."""
-    _reports: deque[Report] = field(default_factory=deque)
+    tflops: float | None = None
+    """Sustained TFLOP/s: work over wall time, pauses for the duty included; `None` if the workload counts none."""
+    sm_clock_mhz: int | None = None
+    """Highest clock in the window: an idle card lowers its clock, and no work was done then."""
+    duty: float | None = None
+    """Share of wall time the device was kept busy."""
+    _window: deque[tuple[float, float, float, int | None]] = field(default_factory=deque)
+    """Of each report its wall time, work, busy time and clock."""
+    _has_first: bool = False
 
     def add(self, report: Report) -> None:
         """Take a report into the window.
 
         The first report of a process contains its warm-up: it is used only until there is another.
         """
-        if self._reports and (_is_first(report) or _is_first(self._reports[0])):
-            self._reports.clear()
-        self._reports.append(report)
-        while len(self._reports) > 1 and sum(r.wall_s for r in self._reports) > _WINDOW_S:
-            self._reports.popleft()
-        tflops = self.tflops
-        if tflops is not None and not _is_first(report):
-            self.best_tflops = max(self.best_tflops or 0.0, tflops)
+        is_first = _is_first(report)
+        if is_first or self._has_first:
+            self._window.clear()
+        self._has_first = is_first
+        clock_mhz = None if report.sensors is None else report.sensors.sm_clock_mhz
+        self._window.append((report.wall_s, report.counts.work_flop, report.counts.busy_s, clock_mhz))
+        wall_s = flop = busy_s = 0.0
+        for took_s, did_flop, was_busy_s, _ in self._window:
+            wall_s += took_s
+            flop += did_flop
+            busy_s += was_busy_s
+        while wall_s > _WINDOW_S and len(self._window) > 1:
+            took_s, did_flop, was_busy_s, _ = self._window.popleft()
+            wall_s -= took_s
+            flop -= did_flop
+            busy_s -= was_busy_s
+        self.sm_clock_mhz = max((clock for *_, clock in self._window if clock is not None), default=None)
+        self.duty = min(1.0, busy_s / wall_s) if wall_s > 0 else None
+        self.tflops = flop / wall_s / 1e12 if wall_s > 0 and flop > 0 else None
+        if not is_first:
+            self.remember(self.tflops)
 
     def remember(self, tflops: float | None) -> None:
         """Measure against what was done in earlier runs, too."""
-        if tflops is not None:
-            self.best_tflops = max(self.best_tflops or 0.0, tflops)
-
-    @property
-    def tflops(self) -> float | None:
-        """Sustained TFLOP/s: work over wall time, pauses for the duty included; `None` if the workload counts none."""
-        wall_s = sum(report.wall_s for report in self._reports)
-        flop = sum(report.counts.work_flop for report in self._reports)
-        return flop / wall_s / 1e12 if wall_s > 0 and flop > 0 else None
-
-    @property
-    def sm_clock_mhz(self) -> int | None:
-        """Highest clock in the window: an idle card lowers its clock, and no work was done then."""
-        known = [report.sensors.sm_clock_mhz for report in self._reports if report.sensors is not None]
-        return max((clock for clock in known if clock is not None), default=None)
-
-    @property
-    def duty(self) -> float | None:
-        """Share of wall time the device was kept busy."""
-        wall_s = sum(report.wall_s for report in self._reports)
-        return min(1.0, sum(report.counts.busy_s for report in self._reports) / wall_s) if wall_s > 0 else None
+        if tflops is not None and tflops > (self.best_tflops or 0.0):
+            self.best_tflops = tflops
 
 
 def _is_first(report: Report) -> bool:
-    return any(event.name == "device_opened" for event in report.events)
+    return bool(report.events) and any(event.name == "device_opened" for event in report.events)
 
 
 def _temperature_of(sensors: SensorReading) -> str | None:
@@ -88,6 +92,51 @@ def _peak_pct(tflops: float | None, device: DeviceInfo | None, sm_clock_mhz: int
     profile = match_profile(device.name, device.total_bytes)
     peak = None if profile is None else peak_tflops(profile, device.dtype, sm_clock_mhz)
     return 100.0 * tflops / peak if peak else None
+
+
+class SlotRows(LazyRows):
+    """The rows of all slots at one moment. Whoever looks must not wait: a meter goes on with the next report."""
+
+    def __init__(
+        self, plans: Mapping[str, SlotPlan], slots: Mapping[str, Slot], meters: Mapping[str, Meter], now_s: float
+    ) -> None:
+        """Take the slots as they are at `now_s` (monotonic seconds), in the order of the plans."""
+        self._plans = plans
+        self._slots = tuple(slots.values())
+        self._meters = meters
+        self._now_s = now_s
+        self._made: dict[str, Row] = {}
+
+    def __len__(self) -> int:
+        """Return the number of slots."""
+        return len(self._slots)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Row, ...]: ...
+    def __getitem__(self, index: int | slice) -> Row | tuple[Row, ...]:
+        """Return a row, or some."""
+        if isinstance(index, slice):
+            return tuple(self.of(slot) for slot in self._slots[index])
+        return self.of(self._slots[index])
+
+    def briefs(self) -> tuple[Slot, ...]:
+        """See `LazyRows.briefs`."""
+        return self._slots
+
+    def tflops(self) -> Iterator[float | None]:
+        """See `LazyRows.tflops`."""
+        return (None if slot.state in _IDLE else self._meters[slot.slot].tflops for slot in self._slots)
+
+    def of(self, brief: Brief) -> Row:
+        """See `LazyRows.of`."""
+        assert isinstance(brief, Slot)  # noqa: S101 - one of `briefs`
+        made = self._made.get(brief.slot)
+        if made is None:
+            made = row(self._plans[brief.slot], brief, self._meters[brief.slot], self._now_s)
+            self._made[brief.slot] = made
+        return made
 
 
 def record(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> SlotRecord:

@@ -23,7 +23,7 @@ from orchestrator.run.fault_injection import FaultInjector
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.node_watch import NodeWatch
 from orchestrator.run.run_info import RunInfo, rules_of
-from orchestrator.run.snapshot import Meter, record, row
+from orchestrator.run.snapshot import Meter, SlotRows, record
 from orchestrator.run.timers import Timers
 from orchestrator.watch.model import Snapshot
 from orchestrator.watch.sinks import Outlets
@@ -150,7 +150,7 @@ class Supervisor:
             duration_s=self._info.duration_s,
             nodes_planned=tuple(self._config.nodes),
             nodes_seen=self._nodes.seen(),
-            rows=tuple(row(plan, self._slots[name], self._meters[name], now_s) for name, plan in self._plans.items()),
+            rows=SlotRows(self._plans, self._slots, self._meters, now_s),
             notices=(*self._nodes.notices(), *self._outlets.problems),
             restart_count=sum(slot.restarts for slot in self._slots.values()),
             steps_lost_upper_bound=sum(slot.steps_lost_upper_bound for slot in self._slots.values()),

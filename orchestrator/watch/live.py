@@ -127,8 +127,9 @@ class PlainLines:
     def update(self, snapshot: Snapshot) -> None:
         """Write what has changed since the last time."""
         at = datetime.fromtimestamp(snapshot.now_unix_s, tz=UTC).astimezone().strftime("%H:%M:%S")
-        for row in snapshot.rows:
-            if self._states.get(row.slot) is not row.state:
+        for brief in snapshot.briefs:
+            if self._states.get(brief.slot) is not brief.state:
+                row = snapshot.row(brief)
                 self._states[row.slot] = row.state
                 size = "" if row.size is None else f" size {row.size}"
                 reason = self._glyphs.shorten(self._glyphs.clean(row.reason), _REASON_CELLS)

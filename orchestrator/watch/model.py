@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import re
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
-from typing import Any, get_args, get_type_hints
+from functools import cache, lru_cache
+from typing import Any, Protocol, TypeVar, get_args, get_type_hints
 
 from orchestrator.core.slot import HeadState, SlotState, slot_state
 from workers.messages import NO_COUNTS, StepCounts, WorkerState
@@ -40,6 +41,8 @@ _STATE_RANK = {state: rank for rank, state in enumerate(STATES_WORST_FIRST)}
 LOW_SUCCESS_RATE = 0.95
 
 _NO_TROUBLE = 2
+
+AnyBrief = TypeVar("AnyBrief", bound="Brief")
 
 #: Rank of the state, then of the trouble; the smallest is the worst.
 Severity = tuple[int, int]
@@ -154,6 +157,41 @@ def _row_kinds() -> dict[str, frozenset[type]]:
     return kinds
 
 
+class Brief(Protocol):
+    """What sums and order need of a slot: a `Row`, or the head's own slot."""
+
+    @property
+    def slot(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def state(self) -> SlotState:
+        """As in its row."""
+        ...
+
+    @property
+    def counts(self) -> StepCounts:
+        """As in its row."""
+        ...
+
+
+class LazyRows(Sequence[Row]):
+    """Rows that are made when they are asked for: of a thousand slots a table shows fifty."""
+
+    @abstractmethod
+    def briefs(self) -> Sequence[Brief]:
+        """Return what is known of every slot without making its row, in the order of the rows."""
+
+    @abstractmethod
+    def tflops(self) -> Iterable[float | None]:
+        """Return the throughput in every row."""
+
+    @abstractmethod
+    def of(self, brief: Brief) -> Row:
+        """Return the row of one of the briefs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """A run at one moment. Every planned slot has a row, also while its node is missing."""
@@ -168,7 +206,7 @@ class Snapshot:
     """Planned length of the run."""
     nodes_planned: tuple[str, ...]
     nodes_seen: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: Sequence[Row]
     notices: tuple[str, ...] = ()
     """One-line warnings shown with the header, such as "pc2 has not joined"."""
     restart_count: int = 0
@@ -183,22 +221,35 @@ class Snapshot:
     @property
     def state_counts(self) -> dict[SlotState, int]:
         """How many slots are in each state, worst first; states without a slot are absent."""
-        counts = Counter(row.state for row in self.rows)
+        counts = Counter(brief.state for brief in self.briefs)
         return {state: counts[state] for state in STATES_WORST_FIRST if counts[state]}
 
     @property
     def tflops_total(self) -> float | None:
         """Sum over the slots that report a throughput; `None` when none does."""
-        known = [value for row in self.rows if (value := finite(row.tflops)) is not None]
+        values = self.rows.tflops() if isinstance(self.rows, LazyRows) else (row.tflops for row in self.rows)
+        known = [known for value in values if (known := finite(value)) is not None]
         return finite(sum(known)) if known else None
 
     @property
     def counts(self) -> StepCounts:
         """Sum over all slots."""
-        return StepCounts.total(row.counts for row in self.rows)
+        return StepCounts.total(brief.counts for brief in self.briefs)
+
+    @property
+    def briefs(self) -> Sequence[Brief]:
+        """What is known of every slot without making its row, in the order of the rows."""
+        return self.rows.briefs() if isinstance(self.rows, LazyRows) else self.rows
+
+    def row(self, brief: Brief) -> Row:
+        """Return the row of one of the `briefs`."""
+        if isinstance(brief, Row):
+            return brief
+        assert isinstance(self.rows, LazyRows)  # noqa: S101 - else the briefs are the rows
+        return self.rows.of(brief)
 
 
-def severity(row: Row) -> Severity:
+def severity(row: Brief) -> Severity:
     """Return the sort key of a slot, smaller is worse: its state first, then wrong results, then failed steps.
 
     It is coarse on purpose. With the exact success rate, rows would change places at every redraw.
@@ -206,25 +257,26 @@ def severity(row: Row) -> Severity:
     return _STATE_RANK[row.state], _trouble(row)
 
 
-def in_trouble(row: Row) -> bool:
+def in_trouble(row: Brief) -> bool:
     """Say whether a slot has wrong results or too many failed steps, whatever its state."""
     return _trouble(row) < _NO_TROUBLE
 
 
-def _trouble(row: Row) -> int:
-    if row.counts.verify_errors:
+def _trouble(row: Brief) -> int:
+    counts = row.counts
+    if counts.verify_errors:
         return 0
-    rate = row.counts.success_rate
-    if row.counts.steps_error or (rate is not None and rate < LOW_SUCCESS_RATE):
+    if counts.steps_error or (counts.steps_oom and counts.steps_ok < LOW_SUCCESS_RATE * counts.steps):
         return 1
     return _NO_TROUBLE
 
 
-def worst_first(rows: Iterable[Row]) -> tuple[Row, ...]:
+def worst_first(rows: Iterable[AnyBrief]) -> tuple[AnyBrief, ...]:
     """Return the rows in the order of the table; equals in natural order of their slots (pc1/2 before pc1/10)."""
     return tuple(sorted(rows, key=lambda row: (severity(row), natural_order(row.slot))))
 
 
+@lru_cache(maxsize=20_000)
 def natural_order(text: str) -> tuple[str | int, ...]:
     """Return a sorting key under which numbers inside names count as numbers.
 

@@ -22,7 +22,7 @@ from orchestrator.watch.columns import (
     Column,
     columns_for,
 )
-from orchestrator.watch.model import Row, Snapshot, in_trouble, worst_first
+from orchestrator.watch.model import Brief, Row, Snapshot, in_trouble, worst_first
 from orchestrator.watch.phrases import more_rows, tflops_words, totals
 from workers.messages import WorkerState
 
@@ -62,10 +62,12 @@ def health_table(snapshot: Snapshot, width: int, height: int | None = None, glyp
     """
     notices = _notices(snapshot.notices, width, None if height is None else max(1, height // 5), glyphs)
     header = [*_header(snapshot, width, glyphs), *notices, Text()]
-    footer = [Text(), *_footer(snapshot, width, glyphs)]
     if not snapshot.rows:
         return _group([*header, Text("no workers yet", "dim")], width)
-    rows = worst_first(snapshot.rows)
+    slots = worst_first(snapshot.briefs)
+    # Each row takes at least one line: of those beyond the height no cell is made.
+    rows = [snapshot.row(slot) for slot in (slots if height is None else slots[: height + 1])]
+    footer = [Text(), *_footer(snapshot, rows, width, glyphs)]
     columns = columns_for(rows, glyphs)
     cells = [{column.name: column.cell(row) for column in columns} for row in rows]
     layout = _layout(columns, cells, width, glyphs)
@@ -74,7 +76,7 @@ def health_table(snapshot: Snapshot, width: int, height: int | None = None, glyp
     room = None if height is None else height - len(header) - len(titles)
     if room is not None and room < len(footer) + _ROWS_BEFORE_SUMS:
         footer = []
-    body = _fitting(rows, blocks, None if room is None else room - len(footer), glyphs)
+    body = _fitting(slots, blocks, None if room is None else room - len(footer), glyphs)
     return _group([*header, *titles, *body, *footer], width)
 
 
@@ -103,9 +105,9 @@ def _header(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
     return flow(segments, width, glyphs.separator)
 
 
-def _footer(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
+def _footer(snapshot: Snapshot, rows: Iterable[Row], width: int, glyphs: Glyphs) -> list[Text]:
     said = [Text(words) for words in totals(snapshot)]
-    if any(_hides_memory_temperature(row) for row in snapshot.rows):
+    if any(_hides_memory_temperature(row) for row in rows):
         said.append(Text(_HIDDEN_TEMPERATURE, "dim"))
     return flow(said, width, glyphs.separator)
 
@@ -209,7 +211,7 @@ def _row_lines(row: Row, cells: dict[str, Text | None], layout: _Layout, width: 
     return [line, Text(glyphs.shorten(f"  {glyphs.branch} {reason}", width), style)]
 
 
-def _fitting(rows: Sequence[Row], blocks: Sequence[list[Text]], room: int | None, glyphs: Glyphs) -> list[Text]:
+def _fitting(slots: Sequence[Brief], blocks: Sequence[list[Text]], room: int | None, glyphs: Glyphs) -> list[Text]:
     """Return the lines of as many rows as there is room for, and a last line for the others."""
     if room is None or sum(map(len, blocks)) <= room:
         return [line for block in blocks for line in block]
@@ -218,5 +220,5 @@ def _fitting(rows: Sequence[Row], blocks: Sequence[list[Text]], room: int | None
     while count < len(blocks) - 1 and (not shown or len(shown) + len(blocks[count]) < room):
         shown += blocks[count]
         count += 1
-    hidden = Counter(row.state for row in rows[count:])
+    hidden = Counter(slot.state for slot in slots[count:])
     return [*shown, Text(more_rows(hidden, glyphs), "dim")]
