@@ -124,7 +124,7 @@ class TestHeat:
 def looked_at(spec: WorkerSpec) -> tuple[str, bool]:
     stats = SliceStats(slot=spec.slot, directive=Directive(incarnation=0, sequence=0, duration_s=0.0, resume=None))
     heat = open_thermal_control(spec, None)
-    heat.look(stats)
+    heat.sample(stats)
     assert heat.reading is not None
     return heat.reason, heat.reading.of_processor
 

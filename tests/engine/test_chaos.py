@@ -135,8 +135,8 @@ class TestSteps:
 def wrapped(spec: WorkerSpec) -> bool:
     engine = Engine(spec)
     engine.run_slice(Directive(incarnation=0, sequence=0, duration_s=0.0, resume=None))
-    assert engine._life is not None
-    return isinstance(engine._life.workload, ChaoticWorkload)
+    assert engine._session is not None
+    return isinstance(engine._session.workload, ChaoticWorkload)
 
 
 def test_without_chaos_nothing_is_wrapped(in_child: InChild, make_spec: MakeSpec) -> None:
@@ -241,7 +241,7 @@ class TestStrikes:
         assert reports[2].counts.steps_ok == 0, "at its first step"
 
     def test_what_is_no_strike_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="node does not strike a process"):
+        with pytest.raises(ValueError, match="node is not a process fault"):
             perform(FaultKind.NODE)
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.devices.base import Device
-from workers.engine.memory_ramp import climb
+from workers.engine.memory_ramp import ramp_up
 from workers.errors import ContextCorruptedError
 from workers.settings import MemorySettings
 
@@ -71,24 +71,24 @@ def stages(target_bytes: int, fraction: float = 0.20) -> list[int]:
 class TestAllIsThere:
     def test_takes_it_in_the_guides_stages(self) -> None:
         device = Counted(free=1000 * MIB, there=1000 * MIB)
-        went = climb(device.as_device(), GUIDE)
+        went = ramp_up(device.as_device(), GUIDE)
         assert device.asked == pytest.approx(stages(1000 * MIB), abs=1)
         assert (went.claim_bytes, went.target_bytes, went.failures) == (1000 * MIB, 1000 * MIB, 0)
 
     def test_all_at_once_when_asked_to(self) -> None:
         device = Counted(free=1000 * MIB, there=1000 * MIB)
-        went = climb(device.as_device(), replace(GUIDE, first_fraction=1.0))
+        went = ramp_up(device.as_device(), replace(GUIDE, first_fraction=1.0))
         assert device.asked == [1000 * MIB]
         assert went.claim_bytes == 1000 * MIB
 
     def test_the_last_block_is_left_in_the_pool(self) -> None:
         device = Counted(free=1000 * MIB, there=1000 * MIB)
-        climb(device.as_device(), GUIDE)
+        ramp_up(device.as_device(), GUIDE)
         assert not device.released, "on CUDA the workload cuts its tensors out of that block"
 
     def test_nothing_free_asks_for_nothing(self) -> None:
         device = Counted(free=0, there=1000 * MIB)
-        assert climb(device.as_device(), GUIDE).claim_bytes == 0
+        assert ramp_up(device.as_device(), GUIDE).claim_bytes == 0
         assert device.asked == []
 
 
@@ -97,20 +97,20 @@ class TestLessIsThere:
     def test_a_refused_stage_is_tried_a_tenth_smaller(self, stage: int) -> None:
         wanted = stages(1000 * MIB)[stage - 1]
         device = Counted(free=1000 * MIB, there=int(0.95 * wanted))
-        went = climb(device.as_device(), GUIDE)
+        went = ramp_up(device.as_device(), GUIDE)
         assert went.failures == 1
         assert went.claim_bytes == pytest.approx(0.9 * wanted, abs=2)
         assert len(device.asked) == stage + 1
 
     def test_what_was_reached_before_is_not_given_up(self) -> None:
         device = Counted(free=1000 * MIB, there=401 * MIB)
-        went = climb(device.as_device(), GUIDE)
+        went = ramp_up(device.as_device(), GUIDE)
         assert went.claim_bytes >= 400 * MIB - 1
         assert min(device.asked[device.refused.index(True) :]) > 400 * MIB - 1, "asking for less would be pointless"
 
     def test_nothing_is_there(self) -> None:
         device = Counted(free=1000 * MIB, there=0)
-        went = climb(device.as_device(), GUIDE)
+        went = ramp_up(device.as_device(), GUIDE)
         assert went.claim_bytes == 0
         assert went.failures == 7  # 200, 180, 162, 145.8, 131.2, 118.1, 106.3; 95.7 is under the floor
         assert all(device.refused)
@@ -124,7 +124,7 @@ class TestLessIsThere:
         ],
     )
     def test_every_way_of_saying_no_memory_counts(self, refusal: RuntimeErrorMaker) -> None:
-        went = climb(Counted(free=1000 * MIB, there=500 * MIB, refusal=refusal).as_device(), GUIDE)
+        went = ramp_up(Counted(free=1000 * MIB, there=500 * MIB, refusal=refusal).as_device(), GUIDE)
         assert 400 * MIB - 1 <= went.claim_bytes <= 500 * MIB
         assert went.failures >= 1
 
@@ -134,7 +134,7 @@ class TestLessIsThere:
     def test_another_failure_is_not_taken_for_a_full_card(self, words: str) -> None:
         device = Counted(free=1000 * MIB, there=500 * MIB, refusal=lambda _: RuntimeError(words))
         with pytest.raises(ContextCorruptedError, match=words):
-            climb(device.as_device(), GUIDE)
+            ramp_up(device.as_device(), GUIDE)
 
 
 settings = st.builds(
@@ -151,7 +151,7 @@ settings = st.builds(
 def test_whatever_is_there(free: int, share: float, settings: MemorySettings) -> None:
     there = int(share * free)
     device = Counted(free=free, there=there)
-    went = climb(device.as_device(), settings)
+    went = ramp_up(device.as_device(), settings)
 
     # The claim was really obtained, and is never more than was asked for.
     granted = [size for size, refused in zip(device.asked, device.refused, strict=True) if not refused]

@@ -17,7 +17,8 @@ from typing import Any, ClassVar, TypeAlias
 import pytest
 import torch
 
-from workers.engine.engine import MAX_PROBABLE_IN_A_ROW, Engine
+from workers.engine.engine import Engine
+from workers.engine.oom_recovery import MAX_PROBABLE_IN_A_ROW
 from workers.messages import Directive, Report, ResumeState, Verdict, WorkerState
 from workers.oom import classify
 from workers.policy.classic import PRESSURES_PER_BLIND_TRY

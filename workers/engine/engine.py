@@ -1,33 +1,31 @@
-"""One slice: ask the policy, run steps, survive, report.
+"""One slice: ask the policy, run steps, rest between them, report.
 
 The engine lives as long as the worker's process and is driven by directives. It never decides a size (the policy does)
-and uses the device only through `Device`. No exception leaves `run_slice` except a request to stop the process:
-failures are text in the report.
+and uses the device only through `Device`. What follows a step that fails is in `oom_recovery.py`. No exception leaves
+`run_slice` except a request to stop the process: failures are text in the report.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
+from typing import Final
 
 from workers import oom
-from workers.engine.duty_cycle import GLANCE_S, between_steps, cool_enough, pay_sleep, settle_working
-from workers.engine.oom_recovery import emergency_failure, find_claim, stay_in_emergency, survive
-from workers.engine.session import Session, open_session, take_up
+from workers.engine.oom_recovery import ask_after_oom, claim_memory, handle_failure, stay_in_emergency
+from workers.engine.session import Session, open_session
 from workers.engine.slice_stats import SliceStats
 from workers.errors import ContextCorruptedError, IncompatibleError
 from workers.messages import Directive, Report, ResumeState, Verdict, WorkerState
 from workers.oom import Failure
-from workers.policy.base import Decision, Emergency, Event, Release, Run, StepOk, StepOom
+from workers.policy.base import Emergency, Release, Run, StepOk, StepOom
 from workers.settings import FailureKind, WorkerSpec
 from workers.workloads.base import StepResult
 
-#: How many probable out-of-memory errors in a row are accepted. Their texts (cuBLAS, cuDNN) can also mean a bug of
-#: the workload, and shrinking does not cure a bug.
-MAX_PROBABLE_IN_A_ROW = 2
-
-#: Factor between two steps that is an event.
-_WORTH_TELLING = 1.1
+#: Length of a slice in which the worker may do nothing, and time between two looks at a card that is too hot: short,
+#: because the head may change that at any time.
+_IDLE_POLL_S: Final = 0.1
 
 
 class Engine:
@@ -36,8 +34,8 @@ class Engine:
     def __init__(self, spec: WorkerSpec) -> None:
         """Touch nothing: the first directive opens the device."""
         self._spec = spec
-        self._life: Session | None = None
-        self._poisoned: str | None = None
+        self._session: Session | None = None
+        self._corrupted: str | None = None
 
     def run_slice(self, directive: Directive) -> Report:
         """Work for about `directive.duration_s` and say how it went.
@@ -48,15 +46,13 @@ class Engine:
         stats = SliceStats(slot=self._spec.slot, directive=directive)
         failure: Failure | None = None
         try:
-            if self._poisoned is not None:
-                raise ContextCorruptedError(self._poisoned)  # noqa: TRY301 - a slice queued behind the one that found out
-            session = self._adopt(directive, stats)
-            if session.chaos is not None:
-                session.chaos.begin_slice(stats)
-            session.heat.look(stats)
-            if _begun(session, stats):
+            if self._corrupted is not None:
+                raise ContextCorruptedError(self._corrupted)  # noqa: TRY301 - a slice queued behind the one that found out
+            session = self._opened(stats)
+            session.begin_slice(stats)
+            if _prepare(session, stats):
                 _work(session, stats)
-            stats.sensors = session.heat.reading
+            stats.sensed(session.thermal.reading)
             memory = session.device.memory()
         except IncompatibleError as error:
             stats.settle(WorkerState.STOPPED, str(error))
@@ -67,74 +63,61 @@ class Engine:
             failure = oom.classify(error)
             stats.raised(oom.traceback_text(error))
         if failure is not None:
-            return self._stumble(stats, failure)
-        stats.claim_bytes = session.claim_bytes
-        stats.learned = None if session.state is None else session.lesson(memory.peak_bytes)
-        return stats.report(Verdict.OK, device=session.device.info, memory=memory, resume=self._resume(stats))
+            return self._failed_outside_step(stats, failure)
+        return stats.report(
+            Verdict.OK,
+            device=session.device.info,
+            memory=memory,
+            claim_bytes=session.claim_bytes,
+            resume=self._resume(stats),
+            learned=session.learned_limit(memory.peak_bytes),
+        )
+
+    def _opened(self, stats: SliceStats) -> Session:
+        if self._session is None:
+            self._session = open_session(self._spec, stats)
+        return self._session
 
     def _give_up(self, stats: SliceStats, reason: str) -> Report:
-        self._poisoned = reason
+        self._corrupted = reason
         stats.settle(WorkerState.STOPPED, f"the device no longer answers this process: {reason}")
         stats.event("poisoned", reason=reason)
-        # With the device, if it was ever opened: without it the head takes an out-of-memory for a card that is full.
-        device = None if self._life is None else self._life.device.info
+        # With the device, if it was opened: without it the head takes an out-of-memory for a card that is full.
+        device = None if self._session is None else self._session.device.info
         return stats.report(Verdict.CONTEXT_CORRUPTED, device=device, resume=self._resume(stats))
 
-    def _stumble(self, stats: SliceStats, failure: Failure) -> Report:
+    def _failed_outside_step(self, stats: SliceStats, failure: Failure) -> Report:
         """Report a failure outside any step as an error of the workload: it ends the slice and nothing else."""
         if failure.kind is FailureKind.CONTEXT_CORRUPTED:
             return self._give_up(stats, failure.text)
         stats.step_failed()
         stats.settle(WorkerState.BACKOFF, f"the workload failed outside its step: {failure.text}")
-        device = None if self._life is None else self._life.device.info
+        device = None if self._session is None else self._session.device.info
         return stats.report(Verdict.OK, device=device, resume=self._resume(stats))
 
     def _resume(self, stats: SliceStats) -> ResumeState | None:
-        session = self._life
+        session = self._session
         if session is None:
             return None
         return stats.directive.resume if session.state is None else session.policy.dump(session.state)
 
-    def _adopt(self, directive: Directive, stats: SliceStats) -> Session:
-        """Open the device for the first directive; take over its resume state when the slot got a new incarnation."""
-        session = self._life
-        if session is None:
-            session = self._life = open_session(self._spec, directive.incarnation, stats)
-            stats.event(
-                "device_opened",
-                device=session.device.info.name,
-                pid=session.device.info.pid,
-                cap_bytes=session.device.info.cap_bytes,
-                context_bytes=session.device.info.context_bytes,
-                context_source=session.device.info.context_source,
-                dtype=session.device.info.dtype,
-                threads=session.device.info.threads,
-            )
-        elif session.incarnation != directive.incarnation:
-            session.incarnation = directive.incarnation
-            if session.state is not None:
-                take_up(session, stats)
-        session.lease_bytes = directive.lease_bytes
-        return session
 
-
-def _begun(session: Session, stats: SliceStats) -> bool:
+def _prepare(session: Session, stats: SliceStats) -> bool:
     """Find out what memory there is, and give the policy its state, unless that is done; say whether it is.
 
-    A lease of nothing asks a process that shares its card to open it and to tell what is there, and no more: it climbs
-    once it knows which bytes are its own.
+    A lease of 0 bytes asks a process that shares its card to open it and to report what memory there is, and no more:
+    progressive allocation waits until the head has said how many bytes are for this worker.
     """
     if session.lease_bytes == 0:
         stats.settle(WorkerState.WARMING, "its device is open; it waits for its share of the card")
         if session.state is not None:
             session.release()
-        time.sleep(min(stats.remaining_s, GLANCE_S))
+        time.sleep(min(stats.remaining_s, _IDLE_POLL_S))
         return False
-    if session.state is not None:
-        return True
-    with session.device.alone():
-        find_claim(session, stats)
-    take_up(session, stats)
+    if session.state is None:
+        with session.device.alone():
+            claim_memory(session, stats)
+        session.load_policy_state(stats)
     return True
 
 
@@ -146,9 +129,9 @@ def _work(session: Session, stats: SliceStats) -> None:
     """
     if session.last_run is not None:
         stats.use(session.last_run.size, session.last_run.batch)
-    pay_sleep(session, stats)
-    if session.owed_sleep_s > 0 and stats.directive.duration_s > 0:
-        settle_working(session, stats, "resting, as its duty asks after a long step")
+    session.duty.rest(stats.remaining_s)
+    if session.duty.must_rest and stats.directive.duration_s > 0:
+        stats.settle(*session.working_state("resting, as its duty asks after a long step"))
         return
     decision = session.ask(session.pressure())
     while True:
@@ -165,71 +148,81 @@ def _work(session: Session, stats: SliceStats) -> None:
         if event is None:
             return
         if isinstance(event, StepOk):
-            between_steps(session, stats, event)
-            # Looked at after the sleep: what was free before it may have been taken meanwhile.
-            decision = session.ask(replace(event, at_s=time.monotonic(), room_bytes=session.room_bytes_if_due()))
+            _between_steps(session, stats, event)
+            # Measured after the sleep: other processes may have taken memory meanwhile.
+            allowed_bytes = session.measure_allowed_if_due()
+            decision = session.ask(replace(event, at_s=time.monotonic(), room_bytes=allowed_bytes))
             if stats.remaining_s <= 0:
                 if isinstance(decision, Release):
                     session.device.release()  # the next slice asks again, and the policy counts this one as done
                 return
         else:
-            decision = session.ask(event)
-            _note_backoff(stats, event, decision)
+            decision = ask_after_oom(session, stats, event)
             if stats.remaining_s <= 0 and stats.directive.duration_s > 0:
                 return
 
 
-def _step(session: Session, stats: SliceStats, run: Run) -> Event | None:
+def _step(session: Session, stats: SliceStats, run: Run) -> StepOk | StepOom | None:
     """Run one step; return what to tell the policy.
 
     `None` if there is nothing to tell, and no more to do in this slice: the workload failed by its own fault, or the
     card is too hot.
     """
-    if not cool_enough(session, stats):
+    if not _wait_until_cool(session, stats):
         return None
     failure: Failure | None = None
     traceback: str | None = None
-    _note_change(session, stats, run)
-    session.last_run = run
-    if run.hold_bytes is not None and run.hold_bytes != session.claim_bytes:
-        session.hold(run.hold_bytes)
+    session.start_step(run, stats)
     stats.use(run.size, run.batch)
     try:
         result, seconds = session.device.timed(lambda: session.workload.step(run.size, run.batch))
         flop = _flop(result)
-    except Exception as error:  # noqa: BLE001 - classified below, outside the handler
+    except Exception as error:  # noqa: BLE001 - classified outside the handler
         # Only text leaves the handler: the traceback holds the frames, and the frames hold the tensors.
         failure = oom.classify(error)
         traceback = oom.traceback_text(error)
-    if failure is None:
-        session.probable_in_a_row = 0
-        session.in_emergency = False
-        session.failed_run = None
-        stats.step_done(flop, seconds)
-        settle_working(session, stats)
-        return StepOk(
-            at_s=time.monotonic(),
-            size=run.size,
-            batch=run.batch,
-            peak_bytes=session.device.step_peak_bytes(),
-            seconds=seconds,
-            room_bytes=None,
-        )
-    if failure.kind is FailureKind.PROBABLE:
-        session.probable_in_a_row += 1
-    if failure.kind is FailureKind.OTHER or session.probable_in_a_row > MAX_PROBABLE_IN_A_ROW:
-        session.release()
-        session.device.rebase()
-        broken = emergency_failure(session)  # some of the card's own failures read like a bug of the workload
-        if broken is not None:
-            raise ContextCorruptedError(broken.text)
-        stats.step_failed()
-        stats.raised(traceback)
-        stats.settle(WorkerState.BACKOFF, f"the workload failed: {failure.text}")
-        return None
-    if failure.kind is FailureKind.CONTEXT_CORRUPTED:
-        raise ContextCorruptedError(failure.text)
-    return survive(session, stats, run, failure)
+    if failure is not None:
+        return handle_failure(session, stats, run, failure, traceback)
+    session.step_succeeded()
+    stats.step_done(flop, seconds)
+    return StepOk(
+        at_s=time.monotonic(),
+        size=run.size,
+        batch=run.batch,
+        peak_bytes=session.device.step_peak_bytes(),
+        seconds=seconds,
+        room_bytes=None,
+    )
+
+
+def _wait_until_cool(session: Session, stats: SliceStats) -> bool:
+    """Wait while the card is too hot; say whether it is cool enough before the slice is over."""
+    while session.thermal.duty <= 0.0:
+        wrong_result = session.checks.reason
+        if wrong_result is None:
+            stats.settle(WorkerState.PAUSED, session.thermal.reason)
+        else:
+            stats.settle(WorkerState.CORRUPT, f"{wrong_result}; {session.thermal.reason}")
+        if stats.elapsed_s >= max(stats.directive.duration_s, _IDLE_POLL_S):
+            return False
+        time.sleep(_IDLE_POLL_S)
+        session.duty.rested(_IDLE_POLL_S)
+        session.thermal.sample(stats)
+    return True
+
+
+def _between_steps(session: Session, stats: SliceStats, step: StepOk) -> None:
+    """Read the sensors and check the step's result, as far as that is due; then rest as the duty asks."""
+    session.thermal.sample(stats)
+    checked_s = session.checks.after_step(session.device, session.workload, step, stats)
+    if checked_s:
+        stats.busy(checked_s)
+    # Under MPS other processes compute while the memory is timed, which makes it look slower than it is.
+    if session.device.info.kind == "cuda" and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ:
+        session.thermal.measure_bandwidth(session.bandwidth, stats)
+    stats.settle(*session.working_state())
+    session.duty.worked(step.seconds + checked_s, session.thermal.duty)
+    session.duty.rest(stats.remaining_s)
 
 
 def _flop(result: object) -> float:
@@ -243,39 +236,3 @@ def _flop(result: object) -> float:
     if isinstance(result, StepResult):
         return result.flop
     raise TypeError(f"a step must return a StepResult or None, not {type(result).__name__}")
-
-
-def _note_change(session: Session, stats: SliceStats, run: Run) -> None:
-    """Write an event for a step much smaller or larger than the last one written. After a failure `backoff` says so."""
-    told = session.told_run
-    if told is None or run == told:
-        session.told_run = run
-        return
-    now, before = (each.hold_bytes or each.size * each.size * each.batch for each in (run, told))
-    if max(now, before) < _WORTH_TELLING * min(now, before):
-        return
-    session.told_run = run
-    stats.event(
-        "gave_way" if now < before else "grew",
-        from_size=told.size,
-        from_batch=told.batch,
-        from_hold_bytes=told.hold_bytes,
-        size=run.size,
-        batch=run.batch,
-        hold_bytes=run.hold_bytes,
-        room_bytes=session.room,
-    )
-
-
-def _note_backoff(stats: SliceStats, event: Event, decision: Decision) -> None:
-    if isinstance(event, StepOom) and isinstance(decision, Run):
-        again = (decision.size, decision.batch) == (event.size, event.batch)
-        words = "once more at" if again else "down to"
-        stats.settle(WorkerState.BACKOFF, f"out of memory at size {event.size}; {words} size {decision.size}")
-        stats.event(
-            "retry" if again else "backoff",
-            from_size=event.size,
-            from_batch=event.batch,
-            size=decision.size,
-            batch=decision.batch,
-        )

@@ -1,8 +1,8 @@
-"""A workload that meets the faults of `run --chaos`: failures of single steps, and strikes that end its process.
+"""A workload into which `run --chaos` injects faults: failures of single steps, and faults that end its process.
 
 Covers what happens inside a worker's process, at the beginning of a step and so before anything allocates: torch's own
-exceptions, real signals, a step that does not return. Does not decide which slice carries a strike (the head does) and
-recovers from nothing (the engine does, as it would from the real thing).
+exceptions, real signals, a step that does not return. Does not decide which slice carries a process fault (the head
+does) and recovers from nothing (the engine does, as from a real failure).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from workers.workloads.base import StepResult, Workload, WorkloadContext
 #: Status of a process that leaves by `os._exit`; what most programs end with when something went wrong.
 EXIT_STATUS: Final = 1
 
-_HANG_NAP_S = 3600.0
+_HANG_SLEEP_S = 3600.0
 
 
 class ChaoticWorkload(Workload):
-    """Another workload, whose steps meet faults. What a slice meets by chance depends on its identity alone."""
+    """Another workload, with faults in its steps. The random ones of a slice depend on its identity alone."""
 
     def __init__(self, inner: Workload, context: WorkloadContext, faults: StepFaults) -> None:
         """Wrap `inner`; nothing fails before `begin_slice`.
@@ -37,7 +37,7 @@ class ChaoticWorkload(Workload):
         Args:
             inner: The workload that does the work.
             context: As it was given to `inner`, which need not keep it.
-            faults: What its steps meet.
+            faults: What is injected into its steps.
         """
         super().__init__(context)
         self._inner = inner
@@ -47,35 +47,35 @@ class ChaoticWorkload(Workload):
         self._stats: SliceStats | None = None
         self._chance = random.Random(faults.seed)  # noqa: S311 - repeatable is what is wanted
         self._flips = random.Random(faults.seed)  # noqa: S311 - checks come by the clock: not to disturb the steps
-        self._strike: ProcessFault | None = None
-        self._strike_at_s = 0.0
+        self._process_fault: ProcessFault | None = None
+        self._process_fault_at_s = 0.0
 
     def begin_slice(self, stats: SliceStats) -> None:
-        """Take up a slice: its chances, and its strike unless one of an earlier slice still waits for a step."""
+        """Begin a slice: seed its random faults, and take its process fault unless an earlier one still waits."""
         directive = stats.directive
         self._stats = stats
         identity = (self._faults.seed, stats.slot, directive.incarnation, directive.sequence)
         self._chance = random.Random("/".join(map(str, identity)))  # noqa: S311 - repeatable is what is wanted
-        if self._strike is None and directive.process_fault is not None:
-            self._strike = directive.process_fault
-            self._strike_at_s = time.monotonic() + directive.process_fault.at_share * stats.remaining_s
+        if self._process_fault is None and directive.process_fault is not None:
+            self._process_fault = directive.process_fault
+            self._process_fault_at_s = time.monotonic() + directive.process_fault.at_share * stats.remaining_s
 
     def step(self, size: int, batch: int) -> StepResult | None:
-        """Meet what is due, or let the wrapped workload do its step.
+        """Inject what is due, or let the wrapped workload do its step.
 
         Raises:
             RuntimeError: Injected, or what the step itself raises.
         """
-        if self._strike is not None and time.monotonic() >= self._strike_at_s:
-            process_fault, self._strike = self._strike, None
+        if self._process_fault is not None and time.monotonic() >= self._process_fault_at_s:
+            process_fault, self._process_fault = self._process_fault, None
             perform(process_fault.kind)
-        # Both are drawn at every step, so that one kind's rate does not change when the other strikes.
+        # Both are drawn at every step, so that a fault of one kind does not change the rate of the other.
         runs_out, fails = (self._chance.random() < rate for rate in (self._faults.oom_rate, self._faults.raise_rate))
         if self._counted.due() or runs_out:
-            self._tell(FaultKind.OOM)
+            self._note(FaultKind.OOM)
             raise injected_error(self._faults.oom_kind)
         if fails:
-            self._tell(FaultKind.RAISE)
+            self._note(FaultKind.RAISE)
             raise injected_error(FailureKind.OTHER)
         return self._inner.step(size, batch)
 
@@ -92,9 +92,9 @@ class ChaoticWorkload(Workload):
         return self._inner.needed_bytes(size, batch)
 
     def check(self, seed: int) -> Check | None:
-        """Check the latest result, in which some checks find a bit flipped."""
+        """Check the latest result, after a bit of it was flipped if that is due."""
         if self._flips.random() < self._faults.flip_rate and self._inner.tamper(seed) is not None:
-            self._tell(FaultKind.FLIP)
+            self._note(FaultKind.FLIP)
         return self._inner.check(seed)
 
     def move(self) -> int | None:
@@ -105,18 +105,18 @@ class ChaoticWorkload(Workload):
         """See `Workload.tamper`."""
         return self._inner.tamper(seed)
 
-    def _tell(self, kind: FaultKind) -> None:
+    def _note(self, kind: FaultKind) -> None:
         """Note an injected failure."""
         if self._stats is not None:
             self._stats.repeated_event("chaos", kind.value)
 
 
 def perform(kind: FaultKind) -> None:
-    """Do to this process what a strike of `kind` does. Returns from none of them.
+    """Inject a process fault into this process. Does not return.
 
     Raises:
         torch.AcceleratorError: For POISON, with the code of an illegal address.
-        ValueError: `kind` is none that strikes a process.
+        ValueError: `kind` is not a process fault.
     """
     match kind:
         case FaultKind.POISON:
@@ -129,14 +129,14 @@ def perform(kind: FaultKind) -> None:
             os._exit(EXIT_STATUS)
         case FaultKind.HANG:
             while True:
-                time.sleep(_HANG_NAP_S)
+                time.sleep(_HANG_SLEEP_S)
         case _:
-            raise ValueError(f"{kind} does not strike a process")
+            raise ValueError(f"{kind} is not a process fault")
 
 
 def _crash() -> None:
-    """Die of SIGSEGV as the kernel deals it out, whatever has a handler for it."""
+    """Die of SIGSEGV as the kernel sends it, whatever handler is set."""
     faulthandler.disable()
-    with suppress(ValueError):  # not in the main thread: the handlers in place pass the signal on after their say
+    with suppress(ValueError):  # not in the main thread: the handlers in place pass the signal on
         signal.signal(signal.SIGSEGV, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGSEGV)

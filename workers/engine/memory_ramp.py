@@ -1,4 +1,4 @@
-"""Progressive allocation: find out how much of the cap is really there, in stages.
+"""Progressive allocation: find out in stages how much of the cap can really be obtained.
 
 The 3070 guide's third technique: 20, 40, 60, 80, 100 % of the cap; a failed stage is tried again 10 % smaller, down
 to a floor. What was obtained is the claim. Does not keep it (the allocator's pool does, where there is one) and does
@@ -16,8 +16,8 @@ from workers.settings import FailureKind, MemorySettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Climb:
-    """How a climb went."""
+class Ramp:
+    """What progressive allocation obtained."""
 
     claim_bytes: int
     """The largest block obtained; 0 when not even the floor was there."""
@@ -27,12 +27,12 @@ class Climb:
     """Blocks refused on the way, each a real out-of-memory."""
 
 
-def climb(device: Device, settings: MemorySettings, lease_bytes: int | None = None) -> Climb:
-    """Obtain growing blocks, one at a time, until one is refused for good or all of the free memory is had.
+def ramp_up(device: Device, settings: MemorySettings, lease_bytes: int | None = None) -> Ramp:
+    """Obtain growing blocks, one at a time, until one is refused for good or all of the free memory is obtained.
 
     Each stage is a block of its own, and the last one stays in the allocator's pool in one piece (unless a larger one
     was refused, which empties the pool): the workload then cuts its tensors out of it without gaps. The target is
-    what is free now, so that a neighbour's memory costs no failures.
+    what is free now, so that the memory of other processes causes no failures.
 
     Args:
         device: Empty of workload tensors.
@@ -53,9 +53,9 @@ def climb(device: Device, settings: MemorySettings, lease_bytes: int | None = No
         claim_bytes = max(claim_bytes, obtained)
         failures += refused
         if refused or share >= 1.0:
-            break  # all of it, or less: a refusal found the ceiling; what was reached below it is the claim
-        share += settings.first_fraction
-    return Climb(claim_bytes=claim_bytes, target_bytes=target_bytes, failures=failures)
+            break  # all of it was obtained, or a refusal has found the limit; the largest block below it is the claim
+        share = share + settings.first_fraction
+    return Ramp(claim_bytes=claim_bytes, target_bytes=target_bytes, failures=failures)
 
 
 def _obtain_or_reduce(device: Device, wanted_bytes: int, floor_bytes: int, settings: MemorySettings) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Runs checks of a worker's results when they are due, and keeps what they found.
 
-Calls the workload's own check when one is due, and survives it. Does not know how a result is checked, and does not
-judge a worker by more than one finding: a wrong result is never forgotten while the process lives.
+Calls the workload's own check when one is due, and recovers if that fails. Does not know how a result is checked. One
+wrong result marks the worker for as long as its process lives.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from workers.verification.check import Check
 from workers.verification.schedule import CheckSchedule
 from workers.workloads.base import Workload
 
-#: So many checks in a row may find no memory; then there is none for them.
-_PATIENCE: Final = 5
+#: After this many checks in a row that ran out of memory, no more are tried.
+_MAX_FAILURES_IN_A_ROW: Final = 5
 
 
 class ResultChecks:
@@ -42,7 +42,7 @@ class ResultChecks:
 
     @property
     def reason(self) -> str | None:
-        """What was found wrong last, in words; `None` if nothing ever was."""
+        """The last wrong result, in words; `None` if there was none."""
         return self._reason
 
     def after_step(self, device: Device, workload: Workload, step: StepOk, stats: SliceStats) -> float:
@@ -64,7 +64,7 @@ class ResultChecks:
         except Exception as error:  # noqa: BLE001 - classified below, outside the handler
             failure = oom.classify(error)
         if failure is not None:
-            self._survive(failure, device, stats)
+            self._after_failure(failure, device, stats)
             seconds = time.perf_counter() - began_s  # giving memory back is a part of what it cost
         else:
             self._failures = 0
@@ -72,10 +72,10 @@ class ResultChecks:
         if check is not None:
             stats.checked(wrong=not check.ok)
             if not check.ok:
-                self._note(check, stats)
+                self._report(check, stats)
         return seconds
 
-    def _survive(self, failure: oom.Failure, device: Device, stats: SliceStats) -> None:
+    def _after_failure(self, failure: oom.Failure, device: Device, stats: SliceStats) -> None:
         if failure.kind is FailureKind.CONTEXT_CORRUPTED:
             raise ContextCorruptedError(failure.text)
         if not self._failures:
@@ -83,11 +83,11 @@ class ResultChecks:
         self._failures += 1
         device.release()
         # A check that cannot run is a bug of the workload, or never gets its memory: results go unchecked from here on.
-        self._broken = failure.kind is FailureKind.OTHER or self._failures >= _PATIENCE
+        self._broken = failure.kind is FailureKind.OTHER or self._failures >= _MAX_FAILURES_IN_A_ROW
         if self._broken:
             stats.event("checks_ended", text=failure.text)
 
-    def _note(self, check: Check, stats: SliceStats) -> None:
+    def _report(self, check: Check, stats: SliceStats) -> None:
         self._reason = f"wrong result on {self._where}: {check.detail}"
         worst = check.worst if math.isfinite(check.worst) else None
         stats.event("corrupt", kind=check.kind, where=self._where, detail=check.detail, worst=worst)

@@ -1,7 +1,7 @@
-"""What one worker process holds for its slot, from the first directive on, and how it comes by it.
+"""What one worker process holds for its slot, from the first directive on, and how it is opened.
 
-Covers the device, the workload, the policy and its state. Does not run steps (`engine.py`) and does not survive
-failures (`oom_recovery.py`).
+Covers the device, the workload, the policy and its state. Only this file changes a `Session`: others call the methods.
+Does not run steps (`engine.py`) and does not recover from failures (`oom_recovery.py`).
 """
 
 from __future__ import annotations
@@ -14,65 +14,169 @@ from typing import Any, Final
 from workers import oom
 from workers.devices.base import Device
 from workers.devices.opening import open_device
+from workers.engine.duty_cycle import DutyCycle
 from workers.engine.fault_injection import ChaoticWorkload
 from workers.engine.result_checks import ResultChecks
 from workers.engine.slice_stats import SliceStats
 from workers.engine.thermal_control import ThermalControl, open_thermal_control
 from workers.errors import ContextCorruptedError, IncompatibleError
 from workers.learned_limits.limits import choose, workload_fingerprint
-from workers.messages import DeviceInfo
+from workers.messages import DeviceInfo, WorkerState
 from workers.nvml.fake.library import load
 from workers.oom import Failure
 from workers.policy.base import Decision, Event, Growth, Policy, Pressure, Run
 from workers.policy.registry import make_policy
 from workers.settings import FailureKind, LimitKey, StoredLimit, WorkerSpec
+from workers.units import MIB
 from workers.workloads.base import Workload, WorkloadContext
 from workers.workloads.loading import load_workload
 
-#: How often a device is asked at most how much memory there is: it takes up to a fifth of a millisecond.
+#: Shortest time between two measurements of free memory after steps: each takes up to 0.2 ms.
 _MEASURE_EVERY_S: Final = 0.02
 
-#: The best of so many copies is the memory's speed: others take their turns on the card in some of them.
+#: The fastest of this many copies is the memory's speed: during the others, other processes may use the card.
 _COPIES: Final = 8
+
+#: A step that is larger or smaller than the last reported one by this factor is an event.
+_MIN_CHANGE_FACTOR: Final = 1.1
+
+#: A worker with less than this share of its cap says why.
+_FULL_SHARE: Final = 0.9
 
 
 @dataclass(slots=True)
 class Session:
     """What one process holds for its slot from the first directive on."""
 
+    # Set once, when it is opened.
     spec: WorkerSpec
     device: Device
     workload: Workload
     policy: Policy[Any]
-    state: Any
-    """The policy's, from `take_up` on; its content is the policy's own."""
     key: LimitKey
     """The circumstances for which learned values are valid."""
+    thermal: ThermalControl
+    checks: ResultChecks
+    duty: DutyCycle
+    chaos: ChaoticWorkload | None
+    """`workload` itself, where `run --chaos` wrapped it."""
+
+    # Changed by the methods below.
     incarnation: int
-    heat: ThermalControl
-    proof: ResultChecks
+    state: Any = None
+    """The policy's state; `None` until `load_policy_state`."""
     claim_bytes: int = 0
     """What the workload may fill: what progressive allocation obtained last, times `claim_share`, or what the policy
     wants held."""
-    lease_bytes: int | None = None
-    """What the head lets this worker hold now; `None` does not limit it."""
-    room: int | None = None
-    """What `room_bytes` found last."""
-    told_run: Run | None = None
-    """The last run whose size was worth an event."""
     claim_share: float = 1.0
     """Below 1 after steps that should have fitted into the claim and did not."""
-    probable_in_a_row: int = 0
-    owed_sleep_s: float = 0.0
-    """Idleness that the duty still asks for."""
-    in_emergency: bool = False
-    last_run: Run | None = None
-    failed_run: Run | None = None
-    """The run that ran out of memory although it should have fitted, until a step ends well."""
+    lease_bytes: int | None = None
+    """What the head lets this worker hold now; `None` does not limit it."""
+    allowed_bytes: int | None = None
+    """What `measure_allowed` found last."""
     measured_at_s: float = float("-inf")
-    """When the device was last asked how much memory there is."""
-    chaos: ChaoticWorkload | None = None
-    """`workload` itself, where `run --chaos` wrapped it."""
+    """When it was measured last (monotonic seconds)."""
+    last_run: Run | None = None
+    reported_run: Run | None = None
+    """The last run whose size was told by an event, or the first one."""
+    failed_run: Run | None = None
+    """The run that ran out of memory although it should have fitted; `None` again after a step that ends well."""
+    probable_in_a_row: int = 0
+    """Probable out-of-memory errors since the last step that ended well."""
+    in_emergency: bool = False
+
+    def begin_slice(self, stats: SliceStats) -> None:
+        """Take over what the directive of a slice says, and read the sensors if that is due."""
+        directive = stats.directive
+        if self.incarnation != directive.incarnation:
+            self.incarnation = directive.incarnation
+            if self.state is not None:
+                self.load_policy_state(stats)
+        self.lease_bytes = directive.lease_bytes
+        if self.chaos is not None:
+            self.chaos.begin_slice(stats)
+        self.thermal.sample(stats)
+
+    def load_policy_state(self, stats: SliceStats) -> None:
+        """Give the policy its state: that of the slot's last report, else one made from what earlier runs learned."""
+        resume = stats.directive.resume
+        if resume is not None:
+            try:
+                self.state = self.policy.load(resume)
+            except ValueError as error:
+                stats.event("resume_refused", reason=str(error))
+            else:
+                stats.event("resumed", **dict(resume))
+                return
+        limit = choose(self.spec.learned, self.key)
+        if limit is not None:
+            stats.event("remembered", size=limit.learned.size, learned_at_unix_s=limit.learned_at_unix_s)
+        self.state = self.policy.initial(self.claim_bytes, None if limit is None else limit.learned)
+
+    def ask(self, event: Event) -> Decision:
+        """Tell the policy what happened, and return what it wants next."""
+        self.state, decision = self.policy.decide(self.state, event)
+        return decision
+
+    def start_step(self, run: Run, stats: SliceStats) -> None:
+        """Note the step that begins now, and make the workload fill what the policy wants held for it."""
+        self._report_size_change(run, stats)
+        self.last_run = run
+        if run.hold_bytes is not None and run.hold_bytes != self.claim_bytes:
+            shrinks = run.hold_bytes < self.claim_bytes
+            self.set_claim(run.hold_bytes)
+            if shrinks:
+                self.device.release()
+
+    def step_succeeded(self) -> None:
+        """Forget the failures before this step."""
+        self.probable_in_a_row = 0
+        self.in_emergency = False
+        self.failed_run = None
+
+    def count_probable_failure(self) -> None:
+        """Count an error that is an out-of-memory only by its text."""
+        self.probable_in_a_row += 1
+
+    def note_unexpected_oom(self, run: Run) -> None:
+        """Note that a step ran out of memory although it should have fitted into the claim.
+
+        After the second time the workload gets a smaller share of the claim: the step takes more than it says, and if
+        the workload fills its claim, no size would be small enough.
+        """
+        if self.failed_run == run:
+            self.claim_share *= 1.0 - self.spec.memory.retry_reduction
+        self.failed_run = run
+
+    def enter_emergency(self) -> bool:
+        """Note that no step fits; say whether that is new."""
+        is_new = not self.in_emergency
+        self.in_emergency = True
+        return is_new
+
+    def _report_size_change(self, run: Run, stats: SliceStats) -> None:
+        """Report a step that is much smaller or larger than the last reported one.
+
+        After a failure the event `backoff` tells the new size.
+        """
+        before = self.reported_run
+        if before is None or run == before:
+            self.reported_run = run
+            return
+        now_units, before_units = (each.hold_bytes or each.size * each.size * each.batch for each in (run, before))
+        if max(now_units, before_units) < _MIN_CHANGE_FACTOR * min(now_units, before_units):
+            return
+        self.reported_run = run
+        stats.event(
+            "gave_way" if now_units < before_units else "grew",
+            from_size=before.size,
+            from_batch=before.batch,
+            from_hold_bytes=before.hold_bytes,
+            size=run.size,
+            batch=run.batch,
+            hold_bytes=run.hold_bytes,
+            room_bytes=self.allowed_bytes,
+        )
 
     def release(self) -> None:
         """Have the workload drop its tensors, and everything unused go back to the device."""
@@ -80,29 +184,26 @@ class Session:
             self.workload.release()
         self.device.release()
 
-    def room_bytes(self) -> int:
-        """Measure what a step may hold in all: bounded by the cap and the lease, less what is to stay free."""
-        self.measured_at_s = time.monotonic()
-        room_bytes = self.device.room_bytes(self.spec.memory.leave_free_bytes)
-        self.room = room_bytes if self.lease_bytes is None else min(room_bytes, self.lease_bytes)
-        return self.room
-
-    def room_bytes_if_due(self) -> int | None:
-        """Measure as `room_bytes` does, unless that was a moment ago: short steps should not pay for it each time."""
-        due = time.monotonic() - self.measured_at_s >= _MEASURE_EVERY_S
-        return self.room_bytes() if due else None
-
-    def hold(self, hold_bytes: int) -> None:
-        """Have the workload fill this much from now on, and give back what is more than that."""
-        less = hold_bytes < self.claim_bytes
-        self.claim_bytes = hold_bytes
+    def set_claim(self, claim_bytes: int) -> None:
+        """Let the workload fill this much from now on."""
+        self.claim_bytes = claim_bytes
         with self.device.enforced():
-            self.workload.resize(hold_bytes)
-        if less:
-            self.device.release()
+            self.workload.resize(claim_bytes)
+
+    def measure_allowed(self) -> int:
+        """Measure how many bytes a step may hold in all: min(cap, lease, held + free - leave_free)."""
+        self.measured_at_s = time.monotonic()
+        allowed_bytes = self.device.room_bytes(self.spec.memory.leave_free_bytes)
+        self.allowed_bytes = allowed_bytes if self.lease_bytes is None else min(allowed_bytes, self.lease_bytes)
+        return self.allowed_bytes
+
+    def measure_allowed_if_due(self) -> int | None:
+        """Measure, unless the last time was less than 20 ms ago: after short steps it would cost too much."""
+        due = time.monotonic() - self.measured_at_s >= _MEASURE_EVERY_S
+        return self.measure_allowed() if due else None
 
     def bandwidth(self) -> float | None:
-        """Time the memory of the device, in bytes per second; `None` if the workload has none to spare for it."""
+        """Time copies in the device's memory, in bytes per second; `None` if the workload has no memory for it."""
         best: float | None = None
         for _ in range(_COPIES):
             with self.device.enforced():
@@ -112,32 +213,48 @@ class Session:
             best = max(best or 0.0, moved_bytes / seconds) if seconds > 0 else best
         return best
 
-    def lesson(self, peak_bytes: int) -> StoredLimit | None:
-        """Return what a later run under the same circumstances could start from; `None` if the policy knows nothing."""
-        learned = self.policy.learned(self.state)
+    def learned_limit(self, peak_bytes: int) -> StoredLimit | None:
+        """Return what a later run under the same circumstances could start from; `None` if nothing was learned."""
+        learned = None if self.state is None else self.policy.learned(self.state)
         if learned is None:
             return None
         # 0 is no measurement: what small tensors take was in the process's memory before.
         known_bytes = peak_bytes or None
         return StoredLimit(key=self.key, learned=learned, peak_bytes=known_bytes, learned_at_unix_s=time.time())
 
-    def ask(self, event: Event) -> Decision:
-        """Tell the policy what happened, and return what it wants next."""
-        self.state, decision = self.policy.decide(self.state, event)
-        return decision
-
     def pressure(self) -> Pressure:
         """Measure how much memory there is, for the policy."""
         floor = self.policy.floor
         return Pressure(
             at_s=time.monotonic(),
-            room_bytes=self.room_bytes(),
+            room_bytes=self.measure_allowed(),
             free_bytes=self.device.free_bytes(),
             needed_at_floor_bytes=self.workload.needed_bytes(floor.size, floor.batch),
         )
 
+    def working_state(self, note: str = "") -> tuple[WorkerState, str]:
+        """Return the state of a worker that does its work, with the reason to show.
 
-def open_session(spec: WorkerSpec, incarnation: int, stats: SliceStats) -> Session:
+        Args:
+            note: The reason where neither a wrong result nor the heat of the card is one.
+        """
+        if self.checks.reason is not None:
+            return WorkerState.CORRUPT, self.checks.reason
+        if self.thermal.slows:
+            return WorkerState.THROTTLED, self.thermal.reason
+        return WorkerState.RUNNING, note or self._shortage() or (self.thermal.reason if self.thermal.alarmed else "")
+
+    def _shortage(self) -> str:
+        """Say why the worker may hold much less than its cap; empty if it may hold enough."""
+        cap_bytes = self.device.most_bytes
+        if self.allowed_bytes is None or self.allowed_bytes >= _FULL_SHARE * cap_bytes:
+            return ""
+        leased = self.lease_bytes is not None and self.lease_bytes <= self.allowed_bytes
+        why = "its share while the card is short" if leased else "all that others leave on the device"
+        return f"{self.allowed_bytes / MIB:.0f} of {cap_bytes / MIB:.0f} MiB: {why}"
+
+
+def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
     """Open device and workload.
 
     Raises:
@@ -153,7 +270,7 @@ def open_session(spec: WorkerSpec, incarnation: int, stats: SliceStats) -> Sessi
         if spec.fake_sensors is not None:
             load(spec.fake_sensors)  # before anything asks the real ones
         device = open_device(spec)
-        heat = open_thermal_control(spec, device.info.uuid)
+        thermal = open_thermal_control(spec, device.info.uuid)
         context = WorkloadContext(device=device.torch_device, dtype=device.torch_dtype, seed=spec.workload.seed)
         workload = load_workload(spec.workload.name, context)
         if spec.step_faults is not None:
@@ -180,42 +297,36 @@ def open_session(spec: WorkerSpec, incarnation: int, stats: SliceStats) -> Sessi
         policy = make_policy(spec.policy, spec.memory, spec.workload, growth)
     except ValueError as error:
         raise IncompatibleError(f"{spec.slot}: {error}") from error
+    info = device.info
+    stats.event(
+        "device_opened",
+        device=info.name,
+        pid=info.pid,
+        cap_bytes=info.cap_bytes,
+        context_bytes=info.context_bytes,
+        context_source=info.context_source,
+        dtype=info.dtype,
+        threads=info.threads,
+    )
     return Session(
         spec=spec,
         device=device,
         workload=workload,
         policy=policy,
-        state=None,
-        key=_key(spec, device.info),
-        incarnation=incarnation,
-        heat=heat,
-        proof=ResultChecks(spec.check_share, f"{spec.slot}, {_card_words(device.info)}"),
+        key=_limit_key(spec, info),
+        thermal=thermal,
+        checks=ResultChecks(spec.check_share, f"{spec.slot}, {_card_label(info)}"),
+        duty=DutyCycle(spec.duty),
         chaos=chaos,
+        incarnation=stats.directive.incarnation,
     )
 
 
-def take_up(session: Session, stats: SliceStats) -> None:
-    """Give the policy its state: as the last report of the slot left it, else from what earlier runs have learned."""
-    resume = stats.directive.resume
-    if resume is not None:
-        try:
-            session.state = session.policy.load(resume)
-        except ValueError as error:
-            stats.event("resume_refused", reason=str(error))
-        else:
-            stats.event("resumed", **dict(resume))
-            return
-    limit = choose(session.spec.learned, session.key)
-    if limit is not None:
-        stats.event("remembered", size=limit.learned.size, learned_at_unix_s=limit.learned_at_unix_s)
-    session.state = session.policy.initial(session.claim_bytes, None if limit is None else limit.learned)
-
-
-def _card_words(device: DeviceInfo) -> str:
+def _card_label(device: DeviceInfo) -> str:
     return device.name if device.uuid is None else f"{device.name} {device.uuid}"
 
 
-def _key(spec: WorkerSpec, device: DeviceInfo) -> LimitKey:
+def _limit_key(spec: WorkerSpec, device: DeviceInfo) -> LimitKey:
     workload = spec.workload
     return LimitKey(
         card=device.name,

@@ -33,11 +33,9 @@ class SliceStats:
     reason: str = "opening the device"
     size: int | None = None
     batch: int | None = None
-    claim_bytes: int | None = None
     counts: StepCounts = NO_COUNTS
     sensors: SensorReading | None = None
     error: str | None = None
-    learned: StoredLimit | None = None
     events: list[WorkerEvent] = field(default_factory=list)
     started_s: float = field(default_factory=time.monotonic)
     _repeated: dict[tuple[str, Scalar], tuple[int, int]] = field(default_factory=dict)
@@ -72,6 +70,10 @@ class SliceStats:
     def settle(self, state: WorkerState, reason: str) -> None:
         """Set what the table shows."""
         self.state, self.reason = state, reason
+
+    def sensed(self, reading: SensorReading | None) -> None:
+        """Keep the last reading of the sensors."""
+        self.sensors = reading
 
     def use(self, size: int, batch: int) -> None:
         """Note what the steps work with now."""
@@ -115,7 +117,9 @@ class SliceStats:
         *,
         device: DeviceInfo | None = None,
         memory: MemoryInfo | None = None,
+        claim_bytes: int | None = None,
         resume: ResumeState | None = None,
+        learned: StoredLimit | None = None,
     ) -> Report:
         """Close the slice."""
         return Report(
@@ -129,7 +133,7 @@ class SliceStats:
             memory=memory,
             size=self.size,
             batch=self.batch,
-            claim_bytes=self.claim_bytes,
+            claim_bytes=claim_bytes,
             counts=self.counts,
             wall_s=self.elapsed_s,
             sensors=self.sensors,
@@ -137,5 +141,5 @@ class SliceStats:
             error=self.error,
             events=tuple(self.events),
             resume=resume,
-            learned=self.learned,
+            learned=learned,
         )

@@ -1,7 +1,7 @@
 """Connects the thermal governor to a worker: reads the sensors of its device, and keeps the resulting duty.
 
-Reads when a reading is due, asks the governor, keeps its answer, and tells of alarms and changed bands. Does not sleep
-(the engine does) and sets nothing on the card.
+Reads the sensors when that is due, asks the governor, keeps its answer, and reports alarms and changed bands. Does not
+sleep (the engine does) and sets nothing on the card.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from workers.policy.thermal.governor import SensorsRead, ThermalDecision, Therma
 from workers.readings import SensorReading
 from workers.settings import THERMAL_OFF, WorkerSpec
 
-#: How often the memory of a card is timed: a sick one gets slower over minutes.
+#: Time between two measurements of a card's memory bandwidth: a faulty card gets slower over minutes.
 _BANDWIDTH_EVERY_S: Final = 30.0
 
-#: The governor brakes a little long before a card is hot; a duty so near to all of the time is not worth a word.
-_NEARLY_ALL: Final = 0.95
+#: The governor reduces the duty slightly long before a card is hot; from this duty on it is not reported.
+_UNLIMITED_DUTY: Final = 0.95
 
 
 class ThermalControl:
-    """What the sensors said last, and what follows from it."""
+    """The last sensor reading, and what the governor decided on it."""
 
     def __init__(self, sampler: Sampler, governor: ThermalGovernor) -> None:
         self._sampler = sampler
@@ -37,13 +37,13 @@ class ThermalControl:
 
     @property
     def duty(self) -> float:
-        """Share of its time that the worker may keep the device busy, of what it may otherwise; 0 is a pause."""
+        """Share of its allowed time for which the worker may keep the device busy, 0..1; 0 is a pause."""
         return 1.0 if self.decision is None else self.decision.duty
 
     @property
     def slows(self) -> bool:
-        """Whether the worker does less than it might."""
-        return self.duty < _NEARLY_ALL
+        """Whether the heat of the card limits the worker."""
+        return self.duty < _UNLIMITED_DUTY
 
     @property
     def reason(self) -> str:
@@ -52,10 +52,10 @@ class ThermalControl:
 
     @property
     def alarmed(self) -> bool:
-        """Whether an alarm stands, such as a card that is gone."""
+        """Whether an alarm is raised, such as a card that is gone."""
         return bool(self._state.alarms.names)
 
-    def look(self, stats: SliceStats) -> None:
+    def sample(self, stats: SliceStats) -> None:
         """Read the sensors if that is due, and follow what they say."""
         now_s = time.monotonic()
         reading = self._sampler.sample_if_due(now_s)
@@ -64,7 +64,7 @@ class ThermalControl:
         self.reading = reading
         self._follow(SensorsRead(at_s=now_s, reading=reading), stats)
 
-    def time_memory(self, measure: Callable[[], float | None], stats: SliceStats) -> None:
+    def measure_bandwidth(self, measure: Callable[[], float | None], stats: SliceStats) -> None:
         """Measure the bandwidth of the card's memory if that is due.
 
         Args:
