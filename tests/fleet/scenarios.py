@@ -117,7 +117,9 @@ class Stage:
         """Wait until so many slices have ended, all of them with a report."""
         ended = self.wait(count)
         assert all(isinstance(each, SliceReported) for each in ended), ended
-        return [each.report for each in ended if isinstance(each, SliceReported)]
+        reports = [each.report for each in ended if isinstance(each, SliceReported)]
+        assert all(report.verdict is not Verdict.INCOMPATIBLE for report in reports), reports[0].reason
+        return reports
 
     def report_of_new_process(self, slot: str, sequence: int, resume: ResumeState | None = None) -> Report:
         """Ask for a slice until a process reports, as the lifecycle does: the old one may still take some with it."""
@@ -159,10 +161,10 @@ def a_slice_is_answered_by_a_report_of_its_name(stage: Stage) -> None:
     slot = stage.place("answered")
     stage.submit(slot, 7, incarnation=3)
     (ended,) = stage.wait(1)
-    assert isinstance(ended, SliceReported)
+    assert isinstance(ended, SliceReported), ended
     report = ended.report
     assert (ended.slot, report.slot, report.incarnation, report.sequence) == (slot, slot, 3, 7)
-    assert (report.verdict, report.error) == (Verdict.OK, None)
+    assert (report.verdict, report.error) == (Verdict.OK, None), report.reason
     assert report.device is not None
     assert report.device.kind == "cpu"
     assert "device_opened" in names(report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,9 +20,9 @@ NODE = "here"
 @pytest.fixture(scope="module")
 def ray_fleet() -> Iterator[Fleet]:
     """A cluster for all scenarios, whose node is not ours to end."""
-    # Ray hands this process's search path on to its workers, which import the scenarios' workloads.
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parent))
+        # Ray's workers import the scenarios' workloads; the raylet hands its environment on to them.
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         with rehearsed([RayletPlan(name=NODE, cpus=32, gpus=0)]) as cluster:
             from orchestrator.cluster.ray_fleet import RayFleet
 
