@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from typing import overload
 
 from orchestrator.config.gpu_specs import match_profile, peak_tflops
 from orchestrator.core.placement import SlotPlan
-from orchestrator.core.slot import HeadState, Slot
+from orchestrator.core.slot import HeadState, Slot, SlotState
 from orchestrator.core.step_accounting import steps_at_risk
 from orchestrator.watch.model import Brief, LazyRows, Row
-from orchestrator.watch.records import SlotRecord
-from workers.messages import DeviceInfo, Report, WorkerState
+from orchestrator.watch.records import SlotProgress, SlotRecord
+from orchestrator.watch.store import RunStore
+from workers.messages import DeviceInfo, Report, ResumeState, StepCounts, WorkerState
 from workers.readings import SensorReading
 
 #: Throughput and duty are means over the reports of about this long: steady to read, quick to fall.
@@ -21,6 +23,8 @@ _WINDOW_S = 10.0
 
 #: States in which the last throughput no longer holds: no process of the slot works.
 _IDLE = frozenset({HeadState.LOST, HeadState.STARTING, HeadState.RESTARTING, HeadState.QUARANTINED})
+
+_counters_of = attrgetter(*StepCounts.__slots__)
 
 #: Of a worker that has not looked yet.
 _NO_SENSORS = SensorReading()
@@ -159,6 +163,18 @@ def record(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> SlotRecord
     )
 
 
+def progress(slot: Slot, unix_offset_s: float) -> SlotProgress:
+    """Return what a report changes in the store; `unix_offset_s` is Unix time less monotonic time."""
+    counts = slot.counts
+    return SlotProgress(
+        slot.slot,
+        slot.next_sequence,
+        steps_at_risk(slot),
+        None if slot.heard_at_s is None else slot.heard_at_s + unix_offset_s,
+        (*_counters_of(counts), slot.restarts, slot.steps_lost_upper_bound),
+    )
+
+
 def row(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
     """Return what the table shows of a slot at `now_s` (monotonic seconds)."""
     report = slot.report
@@ -205,3 +221,26 @@ def row(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
         duty_measured=None if slot.state in _IDLE else meter.duty,
         heartbeat_age_s=now_s - slot.heard_at_s if slot.heard_at_s is not None else None,
     )
+
+
+class Recorder:
+    """Puts slots that have changed into the store: all of a record only where more than its progress has changed."""
+
+    def __init__(self, plans: Mapping[str, SlotPlan], meters: Mapping[str, Meter], store: RunStore) -> None:
+        """Begin with nothing written."""
+        self._plans = plans
+        self._meters = meters
+        self._store = store
+        self._written: dict[str, tuple[SlotState, str, int, ResumeState | None]] = {}
+
+    def take(self, changed: Collection[str], slots: Mapping[str, Slot], now_s: float, now_unix_s: float) -> None:
+        """Give the store what is new of these slots at `now_s` (monotonic seconds)."""
+        records, written = [], self._written
+        for name in changed:
+            slot = slots[name]
+            told = (slot.state, slot.reason, slot.incarnation, slot.resume)
+            if written.get(name) != told:
+                written[name] = told
+                records.append(record(self._plans[name], slot, self._meters[name], now_s))
+        self._store.slots(records)
+        self._store.progress(progress(slots[name], now_unix_s - now_s) for name in changed)

@@ -23,7 +23,7 @@ from orchestrator.run.fault_injection import FaultInjector
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.node_watch import NodeWatch
 from orchestrator.run.run_info import RunInfo, rules_of
-from orchestrator.run.snapshot import Meter, SlotRows, record
+from orchestrator.run.snapshot import Meter, Recorder, SlotRows
 from orchestrator.run.timers import Timers
 from orchestrator.watch.model import Snapshot
 from orchestrator.watch.sinks import Outlets
@@ -98,6 +98,7 @@ class Supervisor:
         self._rules = rules_of(config, info.past)
         self._slots = {name: info.past.slots.get(name, Slot(slot=name)) for name in self._plans}
         self._meters = {name: Meter() for name in self._plans}
+        self._recorder = Recorder(self._plans, self._meters, outlets.store)
         self._nodes = NodeWatch(config, plans, outlets.events)
         self._broker = MemoryBroker(self._plans)
         self._outbox: list[tuple[str, slots.Command]] = []
@@ -213,9 +214,7 @@ class Supervisor:
         """Write down what has changed, then perform what follows from it."""
         now_s = self._clock.monotonic_s()
         changed, self._changed = self._changed, {}
-        self._outlets.store.slots(
-            record(self._plans[name], self._slots[name], self._meters[name], now_s) for name in changed
-        )
+        self._recorder.take(changed, self._slots, now_s, self._clock.unix_s())
         for name, lease_bytes in self._broker.look(self._slots, now_s, changed).items():
             self._outlets.events.write("leased", slot=name, lease_bytes=lease_bytes)
         self._outlets.store.commit()

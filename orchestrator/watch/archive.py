@@ -12,16 +12,16 @@ import math
 import socket
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from orchestrator.core.slot import slot_state
 from orchestrator.errors import NothingStoredError
 from orchestrator.watch.head_process import head_of, lives
-from orchestrator.watch.model import Row, Snapshot
+from orchestrator.watch.model import ROW_KEYS, Row, Snapshot
 from orchestrator.watch.opening import explained, reading
-from orchestrator.watch.records import STORE_NAME, RunFacts, SlotRecord
+from orchestrator.watch.records import COUNTERS, STORE_NAME, RunFacts, SlotRecord
 
 LEAST_TO_RESUME_S = 1.0
 """Less of its planned length is not worth starting a cluster for."""
@@ -130,8 +130,14 @@ def read_run(folder: Path) -> StoredRun:
         if found is None:
             raise NothingStoredError(folder, STORE_NAME)
         lines = store.execute("SELECT * FROM slots ORDER BY rowid LIMIT ?", [_SLOTS_MOST]).fetchall()
+        # A store of schema 1 has no such table.
+        has_progress = store.execute("PRAGMA table_list(progress)").fetchone() is not None
+        query = "SELECT * FROM progress LIMIT ?"
+        newer = store.execute(query, [_SLOTS_MOST]).fetchall() if has_progress else []
     with explained(folder / STORE_NAME):
-        return _run(folder, found, tuple(_slot(line) for line in lines))
+        progress = {line["slot"]: line for line in newer}
+        updated_at_unix_s = _take(found, "updated_at_unix_s", float, None)
+        return _run(folder, found, tuple(_slot(line, progress, updated_at_unix_s) for line in lines))
 
 
 def read_events(folder: Path, names: Sequence[str]) -> tuple[StoredEvent, ...]:
@@ -206,7 +212,34 @@ def _is_running(folder: Path, facts: RunFacts) -> bool:
     return lives(facts.head_pid, facts.head_started)
 
 
-def _slot(line: sqlite3.Row) -> SlotRecord:
+def _slot(line: sqlite3.Row, progress: Mapping[str, sqlite3.Row], updated_at_unix_s: float | None) -> SlotRecord:
+    record = _record(line)
+    newer = progress.get(record.slot)
+    if newer is None:
+        return record
+    counters = {**record.counters, **{name: _number(newer, name) for name in COUNTERS}}
+    row = {**record.row, **{name: value for name, value in counters.items() if name in ROW_KEYS}}
+    steps = sum(counters[name] for name in ("steps_ok", "steps_oom", "steps_error"))
+    row["success_rate"] = counters["steps_ok"] / steps if steps else None
+    heard_at_unix_s = _take(newer, "heard_at_unix_s", float, None)
+    if heard_at_unix_s is not None and updated_at_unix_s is not None:
+        row["heartbeat_age_s"] = max(0.0, updated_at_unix_s - heard_at_unix_s)
+    return replace(
+        record,
+        next_sequence=_take(newer, "next_sequence", int),
+        steps_at_risk=_take(newer, "steps_at_risk", int),
+        counters=counters,
+        row=row,
+    )
+
+
+def _number(line: sqlite3.Row, name: str) -> int | float:
+    """Return a counter; 0 for what is none: a worker may have counted something that is not finite."""
+    value = line[name]
+    return value if isinstance(value, int | float) and 0 <= value < math.inf else 0
+
+
+def _record(line: sqlite3.Row) -> SlotRecord:
     return SlotRecord(
         slot=_take(line, "slot", str),
         node=_take(line, "node", str),

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from workers.messages import ResumeState
+from workers.messages import ResumeState, StepCounts
 
 STORE_NAME = "run.sqlite"
 """The store's file in the run folder."""
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Counts up when a reader of the version before could misunderstand the tables."""
 
 
@@ -48,6 +48,23 @@ class RunFacts:
     """When the head's process began, in the kernel's ticks; with the pid it tells a process from all others."""
     host: str
     """Name of the machine the head runs on: its pid means nothing elsewhere."""
+
+
+#: Counters of a slot in the order of `SlotProgress.counters`.
+COUNTERS = (*StepCounts.__slots__, "restarts", "steps_lost_upper_bound")
+
+
+class SlotProgress(NamedTuple):
+    """What changes with every report of a slot, and must be known before it is sent more."""
+
+    slot: str
+    next_sequence: int
+    steps_at_risk: int
+    """Most good steps that the slices under way may have done and not reported."""
+    heard_at_unix_s: float | None
+    """Of the last report of the present process; `None` before the first."""
+    counters: tuple[int | float, ...]
+    """By `COUNTERS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,11 +19,13 @@ from typing import Any, TypeAlias
 
 from orchestrator.watch import tables
 from orchestrator.watch.model import Snapshot
-from orchestrator.watch.records import SCHEMA_VERSION, RunFacts, SlotRecord
+from orchestrator.watch.records import SCHEMA_VERSION, RunFacts, SlotProgress, SlotRecord
 from orchestrator.watch.tables import Line
 
-SAMPLE_EVERY_S = 0.7
-"""Looked at every 0.25 s, so that two samples are never more than a second apart."""
+SAMPLE_EVERY_S = 1.0
+"""Of each slot, at most."""
+SAMPLES_MOST_PER_S = 75.0
+"""Of all slots: a run of many workers samples each of them less often."""
 RETRY_AFTER_S = 1.0
 """After a failure, writing is not tried again for so long: a locked file must not delay the head each time."""
 EVENTS_KEPT = 10_000
@@ -69,16 +71,20 @@ class RunStore:
         self._monotonic_s = monotonic_s
         self._connection: sqlite3.Connection | None = None
         self._identity: _Identity | None = None
+        self._patience_s = 0.0
         self._retry_at_s = float("-inf")
         self._sampled_at_unix_s = float("-inf")
         self._facts: RunFacts | None = None
         self._origin: _Origin | None = None
         self._snapshot: Snapshot | None = None
         self._slots: dict[str, SlotRecord] = {}
+        self._progress: dict[str, SlotProgress] = {}
         # What waits for the next commit.
         self._begins = False
         self._figures_wait = False
         self._slots_waiting: dict[str, SlotRecord] = {}
+        self._progress_waiting: dict[str, SlotProgress] = {}
+        self._rows_waiting: list[tuple[str, str]] = []
         self._samples: list[Line] = []
         self._events: deque[Line] = deque(maxlen=EVENTS_KEPT)
         self._verdict: Line | None = None
@@ -106,11 +112,17 @@ class RunStore:
         for record in records:
             self._slots[record.slot] = self._slots_waiting[record.slot] = record
 
+    def progress(self, slots: Iterable[SlotProgress]) -> None:
+        """Take what reports have changed in slots that the store has a record of. Counts before that record."""
+        for progress in slots:
+            self._progress[progress.slot] = self._progress_waiting[progress.slot] = progress
+
     def update(self, snapshot: Snapshot) -> None:
-        """Take the run as it is now, with a sample of every slot if the last one is `SAMPLE_EVERY_S` old."""
+        """Take the run as it is now, with a sample of every slot if the last one is old enough."""
         self._look(snapshot)
+        every_s = max(SAMPLE_EVERY_S, len(snapshot.rows) / SAMPLES_MOST_PER_S)
         # Also when the clock of the machine was set back.
-        if not 0.0 <= snapshot.now_unix_s - self._sampled_at_unix_s < SAMPLE_EVERY_S:
+        if not 0.0 <= snapshot.now_unix_s - self._sampled_at_unix_s < every_s:
             self._sample(snapshot)
         self.commit()
 
@@ -164,15 +176,20 @@ class RunStore:
             self.incomplete = True  # counters are totals over the run: the gap falsifies nothing
         self._sampled_at_unix_s = snapshot.now_unix_s
         self._samples = [tables.sample_line(row, snapshot.now_unix_s) for row in snapshot.rows]
+        self._rows_waiting = [tables.row_line(row) for row in snapshot.rows if row.slot in self._slots]
 
     def _anything_waits(self) -> bool:
         known = self._facts is not None and (self._begins or self._figures_wait)
-        return known or bool(self._slots_waiting or self._samples or self._events or self._verdict)
+        return known or bool(
+            self._progress_waiting or self._slots_waiting or self._samples or self._events or self._verdict
+        )
 
     def _write(self, patience_s: float) -> None:
         try:
             connection = self._connected(patience_s)
-            connection.execute(f"PRAGMA busy_timeout = {patience_s * 1000:.0f}")
+            if patience_s != self._patience_s:
+                connection.execute(f"PRAGMA busy_timeout = {patience_s * 1000:.0f}")
+                self._patience_s = patience_s
             connection.execute("BEGIN IMMEDIATE")
             origin = self._put_run(connection)
             self._put_rest(connection)
@@ -186,6 +203,7 @@ class RunStore:
         self._origin = origin
         self._begins = self._figures_wait = False
         self._slots_waiting, self._samples, self._verdict = {}, [], None
+        self._progress_waiting, self._rows_waiting = {}, []
         self._events.clear()
 
     def _put_run(self, connection: sqlite3.Connection) -> _Origin | None:
@@ -208,9 +226,18 @@ class RunStore:
         return origin
 
     def _put_rest(self, connection: sqlite3.Connection) -> None:
-        connection.executemany(tables.PUT_SLOT, [tables.slot_line(slot) for slot in self._slots_waiting.values()])
-        connection.executemany(tables.PUT_SAMPLE, self._samples)
-        connection.executemany(tables.ADD_EVENT, self._events)
+        if self._slots_waiting:
+            connection.executemany(tables.PUT_SLOT, [tables.slot_line(slot) for slot in self._slots_waiting.values()])
+        progress = self._progress_waiting.values()
+        try:
+            connection.executemany(tables.PUT_PROGRESS, map(tables.progress_line, progress))
+        except OverflowError:
+            connection.executemany(tables.PUT_PROGRESS, map(tables.safe_progress_line, progress))
+        if self._samples:
+            connection.executemany(tables.PUT_ROW, self._rows_waiting)
+            connection.executemany(tables.PUT_SAMPLE, self._samples)
+        if self._events:
+            connection.executemany(tables.ADD_EVENT, self._events)
 
     def _connected(self, patience_s: float) -> sqlite3.Connection:
         """Return a connection to the file that is there now: SQLite would go on writing into a deleted one."""
@@ -218,6 +245,7 @@ class RunStore:
             self._disconnect()
         if self._connection is None:
             self._connection = _opened(self._path, patience_s)
+            self._patience_s = patience_s
             self._put_back(self._connection)
             self._identity = _identity(self._path)
         return self._connection
@@ -233,7 +261,7 @@ class RunStore:
         run = tables.run_line(self._facts, started_at_unix_s=origin.started_at_unix_s, heads=origin.heads)
         connection.execute(tables.BEGIN_RUN, run)
         self._figures_wait = self._snapshot is not None
-        self._slots_waiting = dict(self._slots)
+        self._slots_waiting, self._progress_waiting = dict(self._slots), dict(self._progress)
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None

@@ -380,7 +380,7 @@ def test_a_file_that_is_no_database_says_so(folder: Path, content: bytes) -> Non
 @pytest.mark.parametrize(
     ("statement", "word"),
     [
-        ("UPDATE meta SET value = '2'", "newer version"),
+        ("UPDATE meta SET value = '3'", "newer version"),
         ("UPDATE meta SET value = 'two'", "damaged"),
         ("DELETE FROM meta", "which schema"),
         ("DROP TABLE slots", "no such table"),

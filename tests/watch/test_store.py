@@ -19,7 +19,7 @@ import pytest
 
 from orchestrator.watch.archive import read_run
 from orchestrator.watch.events import EventLog
-from orchestrator.watch.records import STORE_NAME, RunFacts, SlotRecord
+from orchestrator.watch.records import COUNTERS, STORE_NAME, RunFacts, SlotProgress, SlotRecord
 from orchestrator.watch.store import EVENTS_KEPT, RunStore
 from orchestrator.watch.tables import FAULTS_KEPT
 from workers.messages import WorkerState
@@ -197,7 +197,7 @@ def test_a_sample_per_slot_and_second(
 
     assert (store.problem, store.incomplete) == (None, False)
     assert read(path, "SELECT count(*) FROM samples") == [(8,)]
-    assert read(path, "SELECT key, value FROM meta") == [("schema_version", "1")]
+    assert read(path, "SELECT key, value FROM meta") == [("schema_version", "2")]
     assert read(path, "SELECT slot, state, tflops, power_w FROM samples ORDER BY at_unix_s DESC, slot")[:2] == [
         ("pc1/0", "RUNNING", 9.61, 281.4),
         ("pc1/1", "BACKOFF", None, None),
@@ -237,6 +237,62 @@ def test_a_transaction_holds_all_that_waited_and_nothing_is_written_without_need
     store.commit()
     after = path.with_name(f"{STORE_NAME}-wal").stat()
     assert (before.st_size, before.st_mtime_ns) == (after.st_size, after.st_mtime_ns)
+
+
+def moved_on(steps_ok: float, **changed: object) -> SlotProgress:
+    counters = {**dict.fromkeys(COUNTERS, 0), "steps_ok": steps_ok, "restarts": 2}
+    usual: dict[str, Any] = {
+        "slot": "pc1/0", "next_sequence": 9, "steps_at_risk": 5, "heard_at_unix_s": 1_700_000_001.5,
+        "counters": tuple(counters.values()),
+    }  # fmt: skip
+    return SlotProgress(**{**usual, **changed})
+
+
+def test_progress_counts_before_the_record_of_its_slot(
+    path: Path, store: RunStore, make_row: RowMaker, make_snapshot: SnapshotMaker
+) -> None:
+    store.slots([record(row=make_row().to_dict()), record("pc1/1")])
+    store.progress([moved_on(500)])
+    store.update(make_snapshot(make_row(), elapsed_s=2.0))
+    store.progress([moved_on(600)])
+    store.commit()
+    first, second = read_run(path.parent).slots
+    assert (first.next_sequence, first.steps_at_risk) == (9, 5)
+    assert (first.counters["steps_ok"], first.counters["restarts"]) == (600, 2)
+    assert (first.row["steps_ok"], first.row["restarts"], first.row["success_rate"]) == (600, 2, 1.0)
+    assert first.row["heartbeat_age_s"] == 0.5
+    assert first.row["size"] == make_row().size, "of the last sample"
+    assert (second.next_sequence, second.counters) == (3, {"steps_ok": 400})
+
+
+@pytest.mark.parametrize(("counted", "told"), [(2**70, 2**63 - 1), (math.nan, 0), (math.inf, 0)])
+def test_progress_with_an_impossible_counter_is_written(path: Path, store: RunStore, counted: float, told: int) -> None:
+    store.slots([record()])
+    store.progress([moved_on(counted)])
+    store.commit()
+    assert store.problem is None
+    assert read_run(path.parent).slots[0].counters["steps_ok"] == told
+
+
+def test_progress_is_put_back_into_a_file_that_was_taken_away(path: Path, store: RunStore) -> None:
+    store.slots([record()])
+    store.progress([moved_on(500)])
+    store.commit()
+    for file in path.parent.iterdir():
+        file.unlink()
+    store.event(event(1))
+    store.commit()
+    assert store.incomplete
+    assert read_run(path.parent).slots[0].counters["steps_ok"] == 500
+
+
+def test_many_workers_are_sampled_less_often(
+    path: Path, store: RunStore, make_row: RowMaker, make_snapshot: SnapshotMaker
+) -> None:
+    rows = tuple(make_row(slot=f"pc1/{number}") for number in range(300))
+    for second in range(9):
+        store.update(make_snapshot(*rows, elapsed_s=float(second)))
+    assert read(path, "SELECT count(DISTINCT at_unix_s) FROM samples") == [(3,)], "every 4 s"
 
 
 def test_another_head_goes_on_where_the_first_one_stopped(
