@@ -29,7 +29,7 @@ MUST_HOLD = (
 def verify(device: str, name: str, products: int, flips: int) -> Row:
     """Run the bench of the checks for one type. The body of a child."""
     figures = bench.run(checks=products, flips=flips, seed=7, device=device, dtypes=[name], timed=False).figures
-    counts = {key: sum(row[key] for row in figures["counts"]) for key in figures["counts"][0]}
+    counts = {key: sum(row[key] for row in figures["counts"]) for key in bench.COUNTS}
     return {
         "dtype": name,
         "products": figures["checks"],

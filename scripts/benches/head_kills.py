@@ -17,7 +17,6 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,25 +52,17 @@ _PATIENCE_S = 120.0
 _POLL_S = 0.02
 _LOOK_EVERY_S = 0.5
 
+#: Of the table; what was not reached stays unknown.
+_COLUMNS = (
+    "round", "killed_after_s", "stage", "left", "missing_s", "allowed_s", "elapsed_s", "resumed", "learned",
+)  # fmt: skip
+
 #: What a killed head may lack, by design.
 _MISSING_S = 1.0
 
 #: How late a sample may be when nothing is wrong: the head looks whether one is due four times a second, after waiting
 #: at most 0.1 s for a report. What this process itself was kept from running is added: the same holds for the head.
 _SLACK_S = 0.35
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kill:
-    """What was seen while the head lived."""
-
-    after_s: float
-    """Since it made the run's folder."""
-    at_unix_s: float
-    late_s: float
-    """The longest that this process was kept from running."""
-    startup_s: float | None
-    """From the folder until the planned time began; `None` if it had not."""
 
 
 def run(rounds: int, seed: int) -> Result:
@@ -84,41 +75,46 @@ def run(rounds: int, seed: int) -> Result:
     for number in range(1, rounds + 1):
         scene = Scene()
         found: list[str] = []
+        row: dict[str, Any] = dict.fromkeys(_COLUMNS)
+        row["round"] = number
         try:
-            kill, row = _round(scene, chance.random(), startup_s, found)
+            known_s = _round(scene, chance.random(), startup_s, row, found)
         finally:
             folder = scene.close(keep=bool(found))
-        startup_s = kill.startup_s if kill.startup_s is not None else startup_s
-        rows.append({"round": number, **row})
+        startup_s = startup_s if known_s is None else known_s
+        rows.append(row)
         broken += [f"round {number}: {sentence}" for sentence in found]
         kept += [folder] if folder is not None else []
-        progress(f"{number}/{rounds}  killed after {kill.after_s:.2f} s: {row['stage']}; {len(found)} broken")
-    return Result(bench="head-kills", figures={**_figures(rows), "kept": kept or None}, broken=broken)
-
-
-def _round(scene: Scene, drawn: float, startup_s: float, broken: list[str]) -> tuple[Kill, dict[str, Any]]:
-    head = scene.run(*_ARGUMENTS)
-    kill = _kill(head, scene, drawn * (startup_s + _DURATION_S - _BEFORE_END_S))
-    left = scene.leftovers(_GRACE_S)
-    broken += left
-    row: dict[str, Any] = {
-        "killed_after_s": kill.after_s,
-        "stage": "before its folder",
-        "left": len(left),
-        "missing_s": None,
-        "allowed_s": None,
-        "elapsed_s": None,
-        "resumed": None,
-        "learned": None,
+        progress(f"{number}/{rounds}  killed after {row['killed_after_s']:.2f} s: {row['stage']}; {len(found)} broken")
+    stored = [row for row in rows if row["stage"] not in {"before its folder", "before its store"}]
+    figures = {
+        "rounds": rows,
+        "killed": dict(Counter(row["stage"] for row in rows)),
+        "readable": f"{sum(row['stage'] != 'unreadable' for row in stored)}/{len(stored)}",
+        "resumed": f"{sum(bool(row['resumed']) for row in stored)}/{len(stored)}",
+        "worst_missing_s": max((row["missing_s"] for row in rows if row["missing_s"] is not None), default=None),
+        "left": sum(row["left"] for row in rows),
+        "kept": kept or None,
     }
+    return Result(bench="head-kills", figures=figures, broken=broken)
+
+
+def _round(scene: Scene, drawn: float, startup_s: float, row: dict[str, Any], broken: list[str]) -> float | None:
+    """Kill one head and go on with its run; return how long it took until the planned time began, if it had."""
+    head = scene.run(*_ARGUMENTS)
+    known_s, killed_at_unix_s, late_s = _kill(head, scene, drawn * (startup_s + _DURATION_S - _BEFORE_END_S), row)
+    left = scene.leftovers(_GRACE_S)
+    row["left"] = len(left)
+    broken += left
     folder = scene.folder_of_newest()
     if folder is None:
-        return kill, row
+        row["stage"] = "before its folder"
+        return known_s
     (listed,) = list_runs(scene.runs)
     if listed.outcome == UNREADABLE:
         row["stage"] = "unreadable"
         broken.append(f"the store cannot be read: {listed.error}")
-        return kill, row
+        return known_s
     if listed.run is None:
         row["stage"] = "before its store"
         if (listed.outcome, listed.error) != ("interrupted", None):
@@ -127,21 +123,28 @@ def _round(scene: Scene, drawn: float, startup_s: float, broken: list[str]) -> t
         row["resumed"] = code == 0
         if code != 2 or not _sentence(said):
             broken.append(f"resuming a run without a store gave exit code {code}: {said[:300]!r}")
-        return kill, row
+        return known_s
     ledger = Ledger(scene.steps)
     before = ledger.look(folder)
     if before is None or not before.was_killed:
         broken += [f"its run is {listed.outcome}, not killed", *ledger.broken]
-        return kill, row
+        return known_s
     row["stage"] = "at work" if before.elapsed_s > 0 else "before its planned time"
     row["elapsed_s"] = before.elapsed_s
-    _judge_samples(folder, kill, row, broken)
+    _judge_samples(folder, killed_at_unix_s, late_s, row, broken)
     _go_on(scene, ledger, before, row, broken)
-    return kill, row
+    return known_s
 
 
-def _kill(head: subprocess.Popen[bytes], scene: Scene, moment_s: float) -> Kill:
-    """Kill the head at its moment, or shortly before its planned end if that comes first."""
+def _kill(
+    head: subprocess.Popen[bytes], scene: Scene, moment_s: float, row: dict[str, Any]
+) -> tuple[float | None, float, float]:
+    """Kill the head at its moment, or shortly before its planned end if that comes first.
+
+    Returns:
+        Seconds from its folder until its planned time began (`None`: it had not), when it was killed, and the longest
+        that this process was kept from running.
+    """
     while scene.folder_of_newest() is None and head.poll() is None:
         time.sleep(_POLL_S)  # before that there is no run that could be shown
     began_s = last_s = looked_s = time.monotonic()
@@ -163,10 +166,9 @@ def _kill(head: subprocess.Popen[bytes], scene: Scene, moment_s: float) -> Kill:
         time.sleep(_POLL_S)
     at_unix_s = time.time()
     head.kill()
-    after_s = time.monotonic() - began_s
+    row["killed_after_s"] = time.monotonic() - began_s
     head.wait()
-    startup_s = None if counting_s is None else counting_s - began_s
-    return Kill(after_s=after_s, at_unix_s=at_unix_s, late_s=late_s, startup_s=startup_s)
+    return None if counting_s is None else counting_s - began_s, at_unix_s, late_s
 
 
 def _counts(folder: Path) -> bool:
@@ -174,15 +176,17 @@ def _counts(folder: Path) -> bool:
     return path.exists() and '"event":"counting"' in path.read_text(encoding="utf-8")
 
 
-def _judge_samples(folder: Path, kill: Kill, row: dict[str, Any], broken: list[str]) -> None:
+def _judge_samples(
+    folder: Path, killed_at_unix_s: float, late_s: float, row: dict[str, Any], broken: list[str]
+) -> None:
     """Demand that the last sample is no older than a second and what was already late."""
     sampled_at_s = sample_times(folder)
     if not sampled_at_s:
         return
-    missing_s = kill.at_unix_s - sampled_at_s[-1]
+    missing_s = killed_at_unix_s - sampled_at_s[-1]
     # A machine on which samples came late all along is not what is judged.
     usual_s = max((after - before for before, after in itertools.pairwise(sampled_at_s)), default=0.0)
-    allowed_s = max(_MISSING_S + _SLACK_S + max(0.0, kill.late_s), usual_s + _SLACK_S)
+    allowed_s = max(_MISSING_S + _SLACK_S + max(0.0, late_s), usual_s + _SLACK_S)
     row["missing_s"], row["allowed_s"] = missing_s, allowed_s
     if missing_s > allowed_s:
         broken.append(f"the last sample is {missing_s:.2f} s older than the kill; allowed are {allowed_s:.2f} s")
@@ -260,17 +264,3 @@ def _sentence(said: str) -> str | None:
     except (ValueError, LookupError, TypeError):
         return None
     return error if isinstance(error, str) and " " in error else None
-
-
-def _figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    stages = Counter(row["stage"] for row in rows)
-    stored = [row for row in rows if row["stage"] not in {"before its folder", "before its store"}]
-    readable = sum(row["stage"] != "unreadable" for row in stored)
-    return {
-        "rounds": list(rows),
-        "killed": dict(stages),
-        "readable": f"{readable}/{len(stored)}",
-        "resumed": f"{sum(bool(row['resumed']) for row in stored)}/{len(stored)}",
-        "worst_missing_s": max((row["missing_s"] for row in rows if row["missing_s"] is not None), default=None),
-        "left": sum(row["left"] for row in rows),
-    }

@@ -2,9 +2,9 @@
 
 That holds as long as this file and cluster.yaml stay as they are, so what was found is kept as a file of its own.
 
-Covers three families: `structure` (the data of cluster.yaml with wrong parts, written out by hand so that a part may
-be any text), `text` (the file itself, cut and spliced) and `set` (overrides, over good and bad files). Does not judge
-what becomes of them, and is no model of what is valid: about a third is meant to be good or nearly so.
+Covers three families: `structure` (the lines of cluster.yaml with wrong parts), `text` (the file itself, cut and
+spliced) and `set` (overrides, over good and bad files). Does not judge what becomes of them, and is no model of what is
+valid: about a third is meant to be good or nearly so.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 SHIPPED = (Path(__file__).resolve().parents[2] / "cluster.yaml").read_bytes()
 
 _DATA = yaml.safe_load(SHIPPED)
-_DATA_JSON = json.dumps(_DATA)
 _WITHOUT_COMMENTS = yaml.safe_dump(_DATA, sort_keys=False).encode()
 _PATHS = (
     *(f"{top}.{key}" for top, section in _DATA.items() if isinstance(section, dict) for key in section),
@@ -40,12 +38,6 @@ class HostileInput:
     family: str
     content: bytes
     overrides: tuple[str, ...]
-
-
-class Raw(str):
-    """Text that is written into the YAML as it is."""
-
-    __slots__ = ()
 
 
 #: Values that a key may have, the last ones it may just have: with these most inputs stay valid.
@@ -138,96 +130,71 @@ def make(seed: int, number: int) -> HostileInput:
 
 
 def _structure(chance: random.Random) -> bytes:
-    data = json.loads(_DATA_JSON)
+    lines = _WITHOUT_COMMENTS.decode().splitlines()
     for _ in range(chance.choice([0, 1, 1, 1, 2, 3, 5])):
-        chance.choice(_MUTATIONS)(data, chance)
-    text = _flow(data) if chance.random() < 0.15 else "\n".join(_block(data, 0)) + "\n"
-    return _wrapped(text, chance)
+        at = chance.randrange(len(lines) or 1)
+        if lines:
+            chance.choice(_MUTATIONS)(lines, at, chance)
+    return _wrapped("".join(f"{line}\n" for line in lines), chance)
 
 
-def _replace(data: dict[str, Any], chance: random.Random) -> None:
-    where, key = _place(data, chance)
-    where[key] = _value(chance, str(key))
+def _replace(lines: list[str], at: int, chance: random.Random) -> None:
+    key = lines[at].partition(":")[0]
+    while at + 1 < len(lines) and _depth(lines[at + 1]) > _depth(key):
+        del lines[at + 1]  # a section goes with all that it holds
+    lines[at] = f"{key}: {_value(chance, key.strip())}"
 
 
-def _remove(data: dict[str, Any], chance: random.Random) -> None:
-    where, key = _place(data, chance)
-    del where[key]
+def _insert(lines: list[str], at: int, chance: random.Random) -> None:
+    key = chance.choice(_KEYS)
+    lines.insert(at, f"{' ' * _depth(lines[at])}{key}: {_value(chance, key)}")
 
 
-def _insert(data: dict[str, Any], chance: random.Random) -> None:
-    where, _ = _place(data, chance)
-    key = Raw(chance.choice(_KEYS))
-    where[key] = _value(chance, key)
+def _swap(lines: list[str], at: int, chance: random.Random) -> None:
+    other = chance.randrange(len(lines))
+    (one, _, here), (two, _, there) = lines[at].partition(":"), lines[other].partition(":")
+    if here and there:
+        lines[at], lines[other] = f"{one}:{there}", f"{two}:{here}"
 
 
-def _again(data: dict[str, Any], chance: random.Random) -> None:
-    """Give a key a second time: a blank after it makes it another one here and the same one in YAML."""
-    where, key = _place(data, chance)
-    where[Raw(f"{key} ")] = where[key]
-
-
-def _swap(data: dict[str, Any], chance: random.Random) -> None:
-    (here, one), (there, other) = _place(data, chance), _place(data, chance)
-    # A section put into itself would have no end.
-    if not isinstance(here[one], dict) and not isinstance(there[other], dict):
-        here[one], there[other] = there[other], here[one]
-
-
-def _crowd(data: dict[str, Any], chance: random.Random) -> None:
-    node = {"gpu": "cpu", "gpus": 0, "workers": chance.choice([1, 9, 1024]), "vram_per_worker_gib": 1}
+def _crowd(lines: list[str], _at: int, chance: random.Random) -> None:
+    node = f"{{gpu: cpu, gpus: 0, workers: {chance.choice([1, 9, 1024])}, vram_per_worker_gib: 1}}"
     count, prefix = chance.choice([3, 9, 30, 300, 1200]), chance.choice(["n", "n", "N", "n-"])
-    if isinstance(data.get("nodes"), dict):
-        data["nodes"].update({f"{prefix}{index}": node for index in range(count)})
+    _put_below_nodes(lines, [f"  {prefix}{index}: {node}" for index in range(count)])
 
 
-def _anchor(data: dict[str, Any], chance: random.Random) -> None:
+def _anchor(lines: list[str], _at: int, chance: random.Random) -> None:
     """One node as the alias of another, and keys merged from it."""
-    if isinstance(data.get("nodes"), dict) and data["nodes"]:
-        name = chance.choice(list(data["nodes"]))
-        data["nodes"][name] = Raw("&n " + _flow(data["nodes"][name]))
-        data["nodes"]["pc3"] = Raw(chance.choice(["*n", "{<<: *n}", "{<<: [*n, *n], workers: 1}", "[*n]"]))
+    alias = chance.choice(["*n", "{<<: *n}", "{<<: [*n, *n], workers: 1}", "[*n]"])
+    node = "{gpu: cpu, gpus: 0, workers: 1, vram_per_worker_gib: 1}"
+    _put_below_nodes(lines, [f"  pc4: &n {node}", f"  pc3: {alias}"])
 
 
-_MUTATIONS: tuple[Callable[[dict[str, Any], random.Random], None], ...] = (
-    *(_replace,) * 8, _remove, _remove, _insert, _insert, _again, _swap, _crowd, _anchor,
+def _put_below_nodes(lines: list[str], more: list[str]) -> None:
+    if "nodes:" in lines:
+        at = lines.index("nodes:") + 1
+        lines[at:at] = more
+
+
+_MUTATIONS: tuple[Callable[[list[str], int, random.Random], None], ...] = (
+    *(_replace,) * 8, _insert, _insert, _swap, _crowd, _anchor,
+    *(lambda lines, at, _: lines.pop(at),) * 2, lambda lines, at, _: lines.insert(at, lines[at]),
 )  # fmt: skip
 
 
-def _place(data: dict[str, Any], chance: random.Random) -> tuple[dict[Any, Any], Any]:
-    """Return a mapping below `data` and one of its keys; deep ones are as likely as shallow ones."""
-    places = [(data, key) for key in data]
-    for where, key in places:
-        if isinstance(where[key], dict):
-            places.extend((where[key], inner) for inner in where[key])
-    return chance.choice(places) if places else ({"x": 1}, "x")
+def _depth(line: str) -> int:
+    return len(line) - len(line.lstrip(" "))
 
 
-def _value(chance: random.Random, key: str) -> Raw:
+def _value(chance: random.Random, key: str) -> str:
     kind = chance.random()
     if kind < 0.6:
-        return Raw(chance.choice(shlex.split(_GOOD.get(key, _ANY_S), posix=False)))
+        return chance.choice(shlex.split(_GOOD.get(key, _ANY_S), posix=False))
     if kind < 0.65:
-        return Raw(repr(chance.choice([chance.uniform(0, 100), chance.randint(-3, 200), chance.expovariate(1e-6)])))
+        return repr(chance.choice([chance.uniform(0, 100), chance.randint(-3, 200), chance.expovariate(1e-6)]))
     if kind < 0.68:
-        return Raw(json.dumps("".join(chr(chance.choice([*range(256), 0x202E, 0x1F600])) for _ in range(9))))
-    return Raw(chance.choice(_NASTY))
-
-
-def _flow(value: object) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_flow(inner)}" for key, inner in value.items()) + "}"
-    return value if isinstance(value, Raw) else json.dumps(value)
-
-
-def _block(value: dict[Any, Any], depth: int) -> list[str]:
-    lines: list[str] = []
-    for key, inner in value.items():
-        if isinstance(inner, dict) and inner:
-            lines += [f"{'  ' * depth}{key}:", *_block(inner, depth + 1)]
-        else:
-            lines.append(f"{'  ' * depth}{key}: {_flow(inner)}")
-    return lines
+        return json.dumps("".join(chr(chance.choice([*range(256), 0x202E, 0x1F600])) for _ in range(9)))
+    return chance.choice(_NASTY)
 
 
 def _bomb(width: int, depth: int) -> str:

@@ -17,8 +17,7 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from benches.common import Result, progress
 from workers.policy.thermal.governor import SensorsRead, ThermalGovernor
@@ -35,56 +34,46 @@ _STEP_S = 0.25
 _HOT_C, _CRITICAL_C, _RESUME_C, _BOOST_C = 78.0, 83.0, 75.0, 70.0
 
 
-class Rule(Protocol):
-    """Whatever turns temperatures into a duty."""
-
-    def duty(self, temperature_c: float, at_s: float) -> float:
-        """Return the share of time to use the card, 0 for a pause."""
+Rule = Callable[[float, float], float]
+"""Whatever turns a temperature, read at some second, into the share of time to use the card; 0 is a pause."""
 
 
-class Governed:
-    """The governor, as an engine would use it."""
+def governor() -> Rule:
+    """Return the governor, as an engine would use it."""
+    thermal = ThermalGovernor(ThermalSettings())
+    state = thermal.initial()
 
-    def __init__(self) -> None:
-        self._governor = ThermalGovernor(ThermalSettings())
-        self._state = self._governor.initial()
-
-    def duty(self, temperature_c: float, at_s: float) -> float:
-        """Return what it decides."""
+    def duty(temperature_c: float, at_s: float) -> float:
+        nonlocal state
         event = SensorsRead(at_s=at_s, reading=SensorReading(temperature_c=temperature_c))
-        self._state, decision = self._governor.decide(self._state, event)
+        state, decision = thermal.decide(state, event)
         return decision.duty
 
+    return duty
 
-class BangBang:
-    """The guides to the letter: less by a fifth each second above 78 C, more below 70, a pause at 83 until below 75."""
 
-    def __init__(self) -> None:
-        self._duty = 1.0
-        self._paused = False
+def guides() -> Rule:
+    """Return the guides' rule: less by a fifth each second above 78 C, more below 70, a pause at 83 until below 75."""
+    value, paused = 1.0, False
 
-    def duty(self, temperature_c: float, at_s: float) -> float:  # noqa: ARG002 - it knows no time
-        """Return the duty after another reading."""
-        self._paused = temperature_c >= _CRITICAL_C or (self._paused and temperature_c >= _RESUME_C)
+    def duty(temperature_c: float, _at_s: float) -> float:
+        nonlocal value, paused
+        paused = temperature_c >= _CRITICAL_C or (paused and temperature_c >= _RESUME_C)
         if temperature_c > _HOT_C:
-            self._duty = max(0.05, 0.8 * self._duty)
+            value = max(0.05, 0.8 * value)
         elif temperature_c < _BOOST_C:
-            self._duty = min(1.0, self._duty / 0.8)
-        return 0.0 if self._paused else self._duty
+            value = min(1.0, value / 0.8)
+        return 0.0 if paused else value
+
+    return duty
 
 
-RULES: dict[str, Callable[[], Rule]] = {"governor": Governed, "guides": BangBang}
+def constant(value: float) -> Callable[[], Rule]:
+    """Return what makes a rule that always says the same."""
+    return lambda: lambda _temperature_c, _at_s: value
 
 
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """Always the same duty."""
-
-    value: float
-
-    def duty(self, temperature_c: float, at_s: float) -> float:  # noqa: ARG002 - whatever happens
-        """Return it."""
-        return self.value
+RULES: dict[str, Callable[[], Rule]] = {"governor": governor, "guides": guides}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +228,7 @@ def play(card: Card, scene: str, make: Callable[[], Rule]) -> Course:
             if now_s >= looks_at_s[worker]:
                 looks_at_s[worker] += 1.0
                 told_c = heat.read()
-                duty = rule.duty(told_c, now_s)
+                duty = rule(told_c, now_s)
                 duties[worker] = card.slot_duty * duty
                 course.looks.append(Look(at_s=now_s, worker=worker, temperature_c=told_c, duty=duty, settled=calm))
         used = card.used(duties)
@@ -254,13 +243,13 @@ def play(card: Card, scene: str, make: Callable[[], Rule]) -> Course:
 def best_constant(card: Card, scene: str) -> Course:
     """Return the course under the largest constant duty of which no settled reading is critical."""
     low, high = 0.0, 1.0
-    best = play(card, scene, partial(Constant, high))
+    best = play(card, scene, constant(high))
     if max(best.settled_c) < _CRITICAL_C:
         return best
-    best = play(card, scene, partial(Constant, low))
+    best = play(card, scene, constant(low))
     for _ in range(9):
         middle = (low + high) / 2.0
-        tried = play(card, scene, partial(Constant, middle))
+        tried = play(card, scene, constant(middle))
         if max(tried.settled_c) < _CRITICAL_C:
             low, best = middle, tried
         else:
@@ -323,7 +312,10 @@ def run(cards: int, seed: int) -> Result:
             judged = [judge(card, play(card, scene, rule), known) for card, known in zip(drawn, best, strict=True)]
             summaries.append({"scene": scene, "rule": name, **_summary(judged)})
             if scene == "steady":
-                figures[name] = [{**_traits(card), **figure} for card, figure in zip(drawn, judged, strict=True)]
+                figures[name] = [
+                    {"seed": card.seed, "full_c": card.full_c, "workers": len(card.offsets_s), **figure}
+                    for card, figure in zip(drawn, judged, strict=True)
+                ]
             if name == "governor":
                 broken += [
                     f"card {card.seed}, {scene}: {figure['critical_settled_s']:g} s at {_CRITICAL_C:g} C and above"
@@ -334,27 +326,14 @@ def run(cards: int, seed: int) -> Result:
     return Result(bench="thermal", figures=figures, broken=broken)
 
 
-def _traits(card: Card) -> dict[str, Any]:
-    return {
-        "seed": card.seed,
-        "full_c": card.full_c,
-        "heatsink_s": card.heatsink_s,
-        "masses": 2 if card.die_share else 1,
-        "workers": len(card.offsets_s),
-    }
-
-
 def _summary(judged: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the worst of each figure; of the share of the best constant duty, which may be above 1, the mean too."""
+    most = ("settle_s", "c", "outside_pct", "critical_unsettled_s", "critical_settled_s", "turns_per_min")
+    named = {"c": "most_c", "outside_pct": "outside_settled_pct"}
     return {
-        "most_settle_s": max(figure["settle_s"] for figure in judged),
-        "most_c": max(figure["most_c"] for figure in judged),
-        "most_outside_pct": max(figure["outside_settled_pct"] for figure in judged),
-        "most_critical_unsettled_s": max(figure["critical_unsettled_s"] for figure in judged),
-        "most_critical_settled_s": max(figure["critical_settled_s"] for figure in judged),
+        **{f"most_{key}": max(figure[named.get(key, key)] for figure in judged) for key in most},
         "cards_pausing": sum(figure["pauses_settled"] > 0 for figure in judged),
         "median_swing": statistics.median(figure["swing"] for figure in judged),
-        "most_turns_per_min": max(figure["turns_per_min"] for figure in judged),
         "mean_share": statistics.fmean(figure["share"] for figure in judged),
         "least_share": min(figure["share"] for figure in judged),
     }

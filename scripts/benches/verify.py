@@ -39,6 +39,9 @@ _REPEAT_EVERY: Final = 10
 #: rounding takes at most one of them away.
 _SURELY: Final = 2.0
 
+#: Of the flips of one type: all, found by each kind of check, surely too large, and those of them it found.
+COUNTS: Final = ("flips", "freivalds", "repeat", "large", "large_found")
+
 _COST_SIZES: Final = {"cpu": (256, 512, 1024, 2048), "cuda": (1024, 2048, 4096, 8192)}
 _COST_FP16_CPU_MOST: Final = 512
 
@@ -198,9 +201,8 @@ def _flips(flips: int, seed: int, device: torch.device, name: str, broken: list[
                     broken.append(f"{name}: Freivalds missed bit {bit}, a change of {change:.1f} tolerances, n {n}")
                 if not by_repeat:
                     broken.append(f"{name}: the repeat missed bit {bit}, n {n}")
-    whats = ("flips", "freivalds", "repeat", "large", "large_found")
     return [
-        {"dtype": name, "bits": kind, **{what: counts[kind, what] for what in whats}}
+        {"dtype": name, "bits": kind, **{what: counts[kind, what] for what in COUNTS}}
         for kind in ("sign", "exponent", "fraction")
     ]
 

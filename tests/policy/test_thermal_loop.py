@@ -20,12 +20,12 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from benches.thermal import (  # noqa: E402 - the scripts are in no package
-    BangBang,
     Card,
     Course,
-    Governed,
     best_constant,
     draw,
+    governor,
+    guides,
     judge,
     play,
     turns,
@@ -51,7 +51,7 @@ EXTREMES = {
 @cache
 def governed(seed: int, scene: str) -> tuple[Course, dict[str, Any]]:
     """Play a drawn card once for all tests."""
-    course = play(draw(seed), scene, Governed)
+    course = play(draw(seed), scene, governor)
     return course, judge(draw(seed), course, course)
 
 
@@ -76,7 +76,7 @@ def test_a_drawn_card_settles_in_the_band_and_stays(seed: int, scene: str) -> No
 @pytest.mark.parametrize("name", EXTREMES)
 def test_an_extreme_card_settles_in_the_band_and_stays(name: str) -> None:
     card = EXTREMES[name]
-    course = play(card, "steady", Governed)
+    course = play(card, "steady", governor)
     figures = judge(card, course, course)
     calm(card, figures)
     assert figures["least_c"] >= 78.0
@@ -111,7 +111,7 @@ def test_a_game_that_comes_and_goes_is_given_way_and_forgotten(seed: int) -> Non
 
 def test_a_game_that_alone_is_too_hot_leaves_the_workers_paused_or_at_the_floor() -> None:
     card = replace(EXTREMES["slow, alone"], game=0.95)
-    course = play(card, "game", Governed)
+    course = play(card, "game", governor)
     during = [look.duty for look in course.looks if 1000.0 < look.at_s < 1800.0]
     assert statistics.fmean(during) < 0.06
     assert [look.duty for look in course.looks][-1] > 0.5
@@ -120,7 +120,7 @@ def test_a_game_that_alone_is_too_hot_leaves_the_workers_paused_or_at_the_floor(
 def test_the_guides_rule_fails_what_the_governor_must_pass() -> None:
     """Otherwise the cards would be too easy to prove anything."""
     card = EXTREMES["slow, seven"]
-    course = play(card, "steady", BangBang)
+    course = play(card, "steady", guides)
     figures = judge(card, course, course)
     assert figures["share"] == 1.0
     assert figures["outside_settled_pct"] > 20.0

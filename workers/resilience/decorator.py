@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, Concatenate, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, cast, overload
 
 from workers.learned_limits.limits import workload_fingerprint
 from workers.resilience.batches import OutOfBatchError, Retry, Rules
@@ -80,45 +80,30 @@ class Decorator(Protocol):
     def __call__(self, function: Callable[Concatenate[S, int, P], R], /) -> ResilientMethod[S, P, R]: ...
 
 
+class Options(TypedDict, total=False):
+    """The named options of `resilient`; what they mean is told there."""
+
+    smallest_batch_size: int
+    multiple_of: int
+    failures_per_minute: int
+    max_wait_s: float
+    remember: bool | str
+    on_retry: Callable[[Retry], None] | None
+
+
 @overload
-def resilient(
-    function: None = None,
-    starting_batch_size: int = 128,
-    *,
-    smallest_batch_size: int = 1,
-    multiple_of: int = 1,
-    failures_per_minute: int = 6,
-    max_wait_s: float = 120.0,
-    remember: bool | str = False,
-    on_retry: Callable[[Retry], None] | None = None,
-) -> Decorator: ...
+def resilient(function: None = None, starting_batch_size: int = 128, **options: Unpack[Options]) -> Decorator: ...
 
 
 @overload
 def resilient(  # type: ignore[overload-overlap]  # see `Decorator`
-    function: Callable[Concatenate[int, P], R],
-    starting_batch_size: int = 128,
-    *,
-    smallest_batch_size: int = 1,
-    multiple_of: int = 1,
-    failures_per_minute: int = 6,
-    max_wait_s: float = 120.0,
-    remember: bool | str = False,
-    on_retry: Callable[[Retry], None] | None = None,
+    function: Callable[Concatenate[int, P], R], starting_batch_size: int = 128, **options: Unpack[Options]
 ) -> Resilient[P, R]: ...
 
 
 @overload
 def resilient(
-    function: Callable[Concatenate[S, int, P], R],
-    starting_batch_size: int = 128,
-    *,
-    smallest_batch_size: int = 1,
-    multiple_of: int = 1,
-    failures_per_minute: int = 6,
-    max_wait_s: float = 120.0,
-    remember: bool | str = False,
-    on_retry: Callable[[Retry], None] | None = None,
+    function: Callable[Concatenate[S, int, P], R], starting_batch_size: int = 128, **options: Unpack[Options]
 ) -> ResilientMethod[S, P, R]: ...
 
 
