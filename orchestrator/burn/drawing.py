@@ -131,7 +131,7 @@ def _reasons(phase: PhaseResult, glyphs: Glyphs) -> Iterator[str]:
 
 def _closing(result: BurnResult, glyphs: Glyphs) -> str:
     if result.interrupted:
-        return "Interrupted: what is above is as far as it came, and no verdict on the rest."
+        return "Interrupted: the results above are incomplete, and the rest was not judged."
     match result.verdict:
         case Verdict.PASS:
             unknown = ", ".join(result.not_judged)

@@ -266,13 +266,13 @@ def _longest_s(flags: Sequence[tuple[float, bool]]) -> float:
 def _memory(measured: Measured, figures: Figures, limits: Limits) -> Finding:
     held, cap_bytes = figures.vram_held_share, measured.row.cap_bytes
     if held is None or cap_bytes is None:
-        return _finding(Check.MEMORY, None, "the worker never said what it holds")
+        return _finding(Check.MEMORY, None, "the worker never reported its memory")
     most_bytes = max(sample.reserved_bytes or 0 for sample in measured.samples)
     if most_bytes > cap_bytes:
         return _finding(
             Check.MEMORY, False, f"held {most_bytes / 2**20:.0f} MiB, over its cap of {cap_bytes / 2**20:.0f} MiB"
         )
-    text = f"held {_pct(held)} of its cap, more than {_pct(limits.vram_held_share)} is wanted"
+    text = f"held {_pct(held)} of its cap, more than {_pct(limits.vram_held_share)} is required"
     return _finding(Check.MEMORY, held > limits.vram_held_share, text)
 
 

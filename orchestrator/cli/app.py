@@ -69,7 +69,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     ] = False,
     run_dir: NewRunDir = None,
     resume: Annotated[
-        str | None, typer.Option(help="Go on with a run whose head was killed or interrupted.", metavar="RUN_ID")
+        str | None, typer.Option(help="Resume a run whose head was killed or interrupted.", metavar="RUN_ID")
     ] = None,
     chaos: Annotated[
         str | None, typer.Option(help='Inject faults, such as "oom:rate=0.05;kill:every=20s".', metavar="FAULTS")
@@ -112,7 +112,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     if resume is not None:
         changed = [text for text in given if not text.startswith("run.dir=")]
         if local or rehearse or debug or changed or overrides:
-            raise UsageError("--resume goes on with the run's own configuration; start a new run to change anything")
+            raise UsageError("--resume uses the run's own configuration; start a new run to change anything")
         raise typer.Exit(runner.go_on(read_run(find_run(Path(loaded.run.dir), resume)), options))
     if rehearse:
         environment = environments.in_rehearsal(loaded, scale)

@@ -115,11 +115,11 @@ def cleared_text(store: LimitStore, selection: Selection, now_unix_s: float, gly
     """
     count, moved = _clear(store, selection, now_unix_s)
     if moved is not None:
-        return glyphs.clean(f"what was in {store.path} could not be read and is now {moved}; runs will learn afresh")
+        return glyphs.clean(f"what was in {store.path} could not be read and is now {moved}; runs will learn again")
     if count == 0:
         nothing = f"there is nothing to forget in {store.path}"
         return glyphs.clean(nothing if selection.is_all else f"no learned limit matches {selection}")
-    return f"{counted(count, 'learned limit')} forgotten; runs will learn afresh"
+    return f"{counted(count, 'learned limit')} forgotten; runs will learn again"
 
 
 def cleared_json(store: LimitStore, selection: Selection, now_unix_s: float) -> str:

@@ -197,10 +197,10 @@ def _resume_line(folder: Path, glyphs: Glyphs) -> str:
 
 def _outcome_words(run: StoredRun) -> str:
     if run.outcome == "running":
-        return f"outcome: running (process {run.facts.head_pid}); this is how it stands"
+        return f"outcome: running (process {run.facts.head_pid}); the state now"
     if run.was_killed:
         return (
-            "outcome: interrupted; its head ended without a word (killed, or the machine went down). How it stood then:"
+            "outcome: interrupted; its head ended without a summary (killed, or the machine went down). The last state:"
         )
     return _verdict({"outcome": run.outcome, "exit_code": run.exit_code, "error": run.error})
 

@@ -114,7 +114,7 @@ def _nvml(facts: MachineFacts) -> Finding:
 def _memory(facts: MachineFacts) -> Iterator[Finding]:
     for card in facts.visible_cards:
         if card.used_bytes is None:
-            yield skip("vram", f"card #{card.index} does not tell what is in use")
+            yield skip("vram", f"card #{card.index} does not report what is in use")
             continue
         free = f"card #{card.index}: {(card.total_bytes - card.used_bytes) / GIB:.2f} GiB free"
         found = f"{free} of {card.total_bytes / GIB:.2f}{_held_by(card.holders)}"
@@ -156,6 +156,6 @@ def _persistence(facts: MachineFacts) -> Finding:
         return ok("persistence", "the driver stays loaded between runs")
     return warn(
         "persistence",
-        "off: the driver lets go of an idle card, so that each start takes seconds longer and settings are lost",
+        "off: the driver unloads an idle card, so that each start takes seconds longer and settings are lost",
         fix="sudo systemctl enable --now nvidia-persistenced || sudo nvidia-smi -pm 1",
     )

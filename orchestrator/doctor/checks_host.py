@@ -95,19 +95,19 @@ def _shm(facts: MachineFacts) -> Finding:
 def check_disk(free_bytes: int | None) -> Finding:
     """Return whether the disk has room for run folders; only that of the machine where `run` is typed gets them."""
     if free_bytes is None:
-        return skip("disk", "the disk of the run folders does not tell")
+        return skip("disk", "the free space of the run folders' disk is unknown")
     found = f"{free_bytes / GIB:.1f} GiB free where run folders go"
     hint = "or choose another disk: --set run.dir=/some/where"
     if free_bytes < _NO_DISK_BYTES:
         return fail("disk", f"{found}: a run could not be recorded", hint=hint, fix="du -xh --max-depth=2 ~ | sort -h")
     if free_bytes < _LITTLE_DISK_BYTES:
-        return warn("disk", f"{found}; a night takes up to 1 GiB", hint=hint, fix="du -xh --max-depth=2 ~ | sort -h")
+        return warn("disk", f"{found}; a long run takes up to 1 GiB", hint=hint, fix="du -xh --max-depth=2 ~ | sort -h")
     return ok("disk", found)
 
 
 def _governor(facts: MachineFacts) -> Finding:
     if not facts.cpu_governors:
-        return skip("cpu_governor", "the kernel does not tell (a virtual machine, or WSL2)")
+        return skip("cpu_governor", "the kernel does not report it (a virtual machine, or WSL2)")
     named = " and ".join(facts.cpu_governors)
     if "powersave" in facts.cpu_governors and facts.cpu_scaling_driver not in _CLEVER_DRIVERS:
         return warn(

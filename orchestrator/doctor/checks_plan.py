@@ -70,11 +70,11 @@ def _names(node: str, plan: NodeConfig, card: CardFacts) -> Iterator[Finding]:
     key = None if live is None else live.key
     if plan.gpu in PROFILES and plan.gpu != key:
         total = card_total_gib(plan)
-        believed = "" if total is None else f", of which cluster.yaml believes {total:g}"
+        claimed = "" if total is None else f", for which cluster.yaml says {total:g}"
         yield warn(
             "plan",
             f"cluster.yaml says that {node} has a {plan.gpu}; it has a {card.name} with {card.total_bytes / GIB:.2f} "
-            f"GiB{believed}",
+            f"GiB{claimed}",
             hint=f"in cluster.yaml: nodes.{node}.gpu: {key or 'any name'}, and "
             f"vram_gib: {int(card.total_bytes / GIB * 100) / 100:g}",
         )
@@ -92,7 +92,7 @@ def _room(node: str, plan: NodeConfig, cards: tuple[CardFacts, ...]) -> Iterator
                 "plan",
                 f"{node}: its workers want {wanted_bytes / GIB:.2f} GiB of card #{card.index}, and "
                 f"{free_bytes / GIB:.2f} GiB are free",
-                hint="they give way and run smaller; for all of it, end what else is on the card",
+                hint="they run smaller steps; to use all of it, end the other programs on the card",
                 fix="nvidia-smi",
             )
 

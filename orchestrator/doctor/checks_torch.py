@@ -73,7 +73,7 @@ def _kernels(facts: MachineFacts) -> Finding:
         return skip("kernels", "no card with a torch for it")
     unknown = [card for card in facts.visible_cards if card.compute_capability is None]
     if unknown or not facts.torch.architectures:
-        return skip("kernels", "the card or torch does not tell")
+        return skip("kernels", "the card or torch does not report it")
     for card in facts.visible_cards:
         capability = card.compute_capability or (0, 0)
         if any(_runs_on(name, capability) for name in facts.torch.architectures):

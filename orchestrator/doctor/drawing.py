@@ -99,18 +99,15 @@ def _closing(diagnosis: Diagnosis, width: int | None, glyphs: Glyphs) -> Iterato
     elif diagnosis.is_cluster:
         words = f"Ready for `python -m orchestrator run{options}`; {counted(warnings, 'warning')}."
     elif not diagnosis.has_config:
-        words = (
-            f"Nothing stands in the way but a configuration; {counted(warnings, 'warning')}. Type "
-            f"`python -m orchestrator init`."
-        )
+        words = f"Only a configuration is missing; {counted(warnings, 'warning')}. Type `python -m orchestrator init`."
     elif diagnosis.has_card:
         words = (
-            f"Nothing stands in the way here; {counted(warnings, 'warning')}. This machine alone: "
+            f"No obstacle found here; {counted(warnings, 'warning')}. This machine alone: "
             f"`python -m orchestrator run --local{options}`; with others: `python -m orchestrator up NODE{options}`."
         )
     else:
         words = (
-            f"Nothing stands in the way of a rehearsal; {counted(warnings, 'warning')}. Type "
+            f"Ready for a rehearsal; {counted(warnings, 'warning')}. Type "
             f"`python -m orchestrator run --rehearse{options}`."
         )
     for line in _wrapped(glyphs.clean(words), None if width is None else min(width, _WIDEST)):

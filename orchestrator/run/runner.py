@@ -235,7 +235,7 @@ class _Record:
         with contextlib.suppress(OSError):
             (self.folder / _SUMMARY_NAME).unlink(missing_ok=True)  # of a head that was interrupted
         if info.past.elapsed_s > 0:
-            self.tell(f"Going on after {info.past.elapsed_s:.0f} s; {info.remaining_s:.0f} s remain")
+            self.tell(f"Resuming after {info.past.elapsed_s:.0f} s; {info.remaining_s:.0f} s remain")
         config_yaml = dump_config(environment.config)
         with contextlib.suppress(OSError):  # the store keeps it too, and says what is wrong with the disk
             (self.folder / "config.yaml").write_text(config_yaml, encoding="utf-8")

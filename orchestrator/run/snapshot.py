@@ -99,7 +99,7 @@ def _peak_pct(tflops: float | None, device: DeviceInfo | None, sm_clock_mhz: int
 
 
 class SlotRows(LazyRows):
-    """The rows of all slots at one moment. Whoever looks must not wait: a meter goes on with the next report."""
+    """The rows of all slots at one moment. Make them at once: the meters change with the next report."""
 
     def __init__(
         self, plans: Mapping[str, SlotPlan], slots: Mapping[str, Slot], meters: Mapping[str, Meter], now_s: float

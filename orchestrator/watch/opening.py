@@ -26,7 +26,7 @@ _CLOCK_EVERY = 1_000
 _VALUE_MOST_BYTES = 16 * 2**20
 """Of one value, and of one line; SQL functions could otherwise make a gigabyte of text."""
 
-#: What a store is read from. Anything else of that name (a view, a column that is worked out) runs the file's own SQL.
+#: What a store is read from. Anything else of that name (a view, a column that is computed) runs the file's own SQL.
 _TABLES = ("meta", "runs", "slots", "progress", "events")
 
 #: SQLite's words (their low byte) for "there is a file, but I may not make what I need beside it".
@@ -137,4 +137,4 @@ def _check_table(store: sqlite3.Connection, name: str) -> None:
     if any(entry["type"] != "table" for entry in store.execute(f"PRAGMA table_list({name})")):
         raise ValueError(f"{name} is no table")
     if any(column["hidden"] for column in store.execute(f"PRAGMA table_xinfo({name})")):
-        raise ValueError(f"{name} has columns that are worked out")
+        raise ValueError(f"{name} has computed columns")

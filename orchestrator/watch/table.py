@@ -35,7 +35,7 @@ _ROWS_BEFORE_SUMS = 8
 """The line of sums goes when the terminal has room for fewer lines of rows than that."""
 
 #: Tells users what the table cannot show: GDDR6X gets hot long before the die does.
-_HIDDEN_TEMPERATURE = "VRAM temperature: not told by GeForce"
+_HIDDEN_TEMPERATURE = "VRAM temperature: not reported by GeForce"
 
 #: In these states a reason is only worth a line of its own when the row is in trouble nevertheless.
 _QUIET_STATES = frozenset({WorkerState.RUNNING, WorkerState.STOPPED})

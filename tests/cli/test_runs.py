@@ -163,7 +163,7 @@ def test_the_list_as_an_object(tmp_path: Path) -> None:
 def test_a_killed_run_is_told_with_all_that_happened(tmp_path: Path) -> None:
     written(tmp_path)
     text = report_text(tmp_path / RUN_ID, 100)
-    assert "outcome: interrupted; its head ended without a word" in text
+    assert "outcome: interrupted; its head ended without a summary" in text
     assert f"resume: python -m orchestrator run --resume {RUN_ID}" in text
     assert "worked 2m 5s of 5m" in text
     assert "990 good steps counted, at most 40 lost" in text

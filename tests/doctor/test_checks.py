@@ -92,10 +92,10 @@ def test_a_machine_without_a_card_is_told_that_nothing_is_wrong() -> None:
         ),
         (workstation(cards=(card(compute_capability=(12, 1)),)), "kernels", OK, "has kernels", None),
         (workstation(cards=(card(compute_capability=(13, 0)),)), "kernels", WARN, "takes minutes", None),
-        (workstation(cards=(card(compute_capability=None),)), "kernels", SKIP, "does not tell", None),
+        (workstation(cards=(card(compute_capability=None),)), "kernels", SKIP, "does not report it", None),
         (
             workstation(cards=(card(persistence=False),)),
-            "persistence", WARN, "lets go of an idle card",
+            "persistence", WARN, "unloads an idle card",
             "sudo systemctl enable --now nvidia-persistenced || sudo nvidia-smi -pm 1",
         ),
         (workstation(cards=(card(persistence=False, display=True),)), "persistence", OK, "stays loaded", None),
@@ -117,7 +117,7 @@ def test_a_machine_without_a_card_is_told_that_nothing_is_wrong() -> None:
             laptop(cpu_governors=("powersave",), cpu_scaling_driver="intel_pstate"),
             "cpu_governor", OK, "powersave", None,
         ),
-        (laptop(cpu_governors=()), "cpu_governor", SKIP, "does not tell", None),
+        (laptop(cpu_governors=()), "cpu_governor", SKIP, "does not report it", None),
     ],
 )  # fmt: skip
 def test_one_thing_is_wrong(facts: MachineFacts, check: str, verdict: Verdict, words: str, fix: str | None) -> None:

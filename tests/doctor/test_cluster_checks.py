@@ -37,7 +37,7 @@ CPU_NODE = NodeConfig(gpu="cpu", gpus=0, workers=4, vram_per_worker_gib=1.0)
         (PC1, workstation(cards=(SMALL_CARD,)), [FAIL, WARN], "7 workers x 3.33 GiB = 23.31 GiB, but 0.99 of"),
         (
             PC1.model_copy(update={"workers": 2}), workstation(cards=(SMALL_CARD,)), [WARN],
-            "has a NVIDIA GeForce RTX 3070 with 7.67 GiB, of which cluster.yaml believes 23.69",
+            "has a NVIDIA GeForce RTX 3070 with 7.67 GiB, for which cluster.yaml says 23.69",
         ),
         (
             PC1, workstation(cards=(card(used_bytes=5 * GIB, holders=(Holder(pid=1, name="game", used_bytes=None),)),)),

@@ -172,7 +172,7 @@ def test_the_debuggers_quit_ends_the_run_as_an_interrupt_does_and_resume_goes_on
     [
         (["--local"], "excludes --local and --rehearse"),
         (["--rehearse"], "excludes --local and --rehearse"),
-        (["--resume", "latest"], "goes on with the run's own configuration"),
+        (["--resume", "latest"], "uses the run's own configuration"),
         (["--json"], "the debugger talks there"),
         (["--chaos", "kill:rate=1"], "there is none but this one"),
         (["--apply-power-limit"], "does not start"),

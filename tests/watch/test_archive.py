@@ -411,7 +411,7 @@ ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELEC
         (["ALTER TABLE runs RENAME TO r", f"CREATE VIEW runs AS {ENDLESS}"], "runs is no table"),
         (["ALTER TABLE meta RENAME TO m", f"CREATE VIEW META AS {ENDLESS}"], "meta is no table"),
         (["DROP TABLE slots", "CREATE VIRTUAL TABLE slots USING fts5(slot)"], "slots is no table"),
-        (["ALTER TABLE runs ADD COLUMN more AS (instr(hex(zeroblob(8000000)), 'x'))"], "worked out"),
+        (["ALTER TABLE runs ADD COLUMN more AS (instr(hex(zeroblob(8000000)), 'x'))"], "computed columns"),
         (["UPDATE runs SET config_yaml = zeroblob(16777217)"], "too big"),
         (["UPDATE slots SET row = hex(zeroblob(9000000))"], "too big"),
     ],

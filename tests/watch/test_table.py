@@ -131,7 +131,7 @@ def test_what_a_card_does_not_tell_is_said_and_not_left_to_be_guessed(
     def drawn(**values: object) -> str:
         return "\n".join(draw(health_table(make_snapshot(make_row(**values)), 120), 120))
 
-    assert "VRAM temperature: not told by GeForce" in drawn(gpu_name="NVIDIA GeForce RTX 3090")
+    assert "VRAM temperature: not reported by GeForce" in drawn(gpu_name="NVIDIA GeForce RTX 3090")
     assert "not told" not in drawn(gpu_name="NVIDIA GeForce RTX 3090", memory_temperature_c=84.0)
     assert "not told" not in drawn(gpu_name="NVIDIA H100 80GB HBM3")
     assert "not told" not in drawn(gpu_name="NVIDIA GeForce RTX 3090", temperature_c=None)

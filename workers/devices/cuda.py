@@ -295,4 +295,4 @@ def _context_bytes(card: str, used_before_bytes: int | None) -> tuple[int, str]:
         # Others may take or free memory meanwhile, workers that were opened before among them.
         if _LEAST_CONTEXT_BYTES <= grown <= _LARGEST_CONTEXT_BYTES:
             return grown, "measured: growth of the card's use"
-    return _ASSUMED_CONTEXT_BYTES, "assumed: NVML does not tell"
+    return _ASSUMED_CONTEXT_BYTES, "assumed: NVML does not report it"

@@ -142,7 +142,7 @@ def _step_faults(book: ChaosState, after: Slot, report: Report, *, given_up: boo
     if given_up:
         fate, became = FaultOutcome.GIVEN_UP, f"given up: {after.reason}"
     elif report.error is not None:
-        fate, became = FaultOutcome.SURVIVED, "ended its slice; the process went on"
+        fate, became = FaultOutcome.SURVIVED, "ended its slice; the process continued"
     else:
         fate, became = FaultOutcome.SURVIVED, "survived in the same slice"
     for event in report.events:
