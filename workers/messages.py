@@ -7,6 +7,7 @@ sides may use it. Bytes and seconds throughout; `None` means unknown.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -193,8 +194,8 @@ class StepCounts:
 
     def __add__(self, other: StepCounts) -> StepCounts:
         """Return the sum, counter by counter."""
-        names = StepCounts.__slots__
-        return StepCounts(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        sums = map(operator.add, _counters_of(self), _counters_of(other))
+        return StepCounts(**dict(zip(StepCounts.__slots__, sums, strict=True)))
 
     @staticmethod
     def total(counts: Iterable[StepCounts]) -> StepCounts:
@@ -212,6 +213,8 @@ class StepCounts:
         """Share of the steps that ended well, 0..1; `None` before the first. An out-of-memory counts against it."""
         return self.steps_ok / self.steps if self.steps else None
 
+
+_counters_of = operator.attrgetter(*StepCounts.__slots__)
 
 NO_COUNTS = StepCounts()
 

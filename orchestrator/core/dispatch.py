@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from orchestrator.core import step_accounting
 from orchestrator.core.leak_detector import NO_WATCH
-from orchestrator.core.slot import Command, Flight, Moment, Phase, Rules, Slot, Submit, Transition
+from orchestrator.core.slot import Command, Flight, Moment, Phase, Rules, Slot, Submit, Transition, changed
 
 #: Slices under way in a working slot.
 _PIPELINE = 2
@@ -17,7 +15,7 @@ _SHORTEST = 0.1
 
 def begin(slot: Slot, moment: Moment, *, new_process: bool) -> tuple[Slot, Submit]:
     """Send the first slice of a process: one step. `new_process` counts another incarnation."""
-    slot = replace(
+    slot = changed(
         slot,
         phase=Phase.WORKING,
         incarnation=slot.incarnation + (1 if new_process else 0),
@@ -89,4 +87,4 @@ def _send(slot: Slot, duration_s: float, moment: Moment) -> tuple[Slot, Submit]:
         step_limit=step_limit,
         resume=slot.resume,
     )
-    return replace(slot, in_flight=(*slot.in_flight, flight), next_sequence=slot.next_sequence + 1), command
+    return changed(slot, in_flight=(*slot.in_flight, flight), next_sequence=sequence + 1), command

@@ -7,7 +7,7 @@ nothing (the worker does) and ends nothing (`lifecycle.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from workers.messages import Report
 
@@ -53,11 +53,12 @@ def observed(watch: LeakWatch, report: Report) -> LeakWatch:
     if work != watch.work:
         return LeakWatch(work=work)
     seen = watch.seen + 1
-    if seen <= _SETTLING:
-        return replace(watch, seen=seen)
-    if seen <= _SETTLING + _BASE:
-        return replace(watch, seen=seen, base_bytes=max(held_bytes, watch.base_bytes or 0))
-    return replace(watch, seen=seen, recent_bytes=(*watch.recent_bytes, held_bytes)[-_RECENT:])
+    base_bytes, recent_bytes = watch.base_bytes, watch.recent_bytes
+    if seen > _SETTLING + _BASE:
+        recent_bytes = (*recent_bytes, held_bytes)[-_RECENT:]
+    elif seen > _SETTLING:
+        base_bytes = max(held_bytes, base_bytes or 0)
+    return LeakWatch(work=work, seen=seen, base_bytes=base_bytes, recent_bytes=recent_bytes)
 
 
 def _held_bytes(report: Report) -> int | None:

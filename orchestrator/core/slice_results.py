@@ -6,8 +6,6 @@ process is replaced in `restart_policy.py`.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from orchestrator.core import dispatch, restart_policy, step_accounting
 from orchestrator.core.fleet import SliceFailed, SliceFailure, SliceReported
 from orchestrator.core.leak_detector import observed
@@ -21,6 +19,7 @@ from orchestrator.core.slot import (
     Restart,
     Slot,
     Transition,
+    changed,
 )
 from workers.messages import Report, Verdict, WorkerState
 
@@ -62,7 +61,7 @@ def reported(slot: Slot, event: SliceReported, moment: Moment) -> Transition:
 
 def _accepted(slot: Slot, flight: Flight, report: Report, moment: Moment) -> Transition:
     worked_before = slot.report is not None
-    slot = replace(
+    slot = changed(
         step_accounting.without(slot, flight),
         ready=True,
         ending=False,
@@ -94,7 +93,7 @@ def _go_on(slot: Slot, moment: Moment) -> Transition:
     """After a good report: more work, unless the run is ending or the process has taken too much memory."""
     slot, notes = _leak_told(slot, moment)
     if slot.draining:
-        return (slot if slot.in_flight else replace(slot, phase=Phase.STOPPED, wake_at_s=None)), notes
+        return (slot if slot.in_flight else changed(slot, phase=Phase.STOPPED, wake_at_s=None)), notes
     growth_bytes = slot.leak.growth_bytes or 0
     limit_bytes = moment.rules.leak_limit_bytes
     if limit_bytes is not None and growth_bytes >= limit_bytes:
@@ -111,7 +110,7 @@ def _leak_told(slot: Slot, moment: Moment) -> Transition:
         return slot, ()
     notes = () if slot.leak_told else (Note(name="leak", fields=(("growth_bytes", growth_bytes),)),)
     reason = f"LEAK: {restart_policy.leak_words(growth_bytes)}" if slot.state is WorkerState.RUNNING else slot.reason
-    return replace(slot, leak_told=True, reason=reason), notes
+    return changed(slot, leak_told=True, reason=reason), notes
 
 
 def failed(slot: Slot, event: SliceFailed, moment: Moment) -> Transition:
@@ -136,7 +135,7 @@ def failed(slot: Slot, event: SliceFailed, moment: Moment) -> Transition:
     silent_since_s = slot.silent_since_s if slot.silent_since_s is not None else slot.working_since_s
     if silent_since_s is not None and now_s - silent_since_s > moment.rules.start_timeout_s:
         return restart_policy.quarantine(slot, f"no process came up in {moment.rules.start_timeout_s:.0f} s")
-    waiting = replace(
+    waiting = changed(
         step_accounting.all_lost(slot),
         phase=Phase.PAUSING,
         silent_since_s=silent_since_s,

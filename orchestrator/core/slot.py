@@ -5,9 +5,9 @@ Frozen values without behaviour. `lifecycle.py` says which event leads to which 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from orchestrator.core.fleet import DeathCause, SliceFailed, SliceReported
 from orchestrator.core.leak_detector import NO_WATCH, LeakWatch
@@ -85,7 +85,8 @@ class Flight:
     """It cannot have done more good steps than this."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Without `slots`: `changed` copies the dictionary of a slot, which costs a tenth of `dataclasses.replace`.
+@dataclass(frozen=True, kw_only=True)
 class Slot:
     """Everything known about a slot."""
 
@@ -124,6 +125,22 @@ class Slot:
     restarts: int = 0
     steps_lost_upper_bound: int = 0
     """At most so many good steps were done in slices that gave no report; they are not in `counts`."""
+
+
+_SLOT_FIELDS = frozenset(item.name for item in fields(Slot))
+
+
+def changed(slot: Slot, **changes: Any) -> Slot:  # noqa: ANN401 - the type of each field
+    """Return a copy of the slot with other values. As `dataclasses.replace`, for what every report does.
+
+    Raises:
+        TypeError: A slot has no field of that name.
+    """
+    if not changes.keys() <= _SLOT_FIELDS:
+        raise TypeError(f"a slot has no {', '.join(sorted(changes.keys() - _SLOT_FIELDS))}")
+    copy = object.__new__(Slot)
+    copy.__dict__.update(slot.__dict__, **changes)
+    return copy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,8 @@ nothing about the slot (`lifecycle.py`).
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
-from orchestrator.core.slot import Flight, Slot
+from orchestrator.core.slot import Flight, Slot, changed
 
 #: A slice may do this many times the steps that the last report makes likely: enough to notice that steps got faster,
 #: and small enough for a bound on what was lost that says something.
@@ -52,7 +51,7 @@ def flight_of(slot: Slot, incarnation: int, sequence: int) -> Flight | None:
 
 def without(slot: Slot, flight: Flight) -> Slot:
     """Close a slice that was counted."""
-    return replace(slot, in_flight=tuple(other for other in slot.in_flight if other is not flight))
+    return changed(slot, in_flight=tuple(other for other in slot.in_flight if other is not flight))
 
 
 def all_lost(slot: Slot) -> Slot:
@@ -60,4 +59,4 @@ def all_lost(slot: Slot) -> Slot:
     if not slot.in_flight:
         return slot
     lost = slot.steps_lost_upper_bound + steps_at_risk(slot)
-    return replace(slot, in_flight=(), steps_lost_upper_bound=lost)
+    return changed(slot, in_flight=(), steps_lost_upper_bound=lost)
