@@ -14,9 +14,8 @@ from typing import Any, TypeAlias
 import pytest
 
 from tests.fork_server import ForkServer
-from workers.settings import MemorySettings, WorkerSpec, WorkloadSpec
-
-MIB = 2**20
+from tests.scene import GUIDES, MIB
+from workers.settings import WorkerSpec, WorkloadSpec
 
 InChild: TypeAlias = Callable[..., Any]
 MakeSpec: TypeAlias = Callable[..., WorkerSpec]
@@ -81,17 +80,6 @@ def make_spec() -> MakeSpec:
         policy: str = "classic",
         **memory: object,
     ) -> WorkerSpec:
-        settings = MemorySettings(
-            first_fraction=0.20,
-            retry_reduction=0.10,
-            floor_bytes=4 * MIB,
-            size_decay=0.7,
-            size_floor=256,
-            batch_step=16,
-            batch_floor=32,
-            emergency_size=128,
-            cleanup_every=15,
-        )
         return WorkerSpec(
             slot="pc1/0",
             node="pc1",
@@ -102,7 +90,7 @@ def make_spec() -> MakeSpec:
             workers_on_host=1,
             duty=duty,
             policy=policy,
-            memory=replace(settings, **memory),  # type: ignore[arg-type]
+            memory=replace(GUIDES, **{"floor_bytes": 4 * MIB, **memory}),
             workload=WorkloadSpec(name=name, dtype=dtype, size=size, batch=batch, seed=7),
         )
 

@@ -18,11 +18,7 @@ from typing import Any, TypeAlias
 import psutil
 import pytest
 import torch
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from acceptance import (  # noqa: E402 - the scripts are in no package
+from acceptance import (
     caps,
     mps_shares,
     page,
@@ -35,10 +31,11 @@ from acceptance import (  # noqa: E402 - the scripts are in no package
     suite,
     totals,
 )
-from acceptance.ground import NotHereError  # noqa: E402
-from acceptance.outcome import Outcome  # noqa: E402
+from acceptance.ground import NotHereError
+from acceptance.outcome import Outcome
 
-from workers.readings import SensorReading  # noqa: E402
+from tests.scene import ROOT
+from workers.readings import SensorReading
 
 Json: TypeAlias = dict[str, Any]
 

@@ -16,19 +16,16 @@ from typing import Any
 
 import psutil
 import pytest
+from benches import pressure_caps
+from benches.heads import facts
+from benches.outside import Ledger
 
 from orchestrator.config.load import load_config
 from orchestrator.watch.records import STORE_NAME, SlotRecord
 from orchestrator.watch.store import RunStore
 from tests.fork_server import ForkServer
+from tests.scene import ROOT
 from workers.messages import WorkerState
-
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from benches import pressure_caps  # noqa: E402 - the scripts are in no package
-from benches.heads import facts  # noqa: E402
-from benches.outside import Ledger  # noqa: E402 - the scripts are in no package
 
 #: `tests/cluster` kills workers, heads and nodes, too.
 by_hand = pytest.mark.skipif("BENCHES" not in os.environ, reason="a bench of half a minute; BENCHES=1 runs it, too")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests.scene import only_object, orchestrator
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = str(ROOT / "cluster.yaml")
@@ -42,23 +42,10 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def orchestrator(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "orchestrator", *arguments], capture_output=True, text=True, timeout=60, check=False
-    )
-
-
 def config_file(folder: Path, text: str) -> str:
     path = folder / "mine.yaml"
     path.write_text(text)
     return str(path)
-
-
-def only_object(text: str) -> dict[str, Any]:
-    """Return the one JSON object that `text` must be, with nothing before or after it."""
-    found: dict[str, Any] = json.loads(text)
-    assert isinstance(found, dict)
-    return found
 
 
 def test_help_names_every_verb_and_loads_neither_ray_nor_torch() -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.scene import ROOT, orchestrator
 
 CARD = {"name": "NVIDIA GeForce RTX 3090", "uuid": "GPU-3090f00d-0000-4000-8000-000000003090", "total_bytes": 2**34}
 
@@ -17,16 +15,8 @@ CARD = {"name": "NVIDIA GeForce RTX 3090", "uuid": "GPU-3090f00d-0000-4000-8000-
 def refused(folder: Path, *arguments: str) -> str:
     """Return the words with which `run` refuses these arguments."""
     runs = folder / "runs"
-    command = [sys.executable, "-m", "orchestrator", "run", "--config", str(ROOT / "cluster.yaml"), "--json"]
-    done = subprocess.run(
-        [*command, "--run-dir", str(runs), "--duration", "30s", *arguments],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    options = ("--config", str(ROOT / "cluster.yaml"), "--json", "--run-dir", str(runs), "--duration", "30s")
+    done = orchestrator("run", *options, *arguments)
     assert done.returncode == 2, done.stdout + done.stderr
     assert not runs.exists()
     return str(json.loads(done.stdout)["error"])

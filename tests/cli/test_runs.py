@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from orchestrator.watch.model import Row, Snapshot
 from orchestrator.watch.records import STORE_NAME, RunFacts, SlotRecord
 from orchestrator.watch.store import RunStore
 from orchestrator.watch.summary import summary_dict, write_summary
+from tests.scene import orchestrator
 from workers.messages import StepCounts, WorkerState
 
 ROOT = Path(__file__).parents[2]
@@ -76,13 +75,6 @@ def written(runs: Path, run_id: str = RUN_ID, **changed: object) -> RunStore:
     store.update(snapshot)
     assert store.problem is None
     return store
-
-
-def orchestrator(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "orchestrator", *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60, check=False
-    )
 
 
 def test_the_list_is_one_line_for_each_run_the_newest_first(tmp_path: Path) -> None:

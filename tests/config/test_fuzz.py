@@ -15,16 +15,13 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
+from benches import fuzz
+from benches.hostile import FAMILIES, SHIPPED, HostileInput, make
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from benches import fuzz  # noqa: E402 - the scripts are in no package
-from benches.hostile import FAMILIES, SHIPPED, HostileInput, make  # noqa: E402
-
-from orchestrator.config.load import load_config  # noqa: E402
-from orchestrator.config.schema import Config  # noqa: E402
-from orchestrator.errors import ConfigError, NoClusterError, Problem, UsageError  # noqa: E402
+from orchestrator.config.load import load_config
+from orchestrator.config.schema import Config
+from orchestrator.errors import ConfigError, NoClusterError, Problem, UsageError
+from tests.scene import ROOT
 
 SEEDS = (1, 2, 3, 4, 5, 6)
 INPUTS_PER_SEED = 500

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from orchestrator.config.schema import Config
 from orchestrator.core.budget import node_budget
 from orchestrator.core.fleet import NodeFact, Reservation
 from orchestrator.core.placement import Missing, SlotPlan, Target, memory_settings, plan_slots, refusals, unnamed
-from workers.settings import MemorySettings
+from tests.scene import GUIDES
 from workers.units import GIB, MIB
 
 REFERENCE = load_config(str(Path(__file__).parents[2] / "cluster.yaml"))
@@ -85,19 +86,7 @@ def test_the_seed_of_the_configuration_moves_all_seeds() -> None:
 
 
 def test_the_memory_section_reaches_every_worker_in_bytes() -> None:
-    expected = MemorySettings(
-        first_fraction=0.2,
-        retry_reduction=0.1,
-        floor_bytes=100 * MIB,
-        size_decay=0.7,
-        size_floor=256,
-        batch_step=16,
-        batch_floor=32,
-        emergency_size=128,
-        cleanup_every=15,
-        failures_per_minute=6,
-        leave_free_bytes=128 * MIB,
-    )
+    expected = replace(GUIDES, failures_per_minute=6, leave_free_bytes=128 * MIB)
     assert memory_settings(REFERENCE) == expected
     assert {plan.spec.memory for plan in plan_slots(REFERENCE, Target())} == {expected}
 

@@ -15,6 +15,7 @@ import pytest
 
 from orchestrator.cluster import local_gpus
 from orchestrator.config.load import load_config
+from tests.scene import orchestrator
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,12 +35,6 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("COLUMNS", "80")
     return tmp_path
-
-
-def orchestrator(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "orchestrator", *arguments], capture_output=True, text=True, timeout=120, check=False
-    )
 
 
 def report_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:

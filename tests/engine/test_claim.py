@@ -13,25 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.scene import GUIDES
 from workers.devices.base import Device
 from workers.engine.memory_ramp import ramp_up
 from workers.errors import ContextCorruptedError
 from workers.settings import MemorySettings
 
 MIB = 2**20
-
-#: The guides' numbers.
-GUIDE = MemorySettings(
-    first_fraction=0.20,
-    retry_reduction=0.10,
-    floor_bytes=100 * MIB,
-    size_decay=0.7,
-    size_floor=256,
-    batch_step=16,
-    batch_floor=32,
-    emergency_size=128,
-    cleanup_every=15,
-)
 
 RuntimeErrorMaker = Callable[[str], RuntimeError]
 
@@ -71,24 +59,24 @@ def stages(target_bytes: int, fraction: float = 0.20) -> list[int]:
 class TestAllIsThere:
     def test_takes_it_in_the_guides_stages(self) -> None:
         device = Counted(free=1000 * MIB, there=1000 * MIB)
-        went = ramp_up(device.as_device(), GUIDE)
+        went = ramp_up(device.as_device(), GUIDES)
         assert device.asked == pytest.approx(stages(1000 * MIB), abs=1)
         assert (went.claim_bytes, went.target_bytes, went.failures) == (1000 * MIB, 1000 * MIB, 0)
 
     def test_all_at_once_when_asked_to(self) -> None:
         device = Counted(free=1000 * MIB, there=1000 * MIB)
-        went = ramp_up(device.as_device(), replace(GUIDE, first_fraction=1.0))
+        went = ramp_up(device.as_device(), replace(GUIDES, first_fraction=1.0))
         assert device.asked == [1000 * MIB]
         assert went.claim_bytes == 1000 * MIB
 
     def test_the_last_block_is_left_in_the_pool(self) -> None:
         device = Counted(free=1000 * MIB, there=1000 * MIB)
-        ramp_up(device.as_device(), GUIDE)
+        ramp_up(device.as_device(), GUIDES)
         assert not device.released, "on CUDA the workload cuts its tensors out of that block"
 
     def test_nothing_free_asks_for_nothing(self) -> None:
         device = Counted(free=0, there=1000 * MIB)
-        assert ramp_up(device.as_device(), GUIDE).claim_bytes == 0
+        assert ramp_up(device.as_device(), GUIDES).claim_bytes == 0
         assert device.asked == []
 
 
@@ -97,20 +85,20 @@ class TestLessIsThere:
     def test_a_refused_stage_is_tried_a_tenth_smaller(self, stage: int) -> None:
         wanted = stages(1000 * MIB)[stage - 1]
         device = Counted(free=1000 * MIB, there=int(0.95 * wanted))
-        went = ramp_up(device.as_device(), GUIDE)
+        went = ramp_up(device.as_device(), GUIDES)
         assert went.failures == 1
         assert went.claim_bytes == pytest.approx(0.9 * wanted, abs=2)
         assert len(device.asked) == stage + 1
 
     def test_what_was_reached_before_is_not_given_up(self) -> None:
         device = Counted(free=1000 * MIB, there=401 * MIB)
-        went = ramp_up(device.as_device(), GUIDE)
+        went = ramp_up(device.as_device(), GUIDES)
         assert went.claim_bytes >= 400 * MIB - 1
         assert min(device.asked[device.refused.index(True) :]) > 400 * MIB - 1, "asking for less would be pointless"
 
     def test_nothing_is_there(self) -> None:
         device = Counted(free=1000 * MIB, there=0)
-        went = ramp_up(device.as_device(), GUIDE)
+        went = ramp_up(device.as_device(), GUIDES)
         assert went.claim_bytes == 0
         assert went.failures == 7  # 200, 180, 162, 145.8, 131.2, 118.1, 106.3; 95.7 is under the floor
         assert all(device.refused)
@@ -124,7 +112,7 @@ class TestLessIsThere:
         ],
     )
     def test_every_way_of_saying_no_memory_counts(self, refusal: RuntimeErrorMaker) -> None:
-        went = ramp_up(Counted(free=1000 * MIB, there=500 * MIB, refusal=refusal).as_device(), GUIDE)
+        went = ramp_up(Counted(free=1000 * MIB, there=500 * MIB, refusal=refusal).as_device(), GUIDES)
         assert 400 * MIB - 1 <= went.claim_bytes <= 500 * MIB
         assert went.failures >= 1
 
@@ -134,12 +122,12 @@ class TestLessIsThere:
     def test_another_failure_is_not_taken_for_a_full_card(self, words: str) -> None:
         device = Counted(free=1000 * MIB, there=500 * MIB, refusal=lambda _: RuntimeError(words))
         with pytest.raises(ContextCorruptedError, match=words):
-            ramp_up(device.as_device(), GUIDE)
+            ramp_up(device.as_device(), GUIDES)
 
 
 settings = st.builds(
     lambda fraction, reduction, floor: replace(
-        GUIDE, first_fraction=fraction, retry_reduction=reduction, floor_bytes=floor
+        GUIDES, first_fraction=fraction, retry_reduction=reduction, floor_bytes=floor
     ),
     st.floats(0.01, 1.0),
     st.floats(0.01, 0.9),

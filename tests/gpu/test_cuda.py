@@ -19,10 +19,11 @@ from typing import Any, ClassVar, TypeAlias
 import pytest
 import torch
 
+from tests.scene import GUIDES
 from workers import oom
 from workers.engine.engine import Engine
 from workers.messages import Directive, Report, ResumeState, Verdict, WorkerState
-from workers.settings import FailureKind, MemorySettings, WorkerSpec, WorkloadSpec
+from workers.settings import FailureKind, WorkerSpec, WorkloadSpec
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 from workers.workloads.matmul import Matmul, matrix_bytes
 
@@ -56,17 +57,7 @@ def spec_of(
         workers_on_host=1,
         duty=None,
         policy="classic",
-        memory=MemorySettings(
-            first_fraction=0.20,
-            retry_reduction=0.10,
-            floor_bytes=100 * MIB,
-            size_decay=0.7,
-            size_floor=256,
-            batch_step=16,
-            batch_floor=32,
-            emergency_size=128,
-            cleanup_every=15,
-        ),
+        memory=GUIDES,
         workload=WorkloadSpec(name=name, dtype=dtype, size=size, batch=128, seed=7),
     )
 

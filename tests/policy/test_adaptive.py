@@ -12,24 +12,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.scene import GUIDES
 from workers.policy.adaptive.policy import AdaptivePolicy, AdaptiveState
 from workers.policy.base import Decision, Emergency, Event, Growth, Pressure, Release, Run, StepOk, StepOom
 from workers.policy.registry import make_policy
-from workers.settings import FailureKind, Learned, MemorySettings, Scalar, WorkloadSpec
+from workers.settings import FailureKind, Learned, Scalar, WorkloadSpec
 
 MIB = 2**20
 
-MEMORY = MemorySettings(
-    first_fraction=0.20,
-    retry_reduction=0.10,
-    floor_bytes=100 * MIB,
-    size_decay=0.7,
-    size_floor=256,
-    batch_step=16,
-    batch_floor=32,
-    emergency_size=128,
-    cleanup_every=15,
-)
 ASKED = WorkloadSpec(name="mine:Mlp", dtype="fp16", size=4096, batch=1024, seed=0)
 
 #: What a step of the simulated workloads takes, as footprint of (size, batch).
@@ -67,7 +57,7 @@ MATMUL = Growth(size_power=2.0, batch_power=0.0, fills_claim=True, needed_bytes=
 
 
 def adaptive(growth: Growth, workload: WorkloadSpec = ASKED, **memory: Any) -> AdaptivePolicy:  # noqa: ANN401
-    return AdaptivePolicy(replace(MEMORY, **memory), workload, growth)
+    return AdaptivePolicy(replace(GUIDES, **memory), workload, growth)
 
 
 @dataclass
@@ -370,11 +360,11 @@ class TestStepping:
         card.room_bytes = 150 * MIB
         card.slice(10)
         assert card.last.size == ASKED.size
-        assert MEMORY.batch_floor < card.last.batch < ASKED.batch
+        assert GUIDES.batch_floor < card.last.batch < ASKED.batch
         card.room_bytes = 30 * MIB
         card.slice(10)
-        assert card.last.batch == MEMORY.batch_floor
-        assert MEMORY.size_floor < card.last.size < ASKED.size
+        assert card.last.batch == GUIDES.batch_floor
+        assert GUIDES.size_floor < card.last.size < ASKED.size
         assert card.failed == []
 
     def test_where_no_line_fits_all_steps_a_change_costs_two_failures_at_most(self) -> None:
@@ -394,7 +384,7 @@ class TestStepping:
         self, takes: Footprint, rooms: list[int], steps: int
     ) -> None:
         card = Card(adaptive(BOTH, failures_per_minute=1000), takes, 0).begin()
-        floor_bytes = takes(MEMORY.size_floor, MEMORY.batch_floor)
+        floor_bytes = takes(GUIDES.size_floor, GUIDES.batch_floor)
         for room_mib in rooms:
             card.room_bytes = room_mib * MIB
             card.now_s += 60.0  # whatever it waited for is over
@@ -465,7 +455,7 @@ class TestStepping:
         card.room_bytes = 120 * MIB
         endings = [card.slice() for _ in range(120)]
         assert all(isinstance(ending, Emergency) and ending.reason for ending in endings)
-        assert card.last.batch > MEMORY.batch_floor, "nothing ran"
+        assert card.last.batch > GUIDES.batch_floor, "nothing ran"
         assert len(card.failed) <= 4, "the floor is tried again now and then, ever more rarely"
         card.room_bytes = 700 * MIB
         card.slice(12)
@@ -478,7 +468,7 @@ class TestStepping:
         assert card.good == []
         times_s = [at_s for at_s, _ in card.failed]
         assert 4 <= len(times_s) <= 8
-        assert all(run.batch == MEMORY.batch_floor for _, run in card.failed[1:])
+        assert all(run.batch == GUIDES.batch_floor for _, run in card.failed[1:])
 
     def test_without_any_need_told_it_never_goes_beyond_what_was_asked_for(self) -> None:
         card = Card(adaptive(BATCH_ONLY), lambda _size, _batch: 1, 1 << 40).begin()
@@ -505,7 +495,7 @@ class TestWhatTheWorkloadSays:
         assert card.failed == []
         card.room_bytes = 140 * MIB
         assert isinstance(card.slice(), Run)
-        assert card.last.batch == MEMORY.batch_floor
+        assert card.last.batch == GUIDES.batch_floor
 
     @given(
         rooms=st.lists(st.integers(0, 1200), min_size=1, max_size=30),
@@ -625,7 +615,7 @@ class TestResume:
     def test_what_was_learned_under_larger_settings_is_cut_to_the_new_ones(self) -> None:
         card = mlp(room_bytes=2000 * MIB)
         card.slice(12)
-        smaller = AdaptivePolicy(MEMORY, replace(ASKED, batch=200), BATCH_ONLY)
+        smaller = AdaptivePolicy(GUIDES, replace(ASKED, batch=200), BATCH_ONLY)
         state = smaller.load(card.policy.dump(card.state))
         assert smaller.decide(state, card.log[0][0])[1] == Run(size=ASKED.size, batch=200)
 
@@ -702,7 +692,7 @@ class TestConstruction:
         assert adaptive(MATMUL).floor == Run(size=256, batch=1024, hold_bytes=three_squares(256, 1))
 
     def test_the_registry_builds_it_by_its_name(self) -> None:
-        policy = make_policy("adaptive", MEMORY, ASKED, BATCH_ONLY)
+        policy = make_policy("adaptive", GUIDES, ASKED, BATCH_ONLY)
         assert policy.name == "adaptive"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.scene import GUIDES
 from workers.policy.base import Decision, Emergency, Event, Growth, Pressure, Release, Run, StepOk, StepOom
 from workers.policy.classic import (
     GOOD_STEPS_PER_RETRY,
@@ -16,19 +17,8 @@ from workers.policy.classic import (
     ClassicState,
 )
 from workers.policy.registry import make_policy
-from workers.settings import FailureKind, MemorySettings, WorkloadSpec
+from workers.settings import FailureKind, WorkloadSpec
 
-GUIDE = MemorySettings(
-    first_fraction=0.20,
-    retry_reduction=0.10,
-    floor_bytes=100 << 20,
-    size_decay=0.7,
-    size_floor=256,
-    batch_step=16,
-    batch_floor=32,
-    emergency_size=128,
-    cleanup_every=15,
-)
 PC2 = WorkloadSpec(name="matmul", dtype="fp16", size=4096, batch=128, seed=0)
 GROWTH = Growth(
     size_power=2.0, batch_power=0.0, fills_claim=True, needed_bytes=lambda size, _: 6 * size**2, most_bytes=1 << 30
@@ -53,7 +43,7 @@ PRESSURE_NEED_UNKNOWN = Pressure(at_s=0.0, room_bytes=NEED_BYTES, free_bytes=NEE
 
 def classic(*, size: int = PC2.size, batch: int = PC2.batch, **settings: float) -> ClassicPolicy:
     memory: dict[str, Any] = settings
-    return ClassicPolicy(replace(GUIDE, **memory), replace(PC2, size=size, batch=batch))
+    return ClassicPolicy(replace(GUIDES, **memory), replace(PC2, size=size, batch=batch))
 
 
 def play(policy: ClassicPolicy, *events: Event, state: ClassicState | None = None) -> tuple[ClassicState, Decision]:
@@ -300,10 +290,10 @@ class TestConstruction:
             replace(OOM_MEMORY_GONE, kind=kind)
 
     def test_the_registry_builds_a_policy_by_its_name(self) -> None:
-        policy = make_policy("classic", GUIDE, PC2, GROWTH)
+        policy = make_policy("classic", GUIDES, PC2, GROWTH)
         assert policy.name == "classic"
         assert policy.decide(policy.initial(0, None), PRESSURE_LOW)[1] == Run(size=4096, batch=128)
 
     def test_the_registry_names_the_policies_there_are(self) -> None:
         with pytest.raises(ValueError, match=r"'clasic'.*classic"):
-            make_policy("clasic", GUIDE, PC2, GROWTH)
+            make_policy("clasic", GUIDES, PC2, GROWTH)

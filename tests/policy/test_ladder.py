@@ -10,23 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.scene import GUIDES
 from workers.policy.adaptive.ladder import TILE, Ladder, ladder_of
 from workers.policy.base import Growth, Run
-from workers.settings import MemorySettings, WorkloadSpec
+from workers.settings import WorkloadSpec
 
 MIB = 2**20
 
-MEMORY = MemorySettings(
-    first_fraction=0.20,
-    retry_reduction=0.10,
-    floor_bytes=100 * MIB,
-    size_decay=0.7,
-    size_floor=256,
-    batch_step=16,
-    batch_floor=32,
-    emergency_size=128,
-    cleanup_every=15,
-)
 ASKED = WorkloadSpec(name="mine:Mlp", dtype="fp16", size=4096, batch=128, seed=0)
 
 #: Adjacent rungs are at most this far apart near what was asked for: a finer row would only make longer tables.
@@ -62,43 +52,43 @@ def runs_of(ladder: Ladder) -> list[Run]:
 
 class TestStepping:
     def test_reaches_from_the_floor_to_what_was_asked_for(self) -> None:
-        runs = runs_of(ladder_of(MEMORY, ASKED, stepping()))
+        runs = runs_of(ladder_of(GUIDES, ASKED, stepping()))
         assert runs[0] == Run(size=256, batch=32)
         assert runs[-1] == Run(size=4096, batch=128)
 
     def test_on_the_way_down_the_batch_gives_way_before_the_size(self) -> None:
-        runs = list(reversed(runs_of(ladder_of(MEMORY, ASKED, stepping()))))
-        smallest_batch = next(index for index, run in enumerate(runs) if run.batch == MEMORY.batch_floor)
+        runs = list(reversed(runs_of(ladder_of(GUIDES, ASKED, stepping()))))
+        smallest_batch = next(index for index, run in enumerate(runs) if run.batch == GUIDES.batch_floor)
         assert all(run.size == ASKED.size for run in runs[: smallest_batch + 1])
-        assert all(run.batch == MEMORY.batch_floor for run in runs[smallest_batch:])
+        assert all(run.batch == GUIDES.batch_floor for run in runs[smallest_batch:])
 
     def test_a_number_that_does_not_move_memory_is_never_changed(self) -> None:
-        only_batch = runs_of(ladder_of(MEMORY, ASKED, stepping(size_power=0.0)))
+        only_batch = runs_of(ladder_of(GUIDES, ASKED, stepping(size_power=0.0)))
         assert {run.size for run in only_batch} == {4096}
         assert [run.batch for run in only_batch] == list(range(32, 129))
-        only_size = runs_of(ladder_of(MEMORY, ASKED, stepping(batch_power=0.0)))
+        only_size = runs_of(ladder_of(GUIDES, ASKED, stepping(batch_power=0.0)))
         assert {run.batch for run in only_size} == {128}
         assert [run.size for run in only_size] == list(range(256, 4097, TILE))
 
     def test_where_nothing_moves_memory_there_is_one_step(self) -> None:
-        assert runs_of(ladder_of(MEMORY, ASKED, stepping(size_power=0.0, batch_power=0.0))) == [
+        assert runs_of(ladder_of(GUIDES, ASKED, stepping(size_power=0.0, batch_power=0.0))) == [
             Run(size=4096, batch=128)
         ]
 
     def test_what_is_asked_for_below_a_floor_stays_as_asked(self) -> None:
         asked = replace(ASKED, size=100, batch=8)
-        assert runs_of(ladder_of(MEMORY, asked, stepping())) == [Run(size=100, batch=8)]
+        assert runs_of(ladder_of(GUIDES, asked, stepping())) == [Run(size=100, batch=8)]
 
     def test_sizes_between_the_ends_are_whole_tiles_and_the_ends_are_as_asked(self) -> None:
         asked = replace(ASKED, size=1000)
-        sizes = [run.size for run in runs_of(ladder_of(MEMORY, asked, stepping(batch_power=0.0)))]
+        sizes = [run.size for run in runs_of(ladder_of(GUIDES, asked, stepping(batch_power=0.0)))]
         assert sizes[-1] == 1000
         assert all(size % TILE == 0 for size in sizes[:-1])
 
     @pytest.mark.parametrize(("key", "value"), [("size", 0), ("batch", 0), ("size", -1)])
     def test_nothing_to_step_is_refused_by_the_name_of_the_key(self, key: str, value: int) -> None:
         with pytest.raises(ValueError, match=f"workload.{key} must be at least 1"):
-            ladder_of(MEMORY, replace(ASKED, **{key: value}), stepping())
+            ladder_of(GUIDES, replace(ASKED, **{key: value}), stepping())
 
     def test_a_ladder_without_rungs_is_refused(self) -> None:
         with pytest.raises(ValueError, match="at least one rung"):
@@ -107,7 +97,7 @@ class TestStepping:
 
 class TestFilling:
     def test_a_rung_is_what_is_held_and_its_size_the_largest_that_fits_into_it(self) -> None:
-        ladder = ladder_of(MEMORY, ASKED, filling(most_bytes=80 * MIB))
+        ladder = ladder_of(GUIDES, ASKED, filling(most_bytes=80 * MIB))
         assert (ladder.units[0], ladder.units[-1]) == (three_squares(256, 128), 80 * MIB)
         for units in ladder.units:
             run = ladder.run(units)
@@ -117,34 +107,34 @@ class TestFilling:
             assert run.size == ASKED.size or three_squares(run.size + TILE, 128) > units
 
     def test_beyond_the_need_of_what_was_asked_for_only_the_hold_grows(self) -> None:
-        ladder = ladder_of(MEMORY, ASKED, filling(most_bytes=1 << 30))
+        ladder = ladder_of(GUIDES, ASKED, filling(most_bytes=1 << 30))
         assert ladder.run(ladder.units[-1]) == Run(size=4096, batch=128, hold_bytes=1 << 30)
         assert three_squares(4096, 128) < 1 << 30
 
     def test_where_not_even_the_floor_fits_there_is_the_floor_alone(self) -> None:
-        ladder = ladder_of(MEMORY, ASKED, filling(most_bytes=1000))
+        ladder = ladder_of(GUIDES, ASKED, filling(most_bytes=1000))
         assert runs_of(ladder) == [Run(size=256, batch=128, hold_bytes=1000)]
         assert ladder.within(1000, three_squares) is None
 
     def test_a_workload_that_fills_its_claim_must_say_what_it_needs(self) -> None:
         with pytest.raises(ValueError, match=r"mine:Mlp.*needed_bytes"):
-            ladder_of(MEMORY, ASKED, filling(most_bytes=MIB, needed_bytes=says_nothing))
+            ladder_of(GUIDES, ASKED, filling(most_bytes=MIB, needed_bytes=says_nothing))
 
 
 class TestWithin:
     def test_a_workload_that_says_nothing_may_have_all(self) -> None:
-        ladder = ladder_of(MEMORY, ASKED, stepping())
+        ladder = ladder_of(GUIDES, ASKED, stepping())
         assert ladder.within(0, says_nothing) == ladder.units[-1]
 
     def test_nothing_is_within_less_than_the_floor_needs(self) -> None:
-        ladder = ladder_of(MEMORY, ASKED, stepping())
+        ladder = ladder_of(GUIDES, ASKED, stepping())
         needs = three_squares(256, 32)
         assert ladder.within(needs - 1, three_squares) is None
         assert ladder.run(ladder.within(needs, three_squares) or 0).size >= 256
 
     @given(limit_bytes=st.integers(0, 1 << 30))
     def test_it_is_the_highest_rung_that_is_said_to_fit(self, limit_bytes: int) -> None:
-        ladder = ladder_of(MEMORY, ASKED, stepping())
+        ladder = ladder_of(GUIDES, ASKED, stepping())
         fitting = [units for units in ladder.units if three_squares(ladder.run(units).size, 0) <= limit_bytes]
         assert ladder.within(limit_bytes, three_squares) == (fitting[-1] if fitting else None)
 
@@ -163,7 +153,7 @@ powers = st.one_of(st.just(0.0), st.floats(0.5, 3.0))
 def test_whatever_is_asked_for(
     size: int, batch: int, size_floor: int, batch_floor: int, size_power: float, batch_power: float
 ) -> None:
-    memory = replace(MEMORY, size_floor=size_floor, batch_floor=batch_floor)
+    memory = replace(GUIDES, size_floor=size_floor, batch_floor=batch_floor)
     asked = replace(ASKED, size=size, batch=batch)
     ladder = ladder_of(memory, asked, stepping(size_power, batch_power))
     runs = runs_of(ladder)
@@ -185,7 +175,7 @@ def test_whatever_is_asked_for(
     limit_bytes=st.integers(0, 1 << 38),
 )
 def test_whatever_fills_its_claim(size: int, size_floor: int, most_bytes: int, limit_bytes: int) -> None:
-    memory = replace(MEMORY, size_floor=size_floor)
+    memory = replace(GUIDES, size_floor=size_floor)
     ladder = ladder_of(memory, replace(ASKED, size=size), filling(most_bytes=most_bytes))
     assert list(ladder.units) == sorted(set(ladder.units))
     assert ladder.units[-1] == most_bytes

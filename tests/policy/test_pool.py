@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import statistics
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from benches import pool  # noqa: E402 - the scripts are in no package
-from benches.pool_card import SCENES, Habits, Scene, scenes  # noqa: E402
+from benches import pool
+from benches.pool_card import SCENES, Habits, Scene, scenes
 
 #: None of them was looked at while the constants of the leases were chosen.
 SEEDS = (2001, 2002, 2003)

@@ -10,19 +10,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-from workers.units import GIB
-
-ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from benches.courses import COURSES  # noqa: E402 - the scripts are in no package
-from benches.policy import RULES, Aimd, Guide  # noqa: E402
-from benches.simulator import (  # noqa: E402
+from benches.courses import COURSES
+from benches.policy import RULES, Aimd, Guide
+from benches.simulator import (
     BLIND,
     BLOCK_BYTES,
     EXACT,
@@ -40,6 +33,9 @@ from benches.simulator import (  # noqa: E402
     world_of,
     worlds,
 )
+
+from tests.scene import ROOT
+from workers.units import GIB
 
 Clock = Callable[[], float]
 

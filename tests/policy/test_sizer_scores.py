@@ -7,19 +7,13 @@ sample each (1,500). Does not cover what holds in worlds nobody would design; th
 from __future__ import annotations
 
 import statistics
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from benches.policy import COLD_LEVELS_GIB, FAILURES_PER_MINUTE, TARGETS, THERE, Target, constant_world
+from benches.simulator import EXACT, LARGEST, Outcome, World, play, worlds
 
-ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from benches.policy import COLD_LEVELS_GIB, FAILURES_PER_MINUTE, TARGETS, THERE, Target, constant_world  # noqa: E402
-from benches.simulator import EXACT, LARGEST, Outcome, World, play, worlds  # noqa: E402
-
-from workers.resilience.adaptive_size import AdaptiveSize, Learned  # noqa: E402
+from workers.resilience.adaptive_size import AdaptiveSize, Learned
 
 #: Numbers that were not tuned on; `scripts/bench.py policy` plays many more.
 SEEDS = {"precious": (9001, 9002), "saturating": (9000,)}

@@ -8,18 +8,12 @@ from __future__ import annotations
 import os
 import random
 import statistics
-import sys
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from benches.thermal import (  # noqa: E402 - the scripts are in no package
+from benches.thermal import (
     Card,
     Course,
     best_constant,

@@ -1,0 +1,57 @@
+"""What several rooms' tests share: the guides' settings, the command, and where the repository is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from workers.settings import MemorySettings
+
+ROOT = Path(__file__).resolve().parents[1]
+
+MIB = 2**20
+
+#: The guides' numbers.
+GUIDES = MemorySettings(
+    first_fraction=0.20,
+    retry_reduction=0.10,
+    floor_bytes=100 * MIB,
+    size_decay=0.7,
+    size_floor=256,
+    batch_step=16,
+    batch_floor=32,
+    emergency_size=128,
+    cleanup_every=15,
+)
+
+
+def python(
+    *arguments: str, cwd: Path | None = None, timeout_s: float = 120.0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments to its end, without a standard input."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def orchestrator(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command as a user does."""
+    return python("-m", "orchestrator", *arguments, cwd=cwd, **environment)
+
+
+def only_object(text: str) -> dict[str, Any]:
+    """Return the one JSON object that `text` must be, with nothing before or after it."""
+    found = json.loads(text)
+    assert isinstance(found, dict)
+    return found
