@@ -31,6 +31,7 @@ settings.register_profile(
 settings.load_profile("shared-machine")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep the tests that share a fixture, or a card, in one process when several run them."""
     for item in items:
