@@ -31,17 +31,6 @@ settings.register_profile(
 settings.load_profile("shared-machine")
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests that share a fixture, or a card, in one process when several run them."""
-    for item in items:
-        definitions = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009 - not public
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.xdist_group("gpu"))
-        elif any(one.scope in {"module", "class"} for definition in definitions for one in definition):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs the machine to itself where something else is at work on it."""
     if marker := item.get_closest_marker("alone"):
