@@ -1,4 +1,4 @@
-"""The duty of a worker: how long it sleeps, so that it keeps the device busy for a share of the time only."""
+"""The duty of a worker: how long it sleeps, so that it keeps the device busy only for a share of the time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 
 class DutyCycle:
-    """The idleness that a worker owes, and pays by sleeping."""
+    """The idle time that is due after work, and the sleep for it."""
 
     def __init__(self, duty: float | None) -> None:
         """Owe nothing.

@@ -268,7 +268,7 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
     chaos: ChaoticWorkload | None = None
     try:
         if spec.fake_sensors is not None:
-            load(spec.fake_sensors)  # before anything asks the real ones
+            load(spec.fake_sensors)  # before any query to the real ones
         device = open_device(spec)
         thermal = open_thermal_control(spec, device.info.uuid)
         context = WorkloadContext(device=device.torch_device, dtype=device.torch_dtype, seed=spec.workload.seed)

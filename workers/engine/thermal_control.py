@@ -100,6 +100,6 @@ def open_thermal_control(spec: WorkerSpec, card: str | None) -> ThermalControl:
     """
     if spec.fake_sensors is not None:
         return ThermalControl(open_sampler("cuda", str(spec.fake_card)), ThermalGovernor(spec.thermal))
-    # A processor at 90 C is no cause for alarm, and looks after itself: its temperature is shown, and that is all.
+    # A processor at 90 C is normal and protects itself, so its temperature is only shown.
     settings = spec.thermal if spec.device == "cuda" else THERMAL_OFF
     return ThermalControl(open_sampler(spec.device, card), ThermalGovernor(settings))
