@@ -191,6 +191,9 @@ def start(nothing_left: None, short_tmp: Path) -> Iterator[Starter]:
         for stream in (head.process.stdout, head.process.stderr):
             if stream is not None:
                 stream.close()
+        for folder in head.runs.glob("*"):
+            illegal = [event for event in read_events(folder) if event["event"] == "illegal_event"]
+            assert illegal == [], "the lifecycle got an event that its table does not allow"
     # What a run leaves in its temporary folder besides the runs themselves is litter.
     assert [path.name for path in short_tmp.iterdir() if path.name.startswith("orch-")] == []
 

@@ -43,6 +43,7 @@ def test_a_process_that_dies_is_restarted_at_once_and_continues_where_the_last_r
     ]
     assert scene.slot.counts.steps_ok == 3
     assert (scene.slot.state, scene.slot.ready) == (HeadState.RESTARTING, False)
+    assert scene.slot.heard_at_s is None, "the new process has not reported"
     assert sequences(scene.feed(scene.report(steps_ok=4))) == [4, 5]
     assert (scene.slot.state, scene.slot.counts.steps_ok) == (WorkerState.RUNNING, 7)
 

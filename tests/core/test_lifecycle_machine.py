@@ -128,7 +128,7 @@ class LifecycleMachine(Books):
     @precondition(lambda self: self.submitted)
     @rule(data=st.data(), share=st.floats(0, 1))
     def a_process_works(self, data: st.DataObject, share: float) -> None:
-        """Let any slice go on, one that was given up too: nobody can take it back from a process that lives."""
+        """Let any slice go on, one that was given up too: it cannot be taken back from a process that lives."""
         going_on = [name for name in self.submitted if name not in self.reported]
         if going_on:
             self.do_steps(data.draw(st.sampled_from(going_on)), share)

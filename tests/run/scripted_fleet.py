@@ -116,6 +116,8 @@ class ScriptedFleet:
         self.abandoned: list[str] = []
         self._nodes: dict[str, NodeFact] = {}
         self._node_count = 0
+        self._without_power: set[str] = set()
+        """The ids of nodes that were lost; some are still listed."""
         self._actors: dict[str, _Actor] = {}
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
@@ -147,13 +149,14 @@ class ScriptedFleet:
         for node_id, fact in list(self._nodes.items()):
             if fact.name == name:
                 self.silence(name)
+                self._without_power.add(node_id)
                 self._schedule(self._now_s + LISTED_S, lambda gone=node_id: self._nodes.pop(gone, None))
         self._end_processes_of(name)
 
     def silence(self, name: str, *, silent: bool = True) -> None:
         """Let a node not answer, whatever its workers do."""
         for node_id, fact in self._nodes.items():
-            if fact.name == name:
+            if fact.name == name and node_id not in self._without_power:
                 self._nodes[node_id] = NodeFact(
                     name=name, node_id=node_id, address=fact.address, cpus=fact.cpus, gpus=1.0, answers=not silent
                 )
@@ -170,6 +173,14 @@ class ScriptedFleet:
     def corrupt(self, slot: str) -> None:
         """Let the device of the slot's process stop answering."""
         self._process(slot).corrupted = "CUDA error: an illegal memory access was encountered"
+
+    def has_process(self, slot: str) -> bool:
+        """Whether the slot has a process that can be ended."""
+        return slot in self._actors and self._actors[slot].process is not None
+
+    def has_node(self, name: str) -> bool:
+        """Whether a node of this name is listed."""
+        return any(fact.name == name for fact in self._nodes.values())
 
     def head_stands_still(self, seconds: float) -> None:
         """Suspend the head, and only the head."""
@@ -189,10 +200,11 @@ class ScriptedFleet:
 
     def place(self, reservation: Reservation, spec: WorkerSpec) -> None:
         assert reservation.slot == spec.slot not in self._actors, "an actor is created once"
-        assert self._has(reservation.node), "an actor is placed on a node that is there"
         self._now_s = self.clock.now_s
         self.placed.append(reservation.slot)
-        self._actors[reservation.slot] = _Actor(reservation.node, self._new_process(reservation.slot))
+        # On a node that went just now the actor waits until there is one of that name again.
+        process = self._new_process(reservation.slot) if self._has(reservation.node) else None
+        self._actors[reservation.slot] = _Actor(reservation.node, process)
 
     def submit(self, slot: str, directive: Directive) -> None:
         assert slot not in self.abandoned, "nothing is sent to an actor that was ended"
@@ -266,7 +278,7 @@ class ScriptedFleet:
         heapq.heappush(self._agenda, (at_s, self._number, action))
 
     def _has(self, node: str) -> bool:
-        return any(fact.name == node and fact.answers for fact in self._nodes.values())
+        return any(fact.name == node and id_ not in self._without_power for id_, fact in self._nodes.items())
 
     def _is_busy(self) -> bool:
         return bool(self._ended) or any(
