@@ -153,12 +153,18 @@ class ScriptedFleet:
                 self._schedule(self._now_s + LISTED_S, lambda gone=node_id: self._nodes.pop(gone, None))
         self._end_processes_of(name)
 
-    def silence(self, name: str, *, silent: bool = True) -> None:
-        """Let a node not answer, whatever its workers do."""
+    def silence(self, name: str, *, silent: bool = True, refuses: bool = False) -> None:
+        """Let a node not answer, whatever its workers do; or say itself that nothing of Ray runs there any more."""
         for node_id, fact in self._nodes.items():
             if fact.name == name and node_id not in self._without_power:
                 self._nodes[node_id] = NodeFact(
-                    name=name, node_id=node_id, address=fact.address, cpus=fact.cpus, gpus=1.0, answers=not silent
+                    name=name,
+                    node_id=node_id,
+                    address=fact.address,
+                    cpus=fact.cpus,
+                    gpus=1.0,
+                    answers=not silent,
+                    refuses=refuses,
                 )
 
     def kill(self, slot: str) -> None:
@@ -185,6 +191,11 @@ class ScriptedFleet:
     def head_stands_still(self, seconds: float) -> None:
         """Suspend the head, and only the head."""
         self.clock.now_s += seconds
+
+    def machine_stands_still(self, seconds: float) -> None:
+        """Suspend everything, as a virtual machine is: what was to happen happens so much later."""
+        self.clock.now_s += seconds
+        self._agenda = [(at_s + seconds, number, action) for at_s, number, action in self._agenda]
 
     # The protocol
 

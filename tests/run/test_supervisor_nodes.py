@@ -74,6 +74,17 @@ def test_a_node_that_does_not_answer_is_there_as_long_as_its_workers_report(new_
     assert (rows["pc2/0"].state, rows["pc2/0"].restarts) == (WorkerState.RUNNING, 0)
 
 
+def test_a_node_that_says_itself_that_ray_is_gone_has_left_although_its_worker_has_just_reported(
+    new_run: RunMaker,
+) -> None:
+    run = new_run()
+    run.fleet.at(10.2, lambda: run.fleet.silence("pc2", refuses=True))
+    rows = run.finish()
+    (left,) = run.events("node_left", node="pc2")
+    assert left["at_s"] == pytest.approx(10.7, abs=0.7)
+    assert rows["pc2/0"].state is HeadState.LOST
+
+
 def test_a_node_that_offers_too_little_is_refused_in_words_and_used_once_it_offers_enough(new_run: RunMaker) -> None:
     run = new_run(pc2=8, absent=("pc2",), duration="30s")
     run.fleet.at(3, lambda: run.fleet.join("pc2", cpus=2))
@@ -119,9 +130,13 @@ def test_a_node_that_chaos_ends_comes_back_and_the_fault_is_told_as_recovered(ne
 
 
 @pytest.mark.parametrize("stood_still_s", [9.0, 100.0])
-def test_a_head_that_stood_still_blames_no_worker_and_no_node(new_run: RunMaker, stood_still_s: float) -> None:
+@pytest.mark.parametrize("what", ["head", "machine"])
+def test_a_head_that_stood_still_blames_no_worker_and_no_node(
+    new_run: RunMaker, what: str, stood_still_s: float
+) -> None:
     run = new_run(hang_timeout_s=5, stale_after_s=3, duration="200s")
-    run.fleet.at(10, lambda: run.fleet.head_stands_still(stood_still_s))
+    stand_still = run.fleet.head_stands_still if what == "head" else run.fleet.machine_stands_still
+    run.fleet.at(10.2, lambda: stand_still(stood_still_s))
     rows = run.finish()
     assert all((row.state, row.restarts) == (WorkerState.RUNNING, 0) for row in rows.values())
     assert run.events("node_left") == run.events("slice_failed") == run.fleet.restarts == []

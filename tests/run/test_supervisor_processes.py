@@ -11,6 +11,7 @@ from orchestrator.core.fleet import DeathCause
 from orchestrator.core.slot import HeadState
 from orchestrator.errors import PreflightError
 from orchestrator.run.resume import past_of
+from orchestrator.run.run_info import Past
 from orchestrator.watch.archive import read_run
 from tests.run.conftest import RunMaker
 from tests.run.scripted_fleet import START_S, STEPS_PER_S
@@ -114,6 +115,22 @@ def test_what_can_never_work_ends_the_run_before_it_counts_and_loses_what_was_se
         run.supervisor.run()
     assert run.events("counting") == []
     assert [slot.steps_at_risk for slot in run.stored().slots] == [0, 0]
+
+
+def test_what_can_never_work_costs_a_resumed_run_only_its_slot(new_run: RunMaker) -> None:
+    run = new_run(past=Past(elapsed_s=5.0))
+    run.fleet.unbuildable.add("pc2/0")
+    rows = run.finish()
+    assert (rows["pc1/0"].state, rows["pc2/0"].state) == (WorkerState.RUNNING, HeadState.QUARANTINED)
+
+
+def test_the_planned_time_does_not_wait_for_a_worker_that_was_given_up(new_run: RunMaker) -> None:
+    run = new_run(max_deaths=2, start_timeout_s=120)
+    run.fleet.dies_at_once.add("pc2/0")
+    rows = run.finish()
+    (counting,) = run.events("counting")
+    assert START_S < counting["startup_s"] < 15
+    assert rows["pc2/0"].state is HeadState.QUARANTINED
 
 
 @pytest.mark.parametrize("kind", ["kill", "segv", "exit", "hang", "poison"])
