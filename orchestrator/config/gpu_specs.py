@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from orchestrator.config import gpu_architectures
 from workers.host.facts import CardFacts
@@ -71,140 +72,79 @@ class GpuProfile:
     """Where the figures are from."""
 
 
-#: Every known card by its key in cluster.yaml.
+def _known(key: str, product: str, *, tflops: tuple[float, ...], **facts: Any) -> GpuProfile:  # noqa: ANN401 - its fields
+    """Return a row of the table; `tflops` of fp32, tf32, fp16, bf16, and of fp16 added up in fp16."""
+    fp32, tf32, fp16, bf16, fp16_accumulate = tflops
+    return GpuProfile(
+        key=key,
+        product=product,
+        fp32_tflops=fp32,
+        tf32_tflops=tf32,
+        fp16_tflops=fp16,
+        bf16_tflops=bf16,
+        fp16_accumulate_tflops=fp16_accumulate,
+        **facts,
+    )
+
+
+_GA102 = "NVIDIA Ampere GA102 whitepaper v2, App. A"
+
+#: Every known card.
 #:
 #: Advice. From the guides: the 3090 alone and the 3070 with a desktop. Derived: a 4090 is a 3090 in memory; the 3060's
 #: workers hold the 4 to 5 GB that its guide measured for one training process; the rest divides what memory_fraction
 #: leaves (0.90 alone, three quarters with a desktop as on the 3070, 0.85 where that is still over 3 GiB, 0.95 on cards
 #: for servers) among as many workers as on the guides' card of that kind.
-PROFILES: Mapping[str, GpuProfile] = MappingProxyType(
-    {
-        profile.key: profile
-        for profile in (
-            GpuProfile(
-                key="rtx-3060",
-                product="NVIDIA GeForce RTX 3060",
-                nominal_gib=12,
-                shown_gib=11.63,
-                compute_capability=(8, 6),
-                multiprocessors=28,
-                boost_mhz=1777,
-                fp32_tflops=12.7,
-                tf32_tflops=12.7,
-                fp16_tflops=25.5,
-                bf16_tflops=25.5,
-                fp16_accumulate_tflops=51.0,
-                bandwidth_gb_s=360,
-                tdp_w=170,
-                alone=Advice(workers=2, vram_per_worker_gib=5.20, memory_fraction=0.90, size=4096, dtype="fp16"),
-                desktop=Advice(workers=2, vram_per_worker_gib=4.35, memory_fraction=0.75, size=4096, dtype="fp16"),
-                source="NVIDIA's launch specifications; peaks by the formula of the GA102 whitepaper",
-            ),
-            GpuProfile(
-                key="rtx-3070",
-                product="NVIDIA GeForce RTX 3070",
-                nominal_gib=8,
-                shown_gib=7.67,
-                compute_capability=(8, 6),
-                multiprocessors=46,
-                boost_mhz=1725,
-                fp32_tflops=20.3,
-                tf32_tflops=20.3,
-                fp16_tflops=40.6,
-                bf16_tflops=40.6,
-                fp16_accumulate_tflops=81.3,
-                bandwidth_gb_s=448,
-                tdp_w=220,
-                alone=Advice(
-                    workers=3, vram_per_worker_gib=2.28, memory_fraction=0.90, size=4096, dtype="fp16", gpu_share=0.70
-                ),
-                desktop=Advice(
-                    workers=3, vram_per_worker_gib=1.50, memory_fraction=0.75, size=4096, dtype="fp16", gpu_share=0.70
-                ),
-                source="NVIDIA Ampere GA102 whitepaper v2, App. A",
-            ),
-            GpuProfile(
-                key="rtx-3090",
-                product="NVIDIA GeForce RTX 3090",
-                nominal_gib=24,
-                shown_gib=23.69,
-                compute_capability=(8, 6),
-                multiprocessors=82,
-                boost_mhz=1695,
-                fp32_tflops=35.6,
-                tf32_tflops=35.6,
-                fp16_tflops=71.0,
-                bf16_tflops=71.0,
-                fp16_accumulate_tflops=142.0,
-                bandwidth_gb_s=936,
-                tdp_w=350,
-                alone=Advice(
-                    workers=7, vram_per_worker_gib=3.33, memory_fraction=0.99, size=8192, dtype="fp16", gpu_share=0.60
-                ),
-                desktop=Advice(
-                    workers=6, vram_per_worker_gib=3.33, memory_fraction=0.85, size=8192, dtype="fp16", gpu_share=0.60
-                ),
-                source="NVIDIA Ampere GA102 whitepaper v2, App. A",
-            ),
-            GpuProfile(
-                key="rtx-4090",
-                product="NVIDIA GeForce RTX 4090",
-                nominal_gib=24,
-                shown_gib=23.52,
-                compute_capability=(8, 9),
-                multiprocessors=128,
-                boost_mhz=2520,
-                fp32_tflops=82.6,
-                tf32_tflops=82.6,
-                fp16_tflops=165.2,
-                bf16_tflops=165.2,
-                fp16_accumulate_tflops=330.3,
-                bandwidth_gb_s=1008,
-                tdp_w=450,
-                alone=Advice(workers=7, vram_per_worker_gib=3.30, memory_fraction=0.99, size=8192, dtype="bf16"),
-                desktop=Advice(workers=6, vram_per_worker_gib=3.33, memory_fraction=0.85, size=8192, dtype="bf16"),
-                source="NVIDIA Ada whitepaper, App. A",
-            ),
-            GpuProfile(
-                key="h100",
-                product="NVIDIA H100 80GB HBM3",
-                nominal_gib=80,
-                shown_gib=79.2,
-                compute_capability=(9, 0),
-                multiprocessors=132,
-                boost_mhz=1830,
-                # Rated at 1980 MHz, unlike the tensor types: at 1830 MHz it is 61.8.
-                fp32_tflops=67.0,
-                tf32_tflops=494.5,
-                fp16_tflops=989.0,
-                bf16_tflops=989.0,
-                fp16_accumulate_tflops=989.0,
-                bandwidth_gb_s=3350,
-                tdp_w=700,
-                alone=Advice(workers=7, vram_per_worker_gib=10.70, memory_fraction=0.95, size=8192, dtype="bf16"),
-                source="NVIDIA H100 SXM data sheet, dense",
-            ),
-            GpuProfile(
-                key="h200",
-                product="NVIDIA H200",
-                nominal_gib=141,
-                shown_gib=139.8,
-                compute_capability=(9, 0),
-                multiprocessors=132,
-                boost_mhz=1830,
-                fp32_tflops=67.0,  # at 1980 MHz, see h100
-                tf32_tflops=494.5,
-                fp16_tflops=989.0,
-                bf16_tflops=989.0,
-                fp16_accumulate_tflops=989.0,
-                bandwidth_gb_s=4800,
-                tdp_w=700,
-                alone=Advice(workers=7, vram_per_worker_gib=18.90, memory_fraction=0.95, size=8192, dtype="bf16"),
-                source="NVIDIA H200 SXM data sheet, dense",
-            ),
-        )
-    }
-)
+_TABLE = (
+    _known(
+        "rtx-3060", "NVIDIA GeForce RTX 3060", nominal_gib=12, shown_gib=11.63, compute_capability=(8, 6),
+        multiprocessors=28, boost_mhz=1777, tflops=(12.7, 12.7, 25.5, 25.5, 51.0), bandwidth_gb_s=360, tdp_w=170,
+        alone=Advice(workers=2, vram_per_worker_gib=5.20, memory_fraction=0.90, size=4096, dtype="fp16"),
+        desktop=Advice(workers=2, vram_per_worker_gib=4.35, memory_fraction=0.75, size=4096, dtype="fp16"),
+        source="NVIDIA's launch specifications; peaks by the formula of the GA102 whitepaper",
+    ),
+    _known(
+        "rtx-3070", "NVIDIA GeForce RTX 3070", nominal_gib=8, shown_gib=7.67, compute_capability=(8, 6),
+        multiprocessors=46, boost_mhz=1725, tflops=(20.3, 20.3, 40.6, 40.6, 81.3), bandwidth_gb_s=448, tdp_w=220,
+        alone=Advice(workers=3, vram_per_worker_gib=2.28, memory_fraction=0.90, size=4096, dtype="fp16", gpu_share=0.7),
+        desktop=Advice(
+            workers=3, vram_per_worker_gib=1.50, memory_fraction=0.75, size=4096, dtype="fp16", gpu_share=0.7
+        ),
+        source=_GA102,
+    ),
+    _known(
+        "rtx-3090", "NVIDIA GeForce RTX 3090", nominal_gib=24, shown_gib=23.69, compute_capability=(8, 6),
+        multiprocessors=82, boost_mhz=1695, tflops=(35.6, 35.6, 71.0, 71.0, 142.0), bandwidth_gb_s=936, tdp_w=350,
+        alone=Advice(workers=7, vram_per_worker_gib=3.33, memory_fraction=0.99, size=8192, dtype="fp16", gpu_share=0.6),
+        desktop=Advice(
+            workers=6, vram_per_worker_gib=3.33, memory_fraction=0.85, size=8192, dtype="fp16", gpu_share=0.6
+        ),
+        source=_GA102,
+    ),
+    _known(
+        "rtx-4090", "NVIDIA GeForce RTX 4090", nominal_gib=24, shown_gib=23.52, compute_capability=(8, 9),
+        multiprocessors=128, boost_mhz=2520, tflops=(82.6, 82.6, 165.2, 165.2, 330.3), bandwidth_gb_s=1008, tdp_w=450,
+        alone=Advice(workers=7, vram_per_worker_gib=3.30, memory_fraction=0.99, size=8192, dtype="bf16"),
+        desktop=Advice(workers=6, vram_per_worker_gib=3.33, memory_fraction=0.85, size=8192, dtype="bf16"),
+        source="NVIDIA Ada whitepaper, App. A",
+    ),
+    # FP32 of both is rated at 1980 MHz, unlike the tensor types: at 1830 MHz it is 61.8.
+    _known(
+        "h100", "NVIDIA H100 80GB HBM3", nominal_gib=80, shown_gib=79.2, compute_capability=(9, 0),
+        multiprocessors=132, boost_mhz=1830, tflops=(67.0, 494.5, 989.0, 989.0, 989.0), bandwidth_gb_s=3350, tdp_w=700,
+        alone=Advice(workers=7, vram_per_worker_gib=10.70, memory_fraction=0.95, size=8192, dtype="bf16"),
+        source="NVIDIA H100 SXM data sheet, dense",
+    ),
+    _known(
+        "h200", "NVIDIA H200", nominal_gib=141, shown_gib=139.8, compute_capability=(9, 0),
+        multiprocessors=132, boost_mhz=1830, tflops=(67.0, 494.5, 989.0, 989.0, 989.0), bandwidth_gb_s=4800, tdp_w=700,
+        alone=Advice(workers=7, vram_per_worker_gib=18.90, memory_fraction=0.95, size=8192, dtype="bf16"),
+        source="NVIDIA H200 SXM data sheet, dense",
+    ),
+)  # fmt: skip
+
+#: By the key in cluster.yaml.
+PROFILES: Mapping[str, GpuProfile] = MappingProxyType({profile.key: profile for profile in _TABLE})
 
 
 def match_profile(name: str, total_bytes: int | None = None) -> GpuProfile | None:
