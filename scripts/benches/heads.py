@@ -1,6 +1,6 @@
 """A head inside this process: the real supervisor with its event log and its store, and who hears each report first.
 
-Also the least actor with torch, which the head's workers are compared with. Does not start Ray.
+Does not start Ray.
 """
 
 from __future__ import annotations
@@ -27,28 +27,6 @@ from orchestrator.watch.records import STORE_NAME, RunFacts
 from orchestrator.watch.sinks import Outlets
 from orchestrator.watch.store import RunStore
 from workers.messages import Report
-
-
-class TorchActor:
-    """The least an actor with torch can be. The body of a Ray actor."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self._version = str(torch.__version__)
-
-    def pid(self) -> int:
-        """Answer."""
-        return os.getpid()
-
-
-def torch_actor(node: str, **options: Any) -> Any:  # noqa: ANN401 - Ray's options and handle have no types
-    """Start the least actor on a node."""
-    import ray  # not earlier: it reads the rehearsal's token settings when it is imported
-
-    from orchestrator.cluster.ray_fleet import NODE_LABEL
-
-    return ray.remote(TorchActor).options(label_selector={NODE_LABEL: node}, max_restarts=-1, **options).remote()
 
 
 class Arrivals:

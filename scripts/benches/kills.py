@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from benches.common import Result, percentile
-from benches.heads import supervise, torch_actor
+from benches.heads import supervise
 from benches.outside import WITNESS, WITNESS_FOLDER, Ledger, Scene, sums
+from benches.startup import torch_actor
 from orchestrator.config.load import load_config
 from orchestrator.core.fleet import Fleet
 from orchestrator.run import environment as environments

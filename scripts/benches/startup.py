@@ -7,6 +7,7 @@ must also read its configuration, write its records, cap each process, climb and
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from benches.common import Result, progress, spread
 
@@ -22,6 +24,28 @@ _ROOT = Path(__file__).resolve().parents[2]
 _TARGET = 1.2
 _PATIENCE_S = 180.0
 _POLL_S = 0.05
+
+
+class TorchActor:
+    """The least an actor with torch can be. The body of a Ray actor, whose process loads this file, and so little."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._version = str(torch.__version__)
+
+    def pid(self) -> int:
+        """Answer."""
+        return os.getpid()
+
+
+def torch_actor(node: str, **options: Any) -> Any:  # noqa: ANN401 - Ray's options and handle have no types
+    """Start the least actor on a node."""
+    import ray  # not earlier: it reads the rehearsal's token settings when it is imported
+
+    from orchestrator.cluster.ray_fleet import NODE_LABEL
+
+    return ray.remote(TorchActor).options(label_selector={NODE_LABEL: node}, max_restarts=-1, **options).remote()
 
 
 def run(rounds: int, config: str, overrides: Sequence[str]) -> Result:
@@ -50,7 +74,6 @@ def run(rounds: int, config: str, overrides: Sequence[str]) -> Result:
 
 def bare_actors(config: str, overrides: Sequence[str]) -> None:
     """Start what the product starts, without the product in it, and print when all of it is ready."""
-    from benches.heads import torch_actor
     from orchestrator.config.load import load_config
     from orchestrator.run import environment as environments
 

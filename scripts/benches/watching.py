@@ -141,7 +141,7 @@ def _work(orders: Connection, spec: WorkerSpec, looks: bool) -> None:
     from workers.engine.engine import Engine
 
     if not looks:
-        thermal_control.open_sampler = lambda *_: _Eyeless()  # type: ignore[attr-defined]  # this process measures the rest
+        thermal_control.open_sampler = lambda *_: _Eyeless()  # type: ignore[assignment]  # this process measures the rest
     engine, sequence = Engine(spec), 0
     while (seconds := orders.recv()) is not None:
         orders.send(engine.run_slice(Directive(incarnation=0, sequence=sequence, duration_s=seconds, resume=None)))
