@@ -62,8 +62,7 @@ def reported(slot: Slot, event: SliceReported, moment: Moment) -> Transition:
 def _accepted(slot: Slot, flight: Flight, report: Report, moment: Moment) -> Transition:
     worked_before = slot.report is not None
     slot = changed(
-        slot,
-        in_flight=step_accounting.others(slot, flight),
+        step_accounting.without(slot, flight),
         ready=True,
         ending=False,
         heard_at_s=moment.now_s,

@@ -157,7 +157,7 @@ def run(seeds: int, seed: int, rules: Sequence[str], rate: float) -> Result:
             for signal in (EXACT, REAL, BLIND) if name == ADAPTIVE else (BLIND,):
                 progress(f"{regime}: {name}, {signal.name}")
                 outcomes = [
-                    (world, play(_maker(name), world, signal))
+                    (world, play(_maker(name, signal), world, signal))
                     for each in range(seed, seed + seeds)
                     for world in worlds(each, regime, rate)
                 ]
@@ -173,11 +173,17 @@ def run(seeds: int, seed: int, rules: Sequence[str], rate: float) -> Result:
     return Result(bench="policy", figures=figures, broken=broken)
 
 
-def _maker(name: str, learned: Learned | None = None, made: list[AdaptiveSize] | None = None) -> Maker:
-    """Return what makes a rule; an adaptive one is put into `made` too."""
+def _maker(name: str, signal: Signal, learned: Learned | None = None, made: list[AdaptiveSize] | None = None) -> Maker:
+    """Return what makes a rule; an adaptive one is told whether samples are exact, and put into `made` too."""
 
     def adaptive(clock: Callable[[], float]) -> AdaptiveSize:
-        rule = AdaptiveSize(LARGEST, failures_per_minute=FAILURES_PER_MINUTE, learned=learned, clock=clock)
+        rule = AdaptiveSize(
+            LARGEST,
+            failures_per_minute=FAILURES_PER_MINUTE,
+            exact_samples=signal.every_step,
+            learned=learned,
+            clock=clock,
+        )
         if made is not None:
             made.append(rule)
         return rule
@@ -228,12 +234,12 @@ def _cold_start(signal: Signal, seed: int, rate_per_s: float) -> dict[str, Any]:
     for level_gib in COLD_LEVELS_GIB:
         world, largest = constant_world(seed, level_gib, _COLD_S, rate_per_s=rate_per_s)
         made: list[AdaptiveSize] = []
-        first = play(_maker(ADAPTIVE, made=made), world, signal).tried
+        first = play(_maker(ADAPTIVE, signal, made=made), world, signal).tried
         steps.append(_first_there(first, THERE * largest))
         failures.append(sum(not good for _, good in first[: steps[-1]]))
         # Another run meets other steps.
         turned = replace(world, wobble=world.wobble[::-1])
-        second = play(_maker(ADAPTIVE, made[0].learned), turned, signal).tried
+        second = play(_maker(ADAPTIVE, signal, made[0].learned), turned, signal).tried
         second_steps.append(_first_there(second, THERE * largest))
         second_failures.append(sum(not good for _, good in second[:_SECOND_RUN_STEPS]))
     return {
@@ -267,7 +273,7 @@ def _decision_us(signal: Signal, seed: int) -> float:
 
     def call_s(name: str, world: World) -> float:
         begin_s = time.perf_counter()
-        outcome = play(_maker(name), world, signal)
+        outcome = play(_maker(name, signal), world, signal)
         return (time.perf_counter() - begin_s) / len(outcome.tried)
 
     return statistics.median(

@@ -132,7 +132,7 @@ class Worker:
         if card.free_bytes < self.context_bytes:
             return False
         self.open_bytes = self.context_bytes
-        self._sizes = AdaptiveSize(self.job.largest, learned=self._learned, clock=self.clock)
+        self._sizes = AdaptiveSize(self.job.largest, exact_samples=True, learned=self._learned, clock=self.clock)
         return True
 
     def die(self) -> None:

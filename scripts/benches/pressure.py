@@ -130,7 +130,7 @@ class Run:
 def _ours(run: Run, *, sees: bool) -> None:
     from workers.resilience.adaptive_size import AdaptiveSize
 
-    sizes = AdaptiveSize(run.turn.largest, clock=run.ground.clock_s)
+    sizes = AdaptiveSize(run.turn.largest, exact_samples=True, clock=run.ground.clock_s)
     while not run.over():
         size = sizes.next(run.ground.free_bytes() if sees else None)
         if size is None:

@@ -1,4 +1,4 @@
-"""What a step takes: a line through what was measured, a margin that was earned, and sizes that are remembered."""
+"""What a step takes: a line through what was measured and a margin that was earned."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.policy.adaptive.footprint import Footprint, first_footprint, footprint_of, measured
-from workers.policy.adaptive.peak_samples import Place, largest_fitting, place_at, placed, without
 from workers.settings import Learned
 
 MIB = 2.0**20
@@ -94,35 +93,12 @@ def test_wobble_is_smoothed_and_the_place_does_not_drag_behind() -> None:
     assert 0.01 < line.here_need_bytes / need(400) - 1.0 < 0.05
 
 
-def test_a_size_without_a_workspace_stays_known_when_its_neighbour_has_one() -> None:
-    line = line_after(100, 400, 400, 400, 400, 420, extra=0.05)
-    limit_bytes = 1.04 * need(400)
-    assert line.largest_x(limit_bytes) < 400
-    assert line.known_x(limit_bytes, above_x=0.0) == 400
-    assert line.known_x(1.2 * need(420), above_x=0.0) == 420
-    assert line.known_x(limit_bytes, above_x=500.0) == 500
-    assert line.expected_bytes(420) == pytest.approx(1.05 * need(420))
-
-
-def test_what_did_not_fit_is_no_longer_known() -> None:
-    line = line_after(100, 400, 500)
-    assert line.forgotten(400, all_places=False).known_x(10 * need(400), above_x=0.0) == 500
-    assert line.forgotten(500, all_places=False).known_x(10 * need(400), above_x=0.0) == 400
-    assert line.forgotten(400, all_places=True).known_x(10 * need(400), above_x=0.0) == 0
-
-
 @pytest.mark.parametrize("factor", [0.5, 1.3, 10.0])
-def test_a_workload_that_changed_is_followed_at_once_and_forgets_the_other_sizes(factor: float) -> None:
+def test_a_workload_that_changed_is_followed_at_once(factor: float) -> None:
     line = line_after(100, 390, 420, 400, 400, 400)
     changed = measured(line, 400, factor * need(400), 10.0)
     assert changed.here_bytes == factor * need(400)
-    assert [place.x for place in changed.places] == [400]
-
-
-def test_a_new_size_that_takes_far_more_than_the_line_says_forgets_the_others_too() -> None:
-    line = line_after(100, 300, 400)
-    assert len(measured(line, 350, 1.2 * need(350), 10.0).places) == 1
-    assert len(measured(line, 350, 1.05 * need(350), 10.0).places) == len(line.places) + 1
+    assert changed.steps == 1
 
 
 @pytest.mark.parametrize("power", [1.0, 2.0])
@@ -143,24 +119,3 @@ def test_what_was_never_measured_is_no_line(fixed: float | None, unit: float | N
 def test_a_line_that_takes_nothing_promises_a_number() -> None:
     line = Footprint(here_x=1.0, here_bytes=0.0, far_x=0.5, far_bytes=0.0, unit_bytes=1.0)
     assert line.largest_x(1e9) > 0
-
-
-def test_places_keep_the_last_ones_and_smooth_the_same_one() -> None:
-    places: tuple[Place, ...] = ()
-    for x in range(100, 200, 4):
-        places = placed(places, place_at(places, x), x, need(x), UNIT)
-    assert 8 <= len(places) < 25
-    assert places[0].x == 196
-    assert place_at(places, 100) is None
-    again = placed(places, place_at(places, 180), 180, 1.02 * need(180), UNIT)
-    assert len(again) == len(places)
-    assert again[0] == Place(180, pytest.approx(1.01 * need(180)), 2)
-    assert place_at(without(again, 180), 180) is None
-
-
-def test_what_was_measured_once_needs_twice_the_margin() -> None:
-    once, often = (Place(400.0, need(400), 1),), (Place(400.0, need(400), 100),)
-    limit_bytes = 1.015 * need(400)
-    assert largest_fitting(often, limit_bytes, 0.01, 0.0) == 400
-    assert largest_fitting(once, limit_bytes, 0.01, 0.0) == 0
-    assert largest_fitting(once, 1.021 * need(400), 0.01, 0.0) == 400

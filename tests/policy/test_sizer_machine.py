@@ -140,6 +140,7 @@ class Loop:
                 quantum=bounds.quantum,
                 power=bounds.power,
                 failures_per_minute=bounds.failures_per_minute,
+                exact_samples=bounds.exact_samples,
                 learned=self.learned,
                 clock=lambda: self.now_s,
             )
@@ -311,6 +312,7 @@ def all_bounds(draw: st.DrawFn) -> Bounds:
         power=draw(st.sampled_from([1.0, 2.0])),
         worth_growing=draw(st.sampled_from([0.01, 0.01, 0.0, 0.02, 0.1])),
         failures_per_minute=draw(st.sampled_from([6]) | st.integers(1, 20)),
+        exact_samples=draw(st.booleans()),
     )
 
 
@@ -569,6 +571,7 @@ def quiet_loops(draw: st.DrawFn, signal: Signal) -> tuple[Loop, int]:
         largest=int(10 ** draw(st.floats(3.0, 6.0))),
         power=draw(st.sampled_from([1.0, 2.0])),
         failures_per_minute=draw(st.integers(3, 20)),
+        exact_samples=draw(st.booleans()),
     )
     largest_fitting = int(bounds.largest * draw(st.floats(0.1, 1.0)))
     moving_bytes = 10.0 ** draw(st.floats(7.0, 13.0))

@@ -39,7 +39,11 @@ MISSED = ("precious", "blind", 1_500.0)
 )
 def test_the_targets_are_met_in_fresh_worlds(target: Target, rate_per_s: float) -> None:
     fresh = [world for seed in SEEDS[target.regime] for world in worlds(seed, target.regime, rate_per_s)]
-    outcomes = [play(lambda clock: AdaptiveSize(LARGEST, clock=clock), world, target.signal) for world in fresh]
+    exact = target.signal.every_step
+    outcomes = [
+        play(lambda clock: AdaptiveSize(LARGEST, exact_samples=exact, clock=clock), world, target.signal)
+        for world in fresh
+    ]
     assert statistics.fmean(outcome.score for outcome in outcomes) >= target.mean
     assert min(outcome.score for outcome in outcomes) >= target.worst
     minutes = sum(world.duration_s for world in fresh) / 60
@@ -51,7 +55,7 @@ def run(world: World, learned: Learned | None = None) -> tuple[AdaptiveSize, Out
     made: list[AdaptiveSize] = []
 
     def make(clock: object) -> AdaptiveSize:
-        made.append(AdaptiveSize(LARGEST, learned=learned, clock=clock))  # type: ignore[arg-type]
+        made.append(AdaptiveSize(LARGEST, exact_samples=True, learned=learned, clock=clock))  # type: ignore[arg-type]
         return made[-1]
 
     outcome = play(make, world, EXACT)

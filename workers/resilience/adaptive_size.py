@@ -42,6 +42,7 @@ class AdaptiveSize:
         quantum: int = 1,
         power: float = 1.0,
         failures_per_minute: int = 6,
+        exact_samples: bool = False,
         learned: Learned | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -53,6 +54,8 @@ class AdaptiveSize:
             quantum: Sizes are multiples of this, but for `smallest` and `largest` themselves.
             power: Memory grows as size^power: 1 for a batch, 2 for the n of an n x n matrix.
             failures_per_minute: Never more failures within any 60 s; `next` returns `None` when they are used up.
+            exact_samples: Whether `free_bytes` is true to the byte when `next` is told it, as from the device's own
+                count; else it is taken for noisy, and smoothed.
             learned: What `learned` returned in an earlier run on the same card with the same workload.
             clock: Seconds that only go forward.
 
@@ -65,6 +68,7 @@ class AdaptiveSize:
             quantum=quantum,
             power=power,
             failures_per_minute=failures_per_minute,
+            exact_samples=exact_samples,
         )
         self._state = sizer.cold(self._bounds, learned)
         self._clock = clock

@@ -117,6 +117,7 @@ class Attempts:
             smallest=rules.smallest_batch_size,
             quantum=rules.multiple_of,
             failures_per_minute=rules.failures_per_minute,
+            exact_samples=True,  # each attempt begins with a look
             learned=learned,
             clock=rules.clock,
         )

@@ -28,6 +28,8 @@ class Bounds:
     """A size grows only by this share or more, because a change has a cost."""
     failures_per_minute: int = 6
     """Never more within any 60 s."""
+    exact_samples: bool = False
+    """Whether samples of free memory are true to the byte when they are taken; else they are smoothed."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.smallest <= self.largest:

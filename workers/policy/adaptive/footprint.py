@@ -1,10 +1,9 @@
 """How much memory a step of some size takes, learned from the peaks of steps that ended well.
 
 The model is a line in x = size^power (power 2 for the n of an n x n product, 1 for a batch). It goes through two
-measured points: the present one, smoothed, and the farthest one. Beside it stand the bytes that the last few sizes took
-(`peak_samples.py`). The margin of the line is what steps took beyond it: it grows when a prediction fails and shrinks
-while predictions hold. The margin of a remembered size is the deviation of its own samples. Does not know how much
-memory there is, nor decide anything.
+measured points: the present one, smoothed, and the farthest one. The margin of the line is what steps took beyond it:
+it grows when a prediction fails and shrinks while predictions hold. A step far off the line means that the workload has
+changed, and the line begins anew. Does not know how much memory there is, nor decide anything.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from workers.policy.adaptive.peak_samples import Place, largest_fitting, place_at, placed, without
 from workers.settings import Learned
 
 #: Share of the way that one peak moves the smoothed place.
@@ -42,10 +40,6 @@ _LARGEST_SURPRISE: Final = 0.5
 #: Two sizes this close are one place.
 _SAME_PLACE: Final = 0.1
 
-#: A remembered size that takes so much more or less than it did: the workload has changed, and the others have too.
-_CHANGED: Final = 0.03
-_CHANGED_WOBBLES: Final = 5.0
-
 #: At least this share of a step's memory is assumed to grow with its size, so that a flat line does not predict that
 #: any size fits.
 _LEAST_GROWING_SHARE: Final = 0.05
@@ -67,10 +61,8 @@ class Footprint:
     """Mean deviation of a peak from the line, as a share."""
     surprise: float = 0.0
     """A deviation beyond the margin, fading."""
-    wobble: float = _FIRST_SPREAD
-    """Mean deviation of a peak from what the same size took before, as a share."""
-    places: tuple[Place, ...] = ()
-    """Sizes that are remembered, the last one first."""
+    steps: int = 1
+    """Measured in a row at `here`."""
     at_s: float = 0.0
     """When the last peak was measured."""
 
@@ -110,19 +102,6 @@ class Footprint:
             return on_the_line
         return min(on_the_line, max(most_x, most_x / max(1.0, most_bytes) * limit_bytes / (1.0 + self.margin)))
 
-    def known_x(self, limit_bytes: float, above_x: float) -> float:
-        """Return the largest x that is remembered and fits into `limit_bytes`, wobble included; `above_x` at least."""
-        return largest_fitting(self.places, limit_bytes, _COVERS * self.wobble, above_x)
-
-    def expected_bytes(self, x: float) -> float:
-        """Return what a step of x took when it was tried, else what the line says."""
-        place = place_at(self.places, x)
-        return self.bytes_at(x) if place is None else place.bytes
-
-    def forgotten(self, x: float, *, all_places: bool) -> Footprint:
-        """Return the line with nothing remembered of x, or of any size: it did not fit where it should have."""
-        return replace(self, places=() if all_places else without(self.places, x))
-
     def hoped_x(self, limit_bytes: float) -> float:
         """Return the x at which the line reaches `limit_bytes`, margin included, however far away that is."""
         return self.here_x + (limit_bytes / (1.0 + self.margin) - self.here_bytes) / self.unit_bytes
@@ -155,7 +134,6 @@ def first_footprint(x: float, peak_bytes: float, at_s: float = 0.0) -> Footprint
         far_x=x,
         far_bytes=peak_bytes,
         unit_bytes=peak_bytes / x,
-        places=(Place(x=x, bytes=peak_bytes),),
         at_s=at_s,
     )
 
@@ -169,8 +147,7 @@ def footprint_of(learned: Learned, power: float) -> Footprint | None:
     unit_bytes = max(learned.unit_bytes, _LEAST_GROWING_SHARE * here / x)
     far_x = x / 16
     far = max(1.0, here - unit_bytes * (x - far_x))
-    known = (Place(x=x, bytes=here),)
-    return Footprint(here_x=x, here_bytes=here, far_x=far_x, far_bytes=far, unit_bytes=unit_bytes, places=known)
+    return Footprint(here_x=x, here_bytes=here, far_x=far_x, far_bytes=far, unit_bytes=unit_bytes)
 
 
 def measured(line: Footprint | None, x: float, peak_bytes: float, at_s: float) -> Footprint:
@@ -179,16 +156,17 @@ def measured(line: Footprint | None, x: float, peak_bytes: float, at_s: float) -
         return first_footprint(x, peak_bytes, at_s)
     peak_bytes = max(1.0, peak_bytes)
     deviation = peak_bytes / max(1.0, line.bytes_at(x)) - 1.0
-    known = place_at(line.places, x)
-    again = 0.0 if known is None else abs(peak_bytes / max(1.0, known.bytes + line.unit_bytes * (x - known.x)) - 1.0)
-    changed = again > max(_CHANGED, _CHANGED_WOBBLES * line.wobble)
     # While the slope is not known, only the very same size is the same place.
     stayed = x == line.here_x or (line.has_slope and abs(x - line.here_x) <= _SAME_PLACE * line.here_x)
+    predicted = stayed or (line.has_slope and not line.is_beyond(x))  # what is larger than all before is only bounded
+    if predicted and abs(deviation) > _JUMP and line.has_slope:
+        # The workload has changed: neither of the two points holds any more.
+        return replace(first_footprint(x, peak_bytes, at_s), spread=line.spread)
     here_x, here_bytes = x, peak_bytes
-    if stayed and not changed:
+    if stayed:
         # Smoothed along the line, so that a place slightly larger is not mistaken for a larger need.
         along = line.here_bytes + line.unit_bytes * (x - line.here_x)
-        follow = _FOLLOW if known is None else max(_FOLLOW, 1.0 / (known.steps + 1))
+        follow = max(_FOLLOW, 1.0 / (line.steps + 1))
         here_bytes = max(1.0, along + follow * (peak_bytes - along))
     far_x, far_bytes = line.far_x, line.far_bytes
     if not stayed and _ratio(line.here_x, x) > _ratio(far_x, x):
@@ -200,17 +178,13 @@ def measured(line: Footprint | None, x: float, peak_bytes: float, at_s: float) -
         unit_bytes = (here_bytes - far_bytes) / (here_x - far_x)
     most_x, most_bytes = (here_x, here_bytes) if here_x >= far_x else (far_x, far_bytes)
     unit_bytes = min(max(unit_bytes, _LEAST_GROWING_SHARE * most_bytes / most_x), here_bytes / here_x)
-    spread, wobble = line.spread, line.wobble
+    spread = line.spread
     left = max(0.0, 1.0 - (at_s - line.at_s) / _FADE_S)
     surprise = line.surprise * (left if line.surprise < _JUMP else _JUMP_FADES)
-    predicted = stayed or (line.has_slope and not line.is_beyond(x))  # what is larger than all before is only bounded
     if predicted:
         spread = max(_LEAST_SPREAD, spread + _SPREAD_FOLLOW * (min(abs(deviation), 4 * spread) - spread))
         if deviation > line.margin:
             surprise = min(_LARGEST_SURPRISE, deviation)
-    if known is not None and not changed:
-        wobble = max(_LEAST_SPREAD, wobble + _SPREAD_FOLLOW * (again - wobble))
-    forgets = changed or (known is None and predicted and deviation > _JUMP)
     return Footprint(
         here_x=here_x,
         here_bytes=here_bytes,
@@ -219,8 +193,7 @@ def measured(line: Footprint | None, x: float, peak_bytes: float, at_s: float) -
         unit_bytes=unit_bytes,
         spread=spread,
         surprise=surprise,
-        wobble=wobble,
-        places=placed(() if forgets else line.places, None if changed else known, x, peak_bytes, unit_bytes),
+        steps=line.steps + 1 if stayed else 1,
         at_s=at_s,
     )
 

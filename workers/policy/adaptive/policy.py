@@ -66,6 +66,7 @@ class AdaptivePolicy:
             first=self._ladder.first,
             worth_growing=_WORTH_REFILLING if growth.fills_claim else 0.0,
             failures_per_minute=memory.failures_per_minute,
+            exact_samples=True,  # the engine measures the room itself, for the step that comes
         )
 
     @property

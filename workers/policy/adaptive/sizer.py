@@ -23,8 +23,7 @@ from typing import Final, NamedTuple, TypeAlias
 from workers.policy.adaptive import size_bounds as brackets
 from workers.policy.adaptive.bounds import Bounds
 from workers.policy.adaptive.footprint import Footprint, footprint_of, measured
-from workers.policy.adaptive.free_memory import Level, doubted, sampled, trusted
-from workers.policy.adaptive.peak_samples import place_at
+from workers.policy.adaptive.free_memory import Level, doubted, sampled
 from workers.policy.adaptive.size_bounds import Bracket
 from workers.settings import Learned
 
@@ -183,13 +182,12 @@ def succeeded(state: Sizer, bounds: Bounds, event: Succeeded) -> Sizer:
     line, level, doubts, contradicted_bytes = state.line, state.level, state.doubts, state.contradicted_bytes
     if event.peak_bytes is not None:
         if level is not None and state.unsure_since_s is None:
-            level = trusted(level, event.peak_bytes)
             knows_better = state.fits_at_bytes is not None and event.peak_bytes > level.usable_bytes
             ran_against_signal = (state.wake_s is not None and not _is_below(state, bounds)) or knows_better
-            if event.peak_bytes > _ABOVE * level.level_bytes or ran_against_signal:
+            if event.peak_bytes > _ABOVE * level.likely_bytes or ran_against_signal:
                 doubts = min(_DOUBTS, doubts + 1)
                 contradicted_bytes = float(event.peak_bytes)
-            elif doubts and _NEAR * level.usable_bytes < event.peak_bytes <= level.level_bytes:
+            elif doubts and _NEAR * level.usable_bytes < event.peak_bytes <= level.likely_bytes:
                 doubts = 0
         line = measured(line, float(max(1, event.size)) ** bounds.power, event.peak_bytes, event.at_s)
     size = bounds.down(event.size)
@@ -211,12 +209,8 @@ def succeeded(state: Sizer, bounds: Bounds, event: Succeeded) -> Sizer:
 
 def failed(state: Sizer, bounds: Bounds, event: Failed) -> Sizer:
     """Return the state after a step that ran out of memory."""
-    level = state.level
-    if level is not None and level.telling:
-        level = doubted(level)
     state = replace(
         state,
-        level=level,
         bracket=brackets.ran_out(state.bracket, bounds, max(1, event.size), event.at_s),
         unsure_since_s=event.at_s if _believed(state) else None,
         failed_at_s=(*state.failed_at_s, event.at_s)[-bounds.failures_per_minute :],
@@ -245,7 +239,7 @@ def _sampled(state: Sizer, bounds: Bounds, event: Asked) -> Sizer:
             return state
         return replace(state, level=replace(level, fresh=False), told=False)
     unsure = state.unsure_since_s is not None
-    level = sampled(level, float(event.free_bytes), every_step=state.told, at_s=event.at_s, failed=unsure)
+    level = sampled(level, float(event.free_bytes), every_step=state.told, exact_samples=bounds.exact_samples)
     state = replace(state, level=level, told=True, sampled_at_s=event.at_s, unsure_since_s=None)
     if unsure:
         return _judged(state, bounds)
@@ -261,19 +255,16 @@ def _judged(state: Sizer, bounds: Bounds) -> Sizer:
     if bad is None or line is None or level is None:
         return state
     x = float(bad) ** bounds.power
-    if level.likely_bytes < line.expected_bytes(x) and state.doubts < _DOUBTS:
+    if level.likely_bytes < line.bytes_at(x) and state.doubts < _DOUBTS:
         return replace(state, bracket=brackets.forgiven(state.bracket), doubts=0, contradicted_bytes=None)
     state = replace(state, contradicted_bytes=level.likely_bytes)
     if line.is_beyond(x):
         return replace(state, line=line.surprised(x, level.usable_bytes))  # no measurement of this size had allowed it
-    known = place_at(line.places, x) is not None
+    known = x == line.here_x
     # An exact level leaves only the step to blame: it takes more than it did, and so may all others.
-    line = line.forgotten(x, all_places=level.exact)
     if level.exact or not known:
         line = line.surprised(x, level.usable_bytes)
-    if level.exact or known:
-        level = doubted(level)
-    return replace(state, line=line, level=level, doubts=min(_DOUBTS, state.doubts + 1))
+    return replace(state, line=line, level=doubted(level), doubts=min(_DOUBTS, state.doubts + 1))
 
 
 def _may_wake(state: Sizer, bounds: Bounds, promised: float | None, now_s: float) -> bool:
@@ -328,7 +319,7 @@ def _promised(state: Sizer, bounds: Bounds, now_s: float) -> float | None:
         return None
     cooling = bool(state.failed_at_s) and now_s < state.failed_at_s[-1] + _COOL_S
     usable_bytes = level.usable_bytes * (_PROMISED_WHILE_COOLING if cooling else 1.0)
-    x = line.known_x(usable_bytes, above_x=line.largest_x(usable_bytes))
+    x = line.largest_x(usable_bytes)
     smallest_x = float(bounds.smallest) ** bounds.power
     if x < smallest_x and level.exact:
         x = min(smallest_x, line.largest_x(level.sample_bytes))  # what may go away soon is no emergency yet
@@ -355,7 +346,7 @@ def _size(state: Sizer, bounds: Bounds, promised: float | None, now_s: float) ->
         larger = bounds.up(good)
         if _may_fit(state.line, level, float(larger) ** bounds.power):
             return larger
-    settled = not state.line.places or state.line.places[0].steps >= _SETTLED_STEPS
+    settled = state.line.steps >= _SETTLED_STEPS
     worth = bounds.worth_growing if settled else 0.0
     return good if good < size < min(bounds.largest, good * (1.0 + worth)) else size
 
