@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from workers.settings import MemorySettings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,3 +57,12 @@ def only_object(text: str) -> dict[str, Any]:
     found = json.loads(text)
     assert isinstance(found, dict)
     return found
+
+
+def namespaced(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a shell script with mounts of its own; skip where the kernel does not permit them."""
+    trial = ["unshare", "-rm", "mount", "-t", "tmpfs", "x", "/mnt"]
+    if subprocess.run(trial, capture_output=True, check=False).returncode != 0:
+        pytest.skip("the kernel refuses user namespaces with mounts")
+    command = ["unshare", "-rm", "sh", "-euc", script, "sh", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)

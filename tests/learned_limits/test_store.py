@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.scene import namespaced, only_object
 from workers.learned_limits.limits import to_plain
 from workers.learned_limits.store import EXPIRY_S, LimitStore, default_path
 from workers.settings import Learned, LimitKey, StoredLimit
@@ -444,18 +445,6 @@ def test_what_is_no_regular_file_is_neither_waited_for_nor_touched(strange: Path
     assert (strange.lstat().st_ino, strange.lstat().st_mode) == (before.st_ino, before.st_mode)
 
 
-def namespaced(script: str, *arguments: str) -> dict[str, Any]:
-    """Run a shell script with mounts of its own; skip where the kernel does not let us."""
-    trial = ["unshare", "-rm", "mount", "-t", "tmpfs", "x", "/mnt"]
-    if subprocess.run(trial, capture_output=True, check=False).returncode != 0:
-        pytest.skip("the kernel refuses user namespaces with mounts")
-    command = ["unshare", "-rm", "sh", "-euc", script, "sh", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    told: dict[str, Any] = json.loads(done.stdout)
-    return told
-
-
 #: A shell's words that make a folder refuse what is written, once it holds a store.
 READ_ONLY = 'mount --bind "$1" "$1"; mount -o remount,ro,bind "$1"'
 FULL = """
@@ -472,7 +461,8 @@ cat /dev/zero > "$1/ballast" 2> /dev/null || true
 def test_a_folder_that_takes_nothing_costs_a_sentence(path: Path, store: LimitStore, make: str, word: str) -> None:
     store.remember(limit(1))
     script = f'{make}\nexec "$2" -c "$3" "$1/limits.json" "$4"'
-    told = namespaced(script, str(path.parent), sys.executable, REFUSED, json.dumps(to_plain(limit(2, card="x"))))
+    done = namespaced(script, str(path.parent), sys.executable, REFUSED, json.dumps(to_plain(limit(2, card="x"))))
+    told = only_object(done.stdout)
     for call in ("remember", "forget", "clear"):
         assert word in told[call], told
         assert "ORCHESTRATOR_STATE_DIR" in told[call]

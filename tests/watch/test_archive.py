@@ -31,6 +31,7 @@ from orchestrator.watch.folders import find_run, list_runs, summary_of
 from orchestrator.watch.head_process import head_of
 from orchestrator.watch.records import STORE_NAME, RunFacts, SlotRecord
 from orchestrator.watch.store import RunStore
+from tests.scene import namespaced
 from workers.messages import WorkerState
 
 from .conftest import RowMaker, SnapshotMaker
@@ -124,15 +125,6 @@ def record(slot: str = "pc1/0", **changed: object) -> SlotRecord:
         "resume": {"policy": "classic", "size": 8192, "learned": None, "ok": True}, "row": {"steps_ok": 400},
     }  # fmt: skip
     return SlotRecord(**{**usual, **changed})
-
-
-def namespaced(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a shell script with mounts of its own; skip where the kernel does not let us."""
-    trial = ["unshare", "-rm", "mount", "-t", "tmpfs", "x", "/mnt"]
-    if subprocess.run(trial, capture_output=True, check=False).returncode != 0:
-        pytest.skip("the kernel refuses user namespaces with mounts")
-    command = ["unshare", "-rm", "sh", "-euc", script, "sh", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
 
 def begun_head(folder: Path) -> subprocess.Popen[str]:

@@ -22,6 +22,7 @@ from orchestrator.watch.events import EventLog
 from orchestrator.watch.records import COUNTERS, STORE_NAME, RunFacts, SlotProgress, SlotRecord
 from orchestrator.watch.store import EVENTS_KEPT, RunStore
 from orchestrator.watch.tables import FAULTS_KEPT
+from tests.scene import namespaced
 from workers.messages import WorkerState
 
 from .conftest import RowMaker, SnapshotMaker
@@ -167,21 +168,6 @@ def event(number: int, **details: object) -> dict[str, object]:
 
 def numbers(path: Path) -> list[int]:
     return [number for (number,) in read(path, "SELECT json_extract(details, '$.number') FROM events ORDER BY id")]
-
-
-def namespaced(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a shell script with mounts of its own; skip where the kernel does not let us."""
-    trial = ["unshare", "-rm", "mount", "-t", "tmpfs", "x", "/mnt"]
-    if subprocess.run(trial, capture_output=True, check=False).returncode != 0:
-        pytest.skip("the kernel refuses user namespaces with mounts")
-    return subprocess.run(
-        ["unshare", "-rm", "sh", "-euc", script, "sh", *arguments],
-        cwd=ROOT,
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
 
 
 def test_a_sample_per_slot_and_second(
