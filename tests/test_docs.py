@@ -152,6 +152,14 @@ def test_the_verbs_are_frozen() -> None:
 
 
 @pytest.mark.parametrize("verb", sorted(OPTIONS))
+def test_every_verb_and_option_is_documented(verb: str) -> None:
+    """The README shows how each verb is typed; the page of commands has every option."""
+    assert re.search(rf"orchestrator {verb}\b|`{verb}[ `]", text_of(ROOT / "README.md"))
+    options = {option for option in OPTIONS[verb] if option.startswith("-")} - {"--help"}
+    assert {option for option in options if f"`{option}" not in text_of(ROOT / "docs" / "commands.md")} == set()
+
+
+@pytest.mark.parametrize("verb", sorted(OPTIONS))
 def test_every_verb_explains_itself(verb: str) -> None:
     done = CliRunner().invoke(app, [verb, "--help"])
     assert done.exit_code == 0, done.output

@@ -108,7 +108,7 @@ def stopped_if_draining(slot: Slot) -> Slot:
 
 def recent(deaths_at_s: tuple[float, ...], moment: Moment) -> tuple[float, ...]:
     """Return the deaths of the window that ends now."""
-    return tuple(at for at in deaths_at_s if at > moment.now_s - moment.rules.death_window_s)
+    return deaths_at_s and tuple(at for at in deaths_at_s if at > moment.now_s - moment.rules.death_window_s)
 
 
 def explained(slot: Slot, cause: DeathCause) -> Slot:

@@ -62,7 +62,8 @@ def reported(slot: Slot, event: SliceReported, moment: Moment) -> Transition:
 def _accepted(slot: Slot, flight: Flight, report: Report, moment: Moment) -> Transition:
     worked_before = slot.report is not None
     slot = changed(
-        step_accounting.without(slot, flight),
+        slot,
+        in_flight=step_accounting.others(slot, flight),
         ready=True,
         ending=False,
         heard_at_s=moment.now_s,

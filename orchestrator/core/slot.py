@@ -136,10 +136,12 @@ def changed(slot: Slot, **changes: Any) -> Slot:  # noqa: ANN401 - the type of e
     Raises:
         TypeError: A slot has no field of that name.
     """
-    if not changes.keys() <= _SLOT_FIELDS:
-        raise TypeError(f"a slot has no {', '.join(sorted(changes.keys() - _SLOT_FIELDS))}")
     copy = object.__new__(Slot)
-    copy.__dict__.update(slot.__dict__, **changes)
+    values = copy.__dict__
+    values.update(slot.__dict__)
+    values.update(changes)
+    if len(values) != len(_SLOT_FIELDS):
+        raise TypeError(f"a slot has no {', '.join(sorted(changes.keys() - _SLOT_FIELDS))}")
     return copy
 
 

@@ -46,12 +46,20 @@ def flight_of(slot: Slot, incarnation: int, sequence: int) -> Flight | None:
     """Return the slice under way with this name, or `None`: never sent, counted already, or given up."""
     if incarnation != slot.incarnation:
         return None
-    return next((flight for flight in slot.in_flight if flight.sequence == sequence), None)
+    for flight in slot.in_flight:
+        if flight.sequence == sequence:
+            return flight
+    return None
 
 
 def without(slot: Slot, flight: Flight) -> Slot:
     """Close a slice that was counted."""
-    return changed(slot, in_flight=tuple(other for other in slot.in_flight if other is not flight))
+    return changed(slot, in_flight=others(slot, flight))
+
+
+def others(slot: Slot, flight: Flight) -> tuple[Flight, ...]:
+    """Return the slices under way besides this one."""
+    return tuple([other for other in slot.in_flight if other is not flight])
 
 
 def all_lost(slot: Slot) -> Slot:

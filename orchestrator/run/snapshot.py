@@ -58,16 +58,21 @@ class Meter:
         clock_mhz = None if report.sensors is None else report.sensors.sm_clock_mhz
         self._window.append((report.wall_s, report.counts.work_flop, report.counts.busy_s, clock_mhz))
         wall_s = flop = busy_s = 0.0
-        for took_s, did_flop, was_busy_s, _ in self._window:
+        highest_mhz = None
+        for took_s, did_flop, was_busy_s, clock_mhz in self._window:
             wall_s += took_s
             flop += did_flop
             busy_s += was_busy_s
+            if clock_mhz is not None and (highest_mhz is None or clock_mhz > highest_mhz):
+                highest_mhz = clock_mhz
         while wall_s > _WINDOW_S and len(self._window) > 1:
-            took_s, did_flop, was_busy_s, _ = self._window.popleft()
+            took_s, did_flop, was_busy_s, clock_mhz = self._window.popleft()
             wall_s -= took_s
             flop -= did_flop
             busy_s -= was_busy_s
-        self.sm_clock_mhz = max((clock for *_, clock in self._window if clock is not None), default=None)
+            if clock_mhz is not None and clock_mhz == highest_mhz:
+                highest_mhz = max((clock for *_, clock in self._window if clock is not None), default=None)
+        self.sm_clock_mhz = highest_mhz
         self.duty = min(1.0, busy_s / wall_s) if wall_s > 0 else None
         self.tflops = flop / wall_s / 1e12 if wall_s > 0 and flop > 0 else None
         if not is_first:

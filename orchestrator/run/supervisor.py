@@ -18,6 +18,7 @@ from orchestrator.core.memory_broker.broker import MemoryBroker
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import Phase, Slot
 from orchestrator.errors import PreflightError
+from orchestrator.run import collector
 from orchestrator.run.clock import Clock, SystemClock
 from orchestrator.run.fault_injection import FaultInjector
 from orchestrator.run.learned_limits import LearnedLimits
@@ -126,9 +127,10 @@ class Supervisor:
             IllegalEventError: With `strict`, an event came that the lifecycle does not allow.
         """
         try:
-            while not self._over():
-                self._turn()
-            self._drain()
+            with collector.adapted(len(self._plans)):
+                while not self._over():
+                    self._turn()
+                self._drain()
         except BaseException:
             self._close()  # what is under way is lost, and the books must say so
             self._send_out()

@@ -59,7 +59,7 @@ class Head:
 
         wait_for(enough, within_s, f"{workers} running workers")
 
-    def finish(self, within_s: float = 120.0) -> tuple[int, str, str]:
+    def finish(self, within_s: float = 200.0) -> tuple[int, str, str]:
         """Wait for the end; return exit code, standard output and standard error."""
         out, err = self.process.communicate(timeout=within_s)
         return self.process.returncode, out, err

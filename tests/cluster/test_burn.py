@@ -77,7 +77,8 @@ def test_a_hot_card_fails_the_heat_phase_and_an_interrupt_ends_the_next(short_tm
     }
     assert by_slot["pc1/0"]["temperature_max_c"] == HOT_C
     assert all(worker["errors_verdict"] == "pass" and worker["steps_ok"] > 0 for worker in by_slot.values())
-    assert (interrupted["phase"], interrupted["verdict"]) == (3, "not_judged")
+    # What was seen until then may be enough for a verdict.
+    assert (interrupted["phase"], interrupted["verdict"] in {"fail", "not_judged"}) == (3, True)
     (written,) = (short_tmp / "runs").glob("burn-*.json")
     assert json.loads(written.read_text(encoding="utf-8")) == told
     assert phase["runs"][0]["run_id"] in {run.run_id for run in list_runs(short_tmp / "runs")}, "a run like any other"

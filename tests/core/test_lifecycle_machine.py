@@ -406,5 +406,5 @@ class LifecycleMachine(Books):
         return slot.phase is Phase.WORKING and not slot.in_flight and left_s < self.run_rules.slice_s / 10
 
 
-LifecycleMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=60)
+LifecycleMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=60)
 TestLifecycleMachine = LifecycleMachine.TestCase

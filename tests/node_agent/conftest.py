@@ -23,6 +23,9 @@ from workers.node_agent.protocol import AgentOrders
 from workers.nvml.fake.prepare import prepare
 from workers.settings import FakeSensors
 
+#: Another one in each process of the tests: the folder of a run's daemon is named after it.
+RUN_ID = f"20261120-120000-{os.getpid() % 0x10000:04x}"
+
 #: Asks the cards of a fake NVML for their power limits, in watts; a process has one NVML for ever.
 _LIMITS = """
 import json, sys
@@ -141,7 +144,7 @@ class Node:
 
     def orders(self, **changes: Any) -> AgentOrders:  # noqa: ANN401 - any field of the orders
         """Return orders for this machine."""
-        fields = {"node": "pc1", "run_id": "20261120-120000-abcd", "card_count": 1, "fake": self.fake, **changes}
+        fields = {"node": "pc1", "run_id": RUN_ID, "card_count": 1, "fake": self.fake, **changes}
         return AgentOrders(**fields)
 
     def agent(self, **changes: Any) -> AgentClient:  # noqa: ANN401 - any field of the orders

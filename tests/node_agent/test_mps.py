@@ -141,11 +141,12 @@ def test_a_daemon_that_does_not_answer_is_ended(stand_in: Path, monkeypatch: pyt
     monkeypatch.setattr(mps, "_START_S", 1.5)
     monkeypatch.setattr(mps, "_END_S", 0.2)
     (stand_in / "manner").write_text("mute")
+    before = psutil.Process().children()
     daemon = mps.new_daemon(f"test-{os.getpid()}")
     with pytest.raises(mps.MpsError, match="nvidia-cuda-mps-control does not answer"):
         mps.start(daemon)
     assert not Path(daemon.folder).exists()
-    assert [child for child in psutil.Process().children() if not is_gone(child)] == []
+    assert [child for child in psutil.Process().children() if child not in before and not is_gone(child)] == []
 
 
 def test_a_daemon_that_does_not_quit_is_ended_by_its_process(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:

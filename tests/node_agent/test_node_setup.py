@@ -168,7 +168,7 @@ pipes, share, limit = json.loads(sys.argv[2])
 spec = plan_slots(load_config(sys.argv[1], ["compute_share_mode=mps"]), Target())[0].spec
 spec = replace(spec, mps_pipe_directory=pipes, thread_share=share, mps_memory_limit_bytes=limit)
 try:
-    actor._load_engine(spec)
+    actor.load_engine(spec)
 except mps.MpsError as error:
     print(error)
 else:

@@ -9,7 +9,7 @@ class DutyCycle:
     """The idle time that is due after work, and the sleep for it."""
 
     def __init__(self, duty: float | None) -> None:
-        """Owe nothing.
+        """Begin with no sleep owed.
 
         Args:
             duty: Share of the time for which the slot may keep the device busy; `None` does not limit it.
@@ -41,5 +41,5 @@ class DutyCycle:
             self.rested(pause_s)
 
     def rested(self, seconds: float) -> None:
-        """Take an idle time of any cause off what is owed."""
+        """Subtract idle time, whatever its cause, from what is owed."""
         self._owed_s = max(0.0, self._owed_s - seconds)

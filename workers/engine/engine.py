@@ -23,8 +23,8 @@ from workers.policy.base import Emergency, Release, Run, StepOk, StepOom
 from workers.settings import FailureKind, WorkerSpec
 from workers.workloads.base import StepResult
 
-#: Length of a slice in which the worker may do nothing, and time between two looks at a card that is too hot: short,
-#: because the head may change that at any time.
+#: Length of a slice without work, and time between two sensor readings of a card that is too hot. It is short, because
+#: the head may change the lease at any time.
 _IDLE_POLL_S: Final = 0.1
 
 
@@ -125,7 +125,7 @@ def _work(session: Session, stats: SliceStats) -> None:
     """Follow the policy until the slice is over.
 
     A slice of no duration ends with the first good step. An error of the workload ends any slice, so that the head
-    sees it before it happens a thousand times.
+    learns of it at once.
     """
     if session.last_run is not None:
         stats.use(session.last_run.size, session.last_run.batch)

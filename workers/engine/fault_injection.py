@@ -22,7 +22,7 @@ from workers.testing import OomInjector, injected_error
 from workers.verification.check import Check
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 
-#: Status of a process that leaves by `os._exit`; what most programs end with when something went wrong.
+#: Exit status of a process that ends by `os._exit`: that of most programs after an error.
 EXIT_STATUS: Final = 1
 
 _HANG_SLEEP_S = 3600.0

@@ -48,18 +48,18 @@ class SliceStats:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds until the slice should end; 0 when it should have, or has done all the steps it may."""
+        """Seconds until the slice should end; 0 after that time, and when it has done all steps that it may."""
         limit = self.directive.step_limit
         if limit is not None and self.counts.steps_ok >= limit:
             return 0.0
         return max(0.0, self.directive.duration_s - self.elapsed_s)
 
     def event(self, name: str, **detail: Scalar) -> None:
-        """Note something worth a line in events.jsonl."""
+        """Add an event for events.jsonl."""
         self.events.append(WorkerEvent(name=name, at_unix_s=time.time(), detail=detail))
 
     def repeated_event(self, name: str, kind: Scalar) -> None:
-        """Note something that many steps may meet: one event for each kind, whose `count` grows."""
+        """Add an event that many steps may repeat: one for each kind, whose `count` grows."""
         index, count = self._repeated.get((name, kind), (len(self.events), 0))
         self._repeated[name, kind] = index, count + 1
         if not count:
@@ -68,7 +68,7 @@ class SliceStats:
             self.events[index] = replace(self.events[index], detail={"kind": kind, "count": count + 1})
 
     def settle(self, state: WorkerState, reason: str) -> None:
-        """Set what the table shows."""
+        """Set the state and the reason that the table shows."""
         self.state, self.reason = state, reason
 
     def sensed(self, reading: SensorReading | None) -> None:
@@ -76,7 +76,7 @@ class SliceStats:
         self.sensors = reading
 
     def use(self, size: int, batch: int) -> None:
-        """Note what the steps work with now."""
+        """Set the size and batch that the table shows."""
         self.size, self.batch = size, batch
 
     def step_done(self, flop: float, seconds: float) -> None:

@@ -56,7 +56,7 @@ class ThermalControl:
         return bool(self._state.alarms.names)
 
     def sample(self, stats: SliceStats) -> None:
-        """Read the sensors if that is due, and follow what they say."""
+        """Read the sensors if that is due, and ask the governor."""
         now_s = time.monotonic()
         reading = self._sampler.sample_if_due(now_s)
         if reading is None:
@@ -69,7 +69,7 @@ class ThermalControl:
 
         Args:
             measure: Returns bytes per second, or `None` if it cannot be measured.
-            stats: For what follows from it.
+            stats: Where alarms are reported.
         """
         now_s = time.monotonic()
         clock_mhz = None if self.reading is None else self.reading.memory_clock_mhz
