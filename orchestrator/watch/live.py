@@ -24,6 +24,9 @@ from orchestrator.watch.phrases import closing_lines, tflops_words
 from orchestrator.watch.table import health_table
 
 REDRAW_EVERY_S = 0.25
+_REDRAW_S_PER_SLOT = 0.001
+_REDRAW_MOST_S = 1.0
+"""A table of many slots is drawn less often: putting it in order costs more, and no person follows it."""
 PROGRESS_EVERY_S = 10.0
 
 _REASON_CELLS = 400
@@ -78,9 +81,10 @@ class LiveTable:
         )
 
     def update(self, snapshot: Snapshot) -> None:
-        """Redraw, unless that was done less than `REDRAW_EVERY_S` ago."""
+        """Redraw, unless that was done less than `REDRAW_EVERY_S` ago, or a little more for many slots."""
         now_s = self._monotonic_s()
-        if self._gone or (self._drawn_at_s is not None and now_s - self._drawn_at_s < REDRAW_EVERY_S):
+        every_s = max(REDRAW_EVERY_S, min(_REDRAW_MOST_S, _REDRAW_S_PER_SLOT * len(snapshot.rows)))
+        if self._gone or (self._drawn_at_s is not None and now_s - self._drawn_at_s < every_s):
             return
         self._drawn_at_s = now_s
         try:
