@@ -1,4 +1,4 @@
-"""Workers that crash, hang, leak or eat the RAM of their PC; and what becomes of their slots and their card."""
+"""Workers that crash, leave, leak or eat the PC's memory, for real; and what becomes of their slots and their card."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class BySlot(Fine):
     def fail(self, seed):
         if seed == 0 and self.steps == 20 and once("crashed"):
             ctypes.string_at(0)
-        if seed == 1 and self.steps == 20 and once("hung"):
-            time.sleep(10_000)
+        if seed == 1 and self.steps == 20 and once("left"):
+            os._exit(3)
         if seed in (2, 3) and time.monotonic() - self.grown_at >= 0.5:
             self.grown_at = time.monotonic()
             if seed == 2:
@@ -89,15 +89,14 @@ def write_faults(folder: Path, most_bytes: int = 0) -> None:
     (folder / "faults.py").write_text(_FAULTS.format(folder=str(folder), most_bytes=most_bytes))
 
 
-def test_crashed_hung_and_leaking_workers_are_replaced_and_a_card_on_which_all_die_is_given_up(
+def test_crashed_and_leaking_workers_are_replaced_and_a_card_on_which_all_die_is_given_up(
     start: Starter, short_tmp: Path
 ) -> None:
     write_faults(short_tmp)
     slots = ("--set", "nodes.pc1.workers=4", "--set", "nodes.pc2.workers=2")
     leaks = ("--set", "run.slice_s=0.5", "--set", "run.leak_flag_mib=30", "--set", "run.leak_limit_mib=100")
-    workload = ("--workload", "faults:BySlot", "--duration", "25s")
-    patience = ("--set", "run.hang_timeout_s=10", "--set", "run.stale_after_s=4")
-    head = start("--rehearse", "--json", *workload, *slots, *leaks, *patience, cwd=short_tmp)
+    workload = ("--workload", "faults:BySlot", "--duration", "15s")
+    head = start("--rehearse", "--json", *workload, *slots, *leaks, cwd=short_tmp)
     code, out, err = head.finish()
     assert code == 1, out + err
     summary = json.loads(out)
@@ -110,11 +109,11 @@ def test_crashed_hung_and_leaking_workers_are_replaced_and_a_card_on_which_all_d
         states = [e for e in events if e["event"] == "state" and e["slot"] == slot]
         return [e["cause"] for e in states if e["to_state"] == "RESTARTING"]
 
-    for slot, words in (("pc1/0", "its process ended"), ("pc1/1", "no report for 1")):
+    for slot in ("pc1/0", "pc1/1"):
         assert rows[slot]["restarts"] == 1, rows[slot]
         assert rows[slot]["state"] == "RUNNING"
         (cause,) = causes(slot)
-        assert cause.startswith(words)
+        assert cause.startswith("its process ended")
 
     leaky, slightly = rows["pc1/2"], rows["pc1/3"]
     assert len(causes("pc1/2")) == leaky["restarts"] >= 1
