@@ -197,9 +197,9 @@ def emergency_at_the_wall(spec: WorkerSpec) -> Found:
         for _ in range(50):
             device.emergency()
         after_bytes = vm_data_bytes()
-        room_bytes = limit_bytes() - before_bytes
+        allowed_bytes = limit_bytes() - before_bytes
         del blocks
-    return {"before": before_bytes, "after": after_bytes, "room": room_bytes}
+    return {"before": before_bytes, "after": after_bytes, "room": allowed_bytes}
 
 
 def test_the_emergency_product_runs_at_the_wall_and_takes_nothing(in_child: InChild, make_spec: MakeSpec) -> None:

@@ -244,8 +244,11 @@ class TestLease:
         assert all(report.reason == "" for report in squeezed[:2])
         assert all("share" in report.reason for report in squeezed[2:8])
         changes = [event for report in squeezed for event in report.events if event.name in {"gave_way", "grew"}]
-        told = [event.detail["room_bytes"] if event.name == "gave_way" else None for event in changes]
-        assert [room_bytes for room_bytes in told if room_bytes in {80 * MIB, 40 * MIB}] == [80 * MIB, 40 * MIB]
+        told = [event.detail["allowed_bytes"] if event.name == "gave_way" else None for event in changes]
+        assert [allowed_bytes for allowed_bytes in told if allowed_bytes in {80 * MIB, 40 * MIB}] == [
+            80 * MIB,
+            40 * MIB,
+        ]
         assert "grew" in [event.name for event in changes[told.index(40 * MIB) :]]
 
     def test_less_than_its_smallest_step_needs_is_an_emergency_that_ends(

@@ -66,11 +66,11 @@ class Card:
 
     policy: AdaptivePolicy
     takes: Footprint
-    room_bytes: int
-    shows_bytes: Callable[[int], int] = lambda room_bytes: room_bytes
-    """What the policy is told of the room."""
+    allowed_bytes: int
+    shows_bytes: Callable[[int], int] = lambda allowed_bytes: allowed_bytes
+    """What the policy learns of the memory that is allowed."""
     measured_every: int = 1
-    """How many steps there are for each that ends with a look at the room."""
+    """How many steps there are for each that ends with a measurement of free memory."""
     state: AdaptiveState = field(init=False)
     beside_bytes: int = 0
     """What a step takes beside what it holds, where it fills its claim."""
@@ -98,7 +98,7 @@ class Card:
                 decision = self.look()
                 continue
             self.now_s += 1.0
-            if self.bytes_of(decision) <= self.room_bytes:
+            if self.bytes_of(decision) <= self.allowed_bytes:
                 self.good.append(decision)
                 decision = self.tell(self.ended_well(decision))
                 done += 1
@@ -118,8 +118,8 @@ class Card:
         return self.tell(
             Pressure(
                 at_s=self.now_s,
-                free_bytes=self.room_bytes,
-                room_bytes=self.shows_bytes(self.room_bytes),
+                free_bytes=self.allowed_bytes,
+                allowed_bytes=self.shows_bytes(self.allowed_bytes),
                 needed_at_floor_bytes=self.takes(floor.size, floor.batch),
             )
         )
@@ -131,7 +131,7 @@ class Card:
             batch=run.batch,
             peak_bytes=self.bytes_of(run),
             seconds=1.0,
-            room_bytes=None if len(self.good) % self.measured_every else self.shows_bytes(self.room_bytes),
+            allowed_bytes=None if len(self.good) % self.measured_every else self.shows_bytes(self.allowed_bytes),
         )
 
     def ran_out(self, run: Run) -> StepOom:
@@ -141,8 +141,8 @@ class Card:
             batch=run.batch,
             kind=FailureKind.DEFINITE,
             needed_bytes=None,
-            free_bytes=self.room_bytes,
-            room_bytes=self.shows_bytes(self.room_bytes),
+            free_bytes=self.allowed_bytes,
+            allowed_bytes=self.shows_bytes(self.allowed_bytes),
         )
 
     @property
@@ -154,17 +154,17 @@ class Card:
         return self.bytes_of(self.last)
 
 
-def matmul(room_bytes: int = 200 * MIB, claim_bytes: int = 200 * MIB, size: int = 4096) -> Card:
+def matmul(allowed_bytes: int = 200 * MIB, claim_bytes: int = 200 * MIB, size: int = 4096) -> Card:
     policy = adaptive(MATMUL, replace(ASKED, name="matmul", size=size))
-    return Card(policy, three_squares, room_bytes).begin(claim_bytes)
+    return Card(policy, three_squares, allowed_bytes).begin(claim_bytes)
 
 
-def mlp(room_bytes: int, **memory: Any) -> Card:  # noqa: ANN401 - MemorySettings has many types
-    return Card(adaptive(BATCH_ONLY, **memory), by_batch, room_bytes).begin()
+def mlp(allowed_bytes: int, **memory: Any) -> Card:  # noqa: ANN401 - MemorySettings has many types
+    return Card(adaptive(BATCH_ONLY, **memory), by_batch, allowed_bytes).begin()
 
 
 class TestFilling:
-    """A workload that holds all of its claim: what it holds follows the room, and its size what it holds."""
+    """A workload that holds all of its claim: what it holds follows the allowed bytes, and its size what it holds."""
 
     def test_the_first_step_holds_the_claim(self) -> None:
         card = matmul()
@@ -186,7 +186,7 @@ class TestFilling:
     def test_it_gives_way_in_the_very_next_step_and_the_size_follows(self) -> None:
         card = matmul(size=65536)
         card.slice(5)
-        card.room_bytes = 90 * MIB
+        card.allowed_bytes = 90 * MIB
         card.slice(1)
         assert 0.95 * 90 * MIB <= card.last_bytes <= 90 * MIB
         assert three_squares(card.last.size, 1) <= card.last_bytes
@@ -197,7 +197,7 @@ class TestFilling:
         card.slice()
         run = card.look()
         assert isinstance(run, Run)
-        decision = card.tell(replace(card.ended_well(run), room_bytes=90 * MIB))
+        decision = card.tell(replace(card.ended_well(run), allowed_bytes=90 * MIB))
         assert isinstance(decision, Run)
         assert decision.hold_bytes is not None
         assert decision.hold_bytes <= 90 * MIB
@@ -206,9 +206,9 @@ class TestFilling:
         card = matmul(size=65536)
         card.slice(5)
         full = card.last
-        card.room_bytes = 90 * MIB
+        card.allowed_bytes = 90 * MIB
         card.slice(5)
-        card.room_bytes = 200 * MIB
+        card.allowed_bytes = 200 * MIB
         card.slice(1)
         assert card.last_bytes >= 0.93 * card.bytes_of(full), "some of it may go away once more"
         card.slice(10)
@@ -225,20 +225,20 @@ class TestFilling:
             assert 0.85 * 200 * MIB <= card.last_bytes <= 200 * MIB
         assert card.last_bytes >= 0.96 * 200 * MIB
         assert len({run.hold_bytes for run in card.good}) <= 12, "each change fills all of the memory anew"
-        card.room_bytes = 90 * MIB
+        card.allowed_bytes = 90 * MIB
         card.slice(20)
         assert 0.85 * 90 * MIB <= card.last_bytes <= 90 * MIB
         assert card.failed == []
 
     def test_it_grows_no_further_than_its_cap(self) -> None:
-        card = matmul(room_bytes=1 << 34)
+        card = matmul(allowed_bytes=1 << 34)
         card.slice(20)
         assert card.last_bytes <= MATMUL.most_bytes
 
     def test_no_release_is_needed_because_the_engine_gives_back_what_it_holds_less(self) -> None:
         card = matmul()
         card.slice(3)
-        card.room_bytes = 90 * MIB
+        card.allowed_bytes = 90 * MIB
         card.slice(3)
         assert card.releases == 0
 
@@ -246,18 +246,18 @@ class TestFilling:
         card = matmul()
         card.slice(3)
         full = card.last
-        card.room_bytes = three_squares(256, 1) - 1
+        card.allowed_bytes = three_squares(256, 1) - 1
         for _ in range(100):
             assert isinstance(emergency := card.slice(), Emergency)
             assert emergency.reason
         assert card.last == full, "nothing ran"
-        card.room_bytes = 200 * MIB
+        card.allowed_bytes = 200 * MIB
         card.slice(10)
         assert card.last_bytes >= card.bytes_of(full)
         assert card.failed == []
 
     def test_a_claim_that_was_not_obtained_starts_where_it_ended(self) -> None:
-        card = matmul(room_bytes=120 * MIB, claim_bytes=120 * MIB)
+        card = matmul(allowed_bytes=120 * MIB, claim_bytes=120 * MIB)
         card.slice()
         assert 0.98 * 120 * MIB <= card.last_bytes <= 120 * MIB
 
@@ -285,15 +285,15 @@ class TestFilling:
     ) -> None:
         card = matmul(claim_bytes=claim_bytes, size=size)
         floor_bytes = three_squares(card.policy.floor.size, 1)
-        for room_bytes in rooms:
-            card.room_bytes = room_bytes
+        for allowed_bytes in rooms:
+            card.allowed_bytes = allowed_bytes
             before = len(card.good)
             ended = card.slice(steps)
-            if room_bytes < min(floor_bytes, MATMUL.most_bytes):
+            if allowed_bytes < min(floor_bytes, MATMUL.most_bytes):
                 assert isinstance(ended, Emergency)
             for run in card.good[before:]:
                 assert run.hold_bytes is not None
-                assert run.hold_bytes <= min(room_bytes, MATMUL.most_bytes)
+                assert run.hold_bytes <= min(allowed_bytes, MATMUL.most_bytes)
                 assert three_squares(run.size, 1) <= run.hold_bytes
         assert card.failed == []
 
@@ -302,7 +302,7 @@ class TestStepping:
     """A workload that takes what its step takes, and says nothing about it: learned from the peaks of its steps."""
 
     def test_a_cold_start_finds_the_largest_batch_without_a_failure(self) -> None:
-        card = mlp(room_bytes=700 * MIB)
+        card = mlp(allowed_bytes=700 * MIB)
         card.slice(12)
         assert card.failed == []
         assert card.good[0].batch <= ASKED.batch / 16, "the first step of all is small"
@@ -338,13 +338,13 @@ class TestStepping:
         assert card.last.batch >= 0.95 * min(batch, fits) - between - 1
 
     def test_what_fits_as_asked_is_run_as_asked(self) -> None:
-        card = mlp(room_bytes=2000 * MIB)
+        card = mlp(allowed_bytes=2000 * MIB)
         card.slice(12)
         assert (card.last.size, card.last.batch) == (ASKED.size, ASKED.batch)
         assert card.failed == []
 
     def test_only_what_moves_memory_is_moved(self) -> None:
-        card = mlp(room_bytes=300 * MIB)
+        card = mlp(allowed_bytes=300 * MIB)
         card.slice(20)
         assert {run.size for run in card.good} == {ASKED.size}
         by_size = replace(BATCH_ONLY, size_power=2.0, batch_power=0.0)
@@ -357,11 +357,11 @@ class TestStepping:
         card = Card(adaptive(BOTH), by_both, 450 * MIB).begin()
         card.slice(20)
         assert (card.last.size, card.last.batch) == (ASKED.size, ASKED.batch)
-        card.room_bytes = 150 * MIB
+        card.allowed_bytes = 150 * MIB
         card.slice(10)
         assert card.last.size == ASKED.size
         assert GUIDES.batch_floor < card.last.batch < ASKED.batch
-        card.room_bytes = 30 * MIB
+        card.allowed_bytes = 30 * MIB
         card.slice(10)
         assert card.last.batch == GUIDES.batch_floor
         assert GUIDES.size_floor < card.last.size < ASKED.size
@@ -371,12 +371,12 @@ class TestStepping:
         card = Card(adaptive(BOTH), weights_and_rows, 400 * MIB).begin()
         card.slice(20)
         assert (card.last.size, card.last.batch) == (ASKED.size, ASKED.batch)
-        for changes, room_bytes in enumerate((150 * MIB, 40 * MIB, 300 * MIB, 100 * MIB), start=1):
-            card.room_bytes = room_bytes
+        for changes, allowed_bytes in enumerate((150 * MIB, 40 * MIB, 300 * MIB, 100 * MIB), start=1):
+            card.allowed_bytes = allowed_bytes
             for _ in range(20):
                 card.slice()
             assert len(card.failed) <= 2 * changes
-            assert 0.5 * room_bytes <= card.last_bytes <= room_bytes
+            assert 0.5 * allowed_bytes <= card.last_bytes <= allowed_bytes
 
     @pytest.mark.parametrize("takes", [by_both, weights_and_rows])
     @given(rooms=st.lists(st.integers(1, 400), min_size=1, max_size=20), steps=st.integers(1, 10))
@@ -386,16 +386,16 @@ class TestStepping:
         card = Card(adaptive(BOTH, failures_per_minute=1000), takes, 0).begin()
         floor_bytes = takes(GUIDES.size_floor, GUIDES.batch_floor)
         for room_mib in rooms:
-            card.room_bytes = room_mib * MIB
+            card.allowed_bytes = room_mib * MIB
             card.now_s += 60.0  # whatever it waited for is over
             ended = card.slice(steps)
-            assert not isinstance(ended, Emergency) or card.room_bytes < 1.25 * floor_bytes
+            assert not isinstance(ended, Emergency) or card.allowed_bytes < 1.25 * floor_bytes
 
     def test_it_gives_way_before_anything_fails_and_gives_memory_back_first(self) -> None:
-        card = mlp(room_bytes=700 * MIB)
+        card = mlp(allowed_bytes=700 * MIB)
         card.slice(12)
         assert card.releases == 0
-        card.room_bytes = 400 * MIB
+        card.allowed_bytes = 400 * MIB
         card.slice(1)
         assert 0.95 * 300 <= card.last.batch <= 300
         card.slice(10)
@@ -403,29 +403,29 @@ class TestStepping:
         assert card.releases <= 1, "what it gave up already is not given back again"
 
     def test_within_a_slice_it_gives_memory_back_before_the_smaller_step(self) -> None:
-        card = mlp(room_bytes=700 * MIB)
+        card = mlp(allowed_bytes=700 * MIB)
         card.slice(12)
         run = card.look()
         assert isinstance(run, Run)
-        card.room_bytes = 400 * MIB
+        card.allowed_bytes = 400 * MIB
         assert card.tell(card.ended_well(run)) == Release()
         smaller = card.look()
         assert isinstance(smaller, Run)
         assert by_batch(smaller.size, smaller.batch) <= 400 * MIB
 
     def test_it_grows_back_within_a_few_steps(self) -> None:
-        card = mlp(room_bytes=700 * MIB)
+        card = mlp(allowed_bytes=700 * MIB)
         card.slice(12)
         before = card.last.batch
-        card.room_bytes = 400 * MIB
+        card.allowed_bytes = 400 * MIB
         card.slice(3)
-        card.room_bytes = 700 * MIB
+        card.allowed_bytes = 700 * MIB
         card.slice(4)
         assert card.last.batch >= 0.98 * before
         assert card.failed == []
 
     def test_a_step_that_grew_is_followed_at_the_cost_of_one_failure(self) -> None:
-        card = mlp(room_bytes=700 * MIB)
+        card = mlp(allowed_bytes=700 * MIB)
         card.slice(40)
         card.takes = lambda _size, batch: 200 * MIB + ROW_BYTES * batch
         card.slice(40)
@@ -433,7 +433,7 @@ class TestStepping:
         assert 0.85 * 500 <= card.last.batch <= 500
 
     def test_a_step_that_takes_twice_as_much_is_followed_too(self) -> None:
-        card = mlp(room_bytes=700 * MIB)
+        card = mlp(allowed_bytes=700 * MIB)
         card.slice(40)
         card.takes = lambda size, batch: 2 * by_batch(size, batch)
         for _ in range(100):
@@ -442,7 +442,7 @@ class TestStepping:
         assert 0.7 * 250 <= card.last.batch <= 250
 
     def test_a_step_that_takes_half_is_followed_without_a_failure(self) -> None:
-        card = mlp(room_bytes=700 * MIB)
+        card = mlp(allowed_bytes=700 * MIB)
         card.slice(40)
         card.takes = lambda size, batch: by_batch(size, batch) // 2
         card.slice(60)
@@ -450,19 +450,19 @@ class TestStepping:
         assert card.last.batch == ASKED.batch
 
     def test_where_the_floor_does_not_fit_it_waits_and_comes_back(self) -> None:
-        card = mlp(room_bytes=700 * MIB)
+        card = mlp(allowed_bytes=700 * MIB)
         card.slice(12)
-        card.room_bytes = 120 * MIB
+        card.allowed_bytes = 120 * MIB
         endings = [card.slice() for _ in range(120)]
         assert all(isinstance(ending, Emergency) and ending.reason for ending in endings)
         assert card.last.batch > GUIDES.batch_floor, "nothing ran"
         assert len(card.failed) <= 4, "the floor is tried again now and then, ever more rarely"
-        card.room_bytes = 700 * MIB
+        card.allowed_bytes = 700 * MIB
         card.slice(12)
         assert card.last.batch >= 0.97 * 600
 
     def test_a_floor_that_never_fitted_is_tried_ever_more_rarely(self) -> None:
-        card = mlp(room_bytes=50 * MIB)
+        card = mlp(allowed_bytes=50 * MIB)
         for _ in range(300):
             card.slice()
         assert card.good == []
@@ -482,7 +482,7 @@ class TestWhatTheWorkloadSays:
         card = Card(adaptive(growth), lambda _size, _batch: 1000, 3200 * MIB).begin()
         card.slice(30)
         assert card.last.batch == 300, "the steps it measures look tiny, and it is believed all the same"
-        card.room_bytes = 1600 * MIB
+        card.allowed_bytes = 1600 * MIB
         card.slice()
         assert card.last.batch == 100
 
@@ -493,7 +493,7 @@ class TestWhatTheWorkloadSays:
             reason="the smallest step (size 4096 batch 32) needs 132.0 MiB, 100.0 MiB are there"
         )
         assert card.failed == []
-        card.room_bytes = 140 * MIB
+        card.allowed_bytes = 140 * MIB
         assert isinstance(card.slice(), Run)
         assert card.last.batch == GUIDES.batch_floor
 
@@ -504,7 +504,7 @@ class TestWhatTheWorkloadSays:
     def test_nothing_is_run_that_is_said_not_to_fit(self, rooms: list[int], learned: Learned | None) -> None:
         card = Card(adaptive(replace(BATCH_ONLY, needed_bytes=by_batch)), by_batch, 0).begin(0, learned)
         for room_mib in rooms:
-            card.room_bytes = room_mib * MIB
+            card.allowed_bytes = room_mib * MIB
             ended = card.slice(2)
             assert isinstance(ended, Emergency) == (room_mib < 132) or 132 <= room_mib < 140, "the margin of a step"
         assert card.failed == []
@@ -512,7 +512,7 @@ class TestWhatTheWorkloadSays:
 
 class TestLearned:
     def test_the_next_run_starts_there_in_one_step(self) -> None:
-        first = mlp(room_bytes=700 * MIB)
+        first = mlp(allowed_bytes=700 * MIB)
         first.slice(12)
         learned = first.policy.learned(first.state)
         assert learned is not None
@@ -521,27 +521,27 @@ class TestLearned:
             pytest.approx(FIXED_BYTES, rel=0.01),
             pytest.approx(ROW_BYTES, rel=0.01),
         )
-        second = mlp(room_bytes=700 * MIB)
+        second = mlp(allowed_bytes=700 * MIB)
         second.begin(0, learned)
         second.slice(1)
         assert second.last.batch >= 0.97 * first.last.batch
         assert second.failed == []
 
     def test_it_is_checked_against_the_room_first(self) -> None:
-        card = mlp(room_bytes=300 * MIB)
+        card = mlp(allowed_bytes=300 * MIB)
         card.begin(0, Learned(size=600, fixed_bytes=FIXED_BYTES, unit_bytes=ROW_BYTES))
         card.slice(1)
         assert 0.9 * 200 <= card.last.batch <= 200
         assert card.failed == []
 
     def test_a_size_without_a_footprint_is_believed_until_it_fails(self) -> None:
-        card = mlp(room_bytes=700 * MIB)
+        card = mlp(allowed_bytes=700 * MIB)
         card.begin(0, Learned(size=500))
         card.slice(1)
         assert card.last.batch == 500
 
     def test_what_no_longer_fits_costs_one_failure_and_is_unlearned(self) -> None:
-        card = mlp(room_bytes=700 * MIB)
+        card = mlp(allowed_bytes=700 * MIB)
         card.takes = lambda _size, batch: FIXED_BYTES + 2 * ROW_BYTES * batch
         card.begin(0, Learned(size=590, fixed_bytes=FIXED_BYTES, unit_bytes=ROW_BYTES))
         card.slice(30)
@@ -552,7 +552,7 @@ class TestLearned:
         assert learned.size == card.last.batch
 
     def test_nothing_is_learned_before_a_step_has_ended_well(self) -> None:
-        card = mlp(room_bytes=50 * MIB)
+        card = mlp(allowed_bytes=50 * MIB)
         assert card.policy.learned(card.state) is None
         card.slice()
         assert card.policy.learned(card.state) is None
@@ -561,7 +561,7 @@ class TestLearned:
     @example(size=600, fixed_mib=0.0, row_mib=0.01)
     @example(size=600, fixed_mib=10_000.0, row_mib=100.0)
     def test_however_wrong_it_finds_its_way(self, size: int, fixed_mib: float, row_mib: float) -> None:
-        card = mlp(room_bytes=700 * MIB)
+        card = mlp(allowed_bytes=700 * MIB)
         card.begin(0, Learned(size=size, fixed_bytes=fixed_mib * MIB, unit_bytes=row_mib * MIB))
         for _ in range(300):
             card.slice()
@@ -572,7 +572,7 @@ class TestLearned:
 class TestFailuresPerMinute:
     @given(allowed=st.integers(1, 8), takes_mib=st.lists(st.integers(1, 3000), min_size=20, max_size=200))
     def test_never_more_than_allowed_however_wild_the_steps(self, allowed: int, takes_mib: list[int]) -> None:
-        card = mlp(room_bytes=700 * MIB, failures_per_minute=allowed)
+        card = mlp(allowed_bytes=700 * MIB, failures_per_minute=allowed)
         for mib in takes_mib:
             card.takes = lambda _size, batch, mib=mib: mib * MIB * batch // 512  # type: ignore[misc]
             card.slice()
@@ -581,7 +581,7 @@ class TestFailuresPerMinute:
             assert later - earlier >= 60.0
 
     def test_what_rests_says_why_and_goes_on_a_minute_later(self) -> None:
-        card = mlp(room_bytes=700 * MIB, failures_per_minute=2)
+        card = mlp(allowed_bytes=700 * MIB, failures_per_minute=2)
         card.slice(12)
         card.takes = lambda _size, _batch: 1 << 40
         while not isinstance(ended := card.slice(), Emergency):
@@ -613,7 +613,7 @@ class TestResume:
         assert policy.load(dumped) == policy.initial(0, None)
 
     def test_what_was_learned_under_larger_settings_is_cut_to_the_new_ones(self) -> None:
-        card = mlp(room_bytes=2000 * MIB)
+        card = mlp(allowed_bytes=2000 * MIB)
         card.slice(12)
         smaller = AdaptivePolicy(GUIDES, replace(ASKED, batch=200), BATCH_ONLY)
         state = smaller.load(card.policy.dump(card.state))
@@ -638,7 +638,7 @@ class TestResume:
         ],
     )
     def test_a_foreign_or_damaged_mapping_is_refused(self, damage: dict[str, Any], complaint: str) -> None:
-        card = mlp(room_bytes=700 * MIB)
+        card = mlp(allowed_bytes=700 * MIB)
         card.slice(12)
         with pytest.raises(ValueError, match=complaint):
             card.policy.load({**card.policy.dump(card.state), **damage})
@@ -665,7 +665,7 @@ class TestResume:
     @example(units=600, fixed=0.0, unit=5e-324)
     @example(units=10**400, fixed=None, unit=None)
     def test_any_damage_is_refused_or_survived(self, units: Scalar, fixed: Scalar, unit: Scalar) -> None:
-        card = mlp(room_bytes=700 * MIB)
+        card = mlp(allowed_bytes=700 * MIB)
         try:
             card.state = card.policy.load(
                 {"policy": "adaptive", "units": units, "fixed_bytes": fixed, "unit_bytes": unit}
@@ -710,12 +710,12 @@ def test_the_same_events_give_the_same_decisions(
     growth: Growth, rooms: list[int], wobbles: list[float], lies: float, claim_bytes: int
 ) -> None:
     """Whatever happened: what was asked for is within what was asked of it, and a log replays."""
-    card = Card(adaptive(growth), by_both, 0, shows_bytes=lambda room_bytes: int(lies * room_bytes))
+    card = Card(adaptive(growth), by_both, 0, shows_bytes=lambda allowed_bytes: int(lies * allowed_bytes))
     card.begin(claim_bytes)
-    for number, room_bytes in enumerate(rooms):
+    for number, allowed_bytes in enumerate(rooms):
         wobble = wobbles[number % len(wobbles)]
         card.takes = lambda size, batch, wobble=wobble: math.ceil(wobble * by_both(size, batch))  # type: ignore[misc]
-        card.room_bytes = room_bytes
+        card.allowed_bytes = allowed_bytes
         card.slice(3)
     floor = card.policy.floor
     state = card.policy.initial(claim_bytes, None)

@@ -27,18 +27,18 @@ GROWTH = Growth(
 GUIDE_SIZES = [4096, 2867, 2007, 1404, 983, 688, 481, 337, 256]
 GUIDE_BATCHES = [128, 112, 96, 80, 64, 48, 32, 32, 32]
 
-OK = StepOk(at_s=0.0, size=1, batch=1, peak_bytes=1, seconds=0.1, room_bytes=None)
+OK = StepOk(at_s=0.0, size=1, batch=1, peak_bytes=1, seconds=0.1, allowed_bytes=None)
 NEED_BYTES = 1 << 20
 OOM_MEMORY_GONE = StepOom(
-    at_s=0.0, size=1, batch=1, kind=FailureKind.DEFINITE, needed_bytes=NEED_BYTES, free_bytes=0, room_bytes=0
+    at_s=0.0, size=1, batch=1, kind=FailureKind.DEFINITE, needed_bytes=NEED_BYTES, free_bytes=0, allowed_bytes=0
 )
 OOM_MEMORY_BACK = replace(OOM_MEMORY_GONE, free_bytes=NEED_BYTES)
 OOM_NEED_UNKNOWN = replace(OOM_MEMORY_BACK, needed_bytes=None)
 PRESSURE_LOW = Pressure(
-    at_s=0.0, room_bytes=NEED_BYTES - 1, free_bytes=NEED_BYTES - 1, needed_at_floor_bytes=NEED_BYTES
+    at_s=0.0, allowed_bytes=NEED_BYTES - 1, free_bytes=NEED_BYTES - 1, needed_at_floor_bytes=NEED_BYTES
 )
-PRESSURE_ENOUGH = Pressure(at_s=0.0, room_bytes=NEED_BYTES, free_bytes=NEED_BYTES, needed_at_floor_bytes=NEED_BYTES)
-PRESSURE_NEED_UNKNOWN = Pressure(at_s=0.0, room_bytes=NEED_BYTES, free_bytes=NEED_BYTES, needed_at_floor_bytes=None)
+PRESSURE_ENOUGH = Pressure(at_s=0.0, allowed_bytes=NEED_BYTES, free_bytes=NEED_BYTES, needed_at_floor_bytes=NEED_BYTES)
+PRESSURE_NEED_UNKNOWN = Pressure(at_s=0.0, allowed_bytes=NEED_BYTES, free_bytes=NEED_BYTES, needed_at_floor_bytes=None)
 
 
 def classic(*, size: int = PC2.size, batch: int = PC2.batch, **settings: float) -> ClassicPolicy:

@@ -50,7 +50,7 @@ class ClassicMachine(RuleBasedStateMachine):
         self.asked: list[Run] = []
         self.failures_seen: list[int] = [0]
         self.failed_in_a_row: list[Run] = []
-        self.send(Pressure(at_s=0.0, room_bytes=0, free_bytes=0, needed_at_floor_bytes=None))
+        self.send(Pressure(at_s=0.0, allowed_bytes=0, free_bytes=0, needed_at_floor_bytes=None))
 
     def send(self, event: Event) -> None:
         self.state, self.decision = self.policy.decide(self.state, event)
@@ -71,7 +71,7 @@ class ClassicMachine(RuleBasedStateMachine):
                 self.send(
                     StepOk(
                         at_s=0.0,
-                        room_bytes=None,
+                        allowed_bytes=None,
                         size=step.size,
                         batch=step.batch,
                         peak_bytes=need_bytes(step),
@@ -89,7 +89,7 @@ class ClassicMachine(RuleBasedStateMachine):
         self.send(
             StepOom(
                 at_s=0.0,
-                room_bytes=0,
+                allowed_bytes=0,
                 size=step.size,
                 batch=step.batch,
                 kind=kind,
@@ -102,7 +102,9 @@ class ClassicMachine(RuleBasedStateMachine):
     def slice_begins(self, need_known: bool, free_bytes: int) -> None:
         """Answers a Release, ends an Emergency, and cuts a slice short at any other time."""
         needed_bytes = need_bytes(self.policy.floor) if need_known else None
-        self.send(Pressure(at_s=0.0, room_bytes=free_bytes, free_bytes=free_bytes, needed_at_floor_bytes=needed_bytes))
+        self.send(
+            Pressure(at_s=0.0, allowed_bytes=free_bytes, free_bytes=free_bytes, needed_at_floor_bytes=needed_bytes)
+        )
 
     @rule()
     def process_dies_and_resumes(self) -> None:
@@ -164,7 +166,7 @@ def run_slice(
     """Run one slice of the simulated device up to its first good step: state, whether there was one, decisions."""
     floor_bytes = need_bytes(policy.floor) if need_known else None
     pressure = Pressure(
-        at_s=0.0, room_bytes=capacity_bytes, free_bytes=capacity_bytes, needed_at_floor_bytes=floor_bytes
+        at_s=0.0, allowed_bytes=capacity_bytes, free_bytes=capacity_bytes, needed_at_floor_bytes=floor_bytes
     )
     state, decision = policy.decide(state, pressure)
     for decisions in range(1, decision_limit + 1):
@@ -177,11 +179,13 @@ def run_slice(
             case Run(size=size, batch=batch):
                 needed = need_bytes(decision)
                 if needed <= capacity_bytes:
-                    event = StepOk(at_s=0.0, room_bytes=None, size=size, batch=batch, peak_bytes=needed, seconds=0.01)
+                    event = StepOk(
+                        at_s=0.0, allowed_bytes=None, size=size, batch=batch, peak_bytes=needed, seconds=0.01
+                    )
                     return policy.decide(state, event)[0], True, decisions
                 event = StepOom(
                     at_s=0.0,
-                    room_bytes=0,
+                    allowed_bytes=0,
                     size=size,
                     batch=batch,
                     kind=FailureKind.DEFINITE,

@@ -52,7 +52,7 @@ class Device(Protocol):
         """Bytes this worker could still obtain: what its cap leaves, and no more than the device has free."""
         ...
 
-    def room_bytes(self, leave_bytes: int) -> int:
+    def allowed_bytes(self, leave_bytes: int) -> int:
         """Bytes a step may hold in all: what the worker holds plus what is free, bounded by the cap.
 
         Args:
@@ -63,7 +63,7 @@ class Device(Protocol):
 
     @property
     def most_bytes(self) -> int:
-        """The most that `room_bytes` will ever be."""
+        """The most that `allowed_bytes` will ever be."""
         ...
 
     def held_bytes(self) -> int:

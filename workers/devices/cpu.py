@@ -134,8 +134,8 @@ class CpuDevice:
         """See `Device.free_bytes`; the machine's available RAM bounds it too."""
         return self._obtainable(self.held_bytes(), psutil.virtual_memory().available)
 
-    def room_bytes(self, leave_bytes: int) -> int:
-        """See `Device.room_bytes`; the machine's available RAM bounds it too."""
+    def allowed_bytes(self, leave_bytes: int) -> int:
+        """See `Device.allowed_bytes`; the machine's available RAM bounds it too."""
         within_reach = self.held_bytes() + psutil.virtual_memory().available - leave_bytes
         return max(0, min(self.most_bytes, within_reach))
 
@@ -237,7 +237,7 @@ def _use_mappings_for_blocks() -> None:
 
 
 def _lay_in_stock() -> None:
-    """Leave room on the heap for small things, which no block can take.
+    """Keep space on the heap for small allocations, which no block can take.
 
     While the cap is used up, the other threads of the process live on it: refused the few kilobytes of a message,
     Ray's would end the process (seen once in 300,000 to 700,000 walls without it). Each chunk is smaller than any

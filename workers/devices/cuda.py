@@ -137,8 +137,8 @@ class CudaDevice:
         """See `Device.free_bytes`; asks the driver, so other tenants of the card count."""
         return self._obtainable(torch.cuda.memory_stats(self.torch_device), self._free_on_card_bytes())
 
-    def room_bytes(self, leave_bytes: int) -> int:
-        """See `Device.room_bytes`. Gaps in segments that are partly in use do not count: no block is sure to fit."""
+    def allowed_bytes(self, leave_bytes: int) -> int:
+        """See `Device.allowed_bytes`. Gaps in segments that are partly in use do not count: no block is sure to fit."""
         stats = torch.cuda.memory_stats(self.torch_device)
         within_reach = int(stats["reserved_bytes.all.current"]) + self._free_on_card_bytes() - leave_bytes
         return max(0, min(self._cap_bytes, within_reach) - int(stats["inactive_split_bytes.all.current"]))

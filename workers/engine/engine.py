@@ -151,7 +151,7 @@ def _work(session: Session, stats: SliceStats) -> None:
             _between_steps(session, stats, event)
             # Measured after the sleep: other processes may have taken memory meanwhile.
             allowed_bytes = session.measure_allowed_if_due()
-            decision = session.ask(replace(event, at_s=time.monotonic(), room_bytes=allowed_bytes))
+            decision = session.ask(replace(event, at_s=time.monotonic(), allowed_bytes=allowed_bytes))
             if stats.remaining_s <= 0:
                 if isinstance(decision, Release):
                     session.device.release()  # the next slice asks again, and the policy counts this one as done
@@ -191,7 +191,7 @@ def _step(session: Session, stats: SliceStats, run: Run) -> StepOk | StepOom | N
         batch=run.batch,
         peak_bytes=session.device.step_peak_bytes(),
         seconds=seconds,
-        room_bytes=None,
+        allowed_bytes=None,
     )
 
 

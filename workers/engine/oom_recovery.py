@@ -92,7 +92,7 @@ def _recover(session: Session, stats: SliceStats, run: Run, failure: Failure) ->
         kind=failure.kind,
         needed_bytes=needed_bytes,
         free_bytes=free_bytes,
-        room_bytes=session.measure_allowed(),
+        allowed_bytes=session.measure_allowed(),
     )
 
 

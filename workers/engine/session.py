@@ -175,7 +175,7 @@ class Session:
             size=run.size,
             batch=run.batch,
             hold_bytes=run.hold_bytes,
-            room_bytes=self.allowed_bytes,
+            allowed_bytes=self.allowed_bytes,
         )
 
     def release(self) -> None:
@@ -193,7 +193,7 @@ class Session:
     def measure_allowed(self) -> int:
         """Measure how many bytes a step may hold in all: min(cap, lease, held + free - leave_free)."""
         self.measured_at_s = time.monotonic()
-        allowed_bytes = self.device.room_bytes(self.spec.memory.leave_free_bytes)
+        allowed_bytes = self.device.allowed_bytes(self.spec.memory.leave_free_bytes)
         self.allowed_bytes = allowed_bytes if self.lease_bytes is None else min(allowed_bytes, self.lease_bytes)
         return self.allowed_bytes
 
@@ -227,7 +227,7 @@ class Session:
         floor = self.policy.floor
         return Pressure(
             at_s=time.monotonic(),
-            room_bytes=self.measure_allowed(),
+            allowed_bytes=self.measure_allowed(),
             free_bytes=self.device.free_bytes(),
             needed_at_floor_bytes=self.workload.needed_bytes(floor.size, floor.batch),
         )

@@ -33,8 +33,8 @@ class StepOk:
     peak_bytes: int
     """Highest number of bytes in live tensors during the step."""
     seconds: float
-    room_bytes: int | None
-    """What the next step may hold in all, see `Pressure.room_bytes`; `None` if it was not measured after this one."""
+    allowed_bytes: int | None
+    """What the next step may hold in all, see `Pressure.allowed_bytes`; `None` if not measured after this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class StepOom:
     """What the workload says a step of this size needs at least; `None` if it does not say."""
     free_bytes: int
     """What the worker can obtain now, after the release."""
-    room_bytes: int
+    allowed_bytes: int
 
     def __post_init__(self) -> None:
         if self.kind not in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
@@ -74,7 +74,7 @@ class Pressure:
     at_s: float
     free_bytes: int
     """What the worker can obtain now."""
-    room_bytes: int
+    allowed_bytes: int
     """What a step may hold in all: the worker's own memory counted back, bounded by its cap and its lease, less what
     has to stay free for others."""
     needed_at_floor_bytes: int | None

@@ -66,7 +66,7 @@ class AdaptivePolicy:
             first=self._ladder.first,
             worth_growing=_WORTH_REFILLING if growth.fills_claim else 0.0,
             failures_per_minute=memory.failures_per_minute,
-            exact_samples=True,  # the engine measures the room itself, for the step that comes
+            exact_samples=True,  # the engine measures the allowed bytes itself, for the step that comes
         )
 
     @property
@@ -88,16 +88,16 @@ class AdaptivePolicy:
         bounds = self._bounds
         match event:
             case Pressure():
-                return self._next(replace(state, units=0), event.at_s, event.room_bytes)
+                return self._next(replace(state, units=0), event.at_s, event.allowed_bytes)
             case StepOk():
                 ended = Succeeded(event.at_s, state.units, event.peak_bytes)
                 sized = sizer.succeeded(state.sizer, bounds, ended)
                 if not state.calibrated:
                     sized = replace(sized, line=_filled(ended.size, event.peak_bytes))
-                return self._next(AdaptiveState(sizer=sized, units=state.units), event.at_s, event.room_bytes)
+                return self._next(AdaptiveState(sizer=sized, units=state.units), event.at_s, event.allowed_bytes)
             case StepOom():
                 sized = sizer.failed(state.sizer, bounds, Failed(event.at_s, state.units))
-                return self._next(replace(state, sizer=sized, units=0), event.at_s, event.room_bytes)
+                return self._next(replace(state, sizer=sized, units=0), event.at_s, event.allowed_bytes)
             case _:
                 assert_never(event)
 
@@ -136,29 +136,29 @@ class AdaptivePolicy:
     def _needed_bytes(self, run: Run) -> int | None:
         return self._growth.needed_bytes(run.size, run.batch) if run.hold_bytes is None else run.hold_bytes
 
-    def _within(self, room_bytes: int) -> int | None:
+    def _within(self, allowed_bytes: int) -> int | None:
         if self._growth.fills_claim:
-            return self._bounds.down(room_bytes) if room_bytes >= self._bounds.smallest else None
-        return self._ladder.within(room_bytes, self._growth.needed_bytes)
+            return self._bounds.down(allowed_bytes) if allowed_bytes >= self._bounds.smallest else None
+        return self._ladder.within(allowed_bytes, self._growth.needed_bytes)
 
-    def _too_little(self, room_bytes: int) -> str:
+    def _too_little(self, allowed_bytes: int) -> str:
         needed_bytes = self._needed_bytes(self.floor) or 0
         return (
             f"the smallest step (size {self.floor.size} batch {self.floor.batch}) needs {needed_bytes / MIB:.1f} MiB, "
-            f"{room_bytes / MIB:.1f} MiB are there"
+            f"{allowed_bytes / MIB:.1f} MiB are there"
         )
 
-    def _next(self, state: AdaptiveState, at_s: float, room_bytes: int | None) -> tuple[AdaptiveState, Decision]:
-        sized, units = sizer.asked(state.sizer, self._bounds, Asked(at_s, room_bytes))
+    def _next(self, state: AdaptiveState, at_s: float, allowed_bytes: int | None) -> tuple[AdaptiveState, Decision]:
+        sized, units = sizer.asked(state.sizer, self._bounds, Asked(at_s, allowed_bytes))
         if units is None:
             return replace(state, sizer=sized, units=0), Emergency(reason=sized.reason)
         run = self._ladder.run(units)
         needed_bytes = self._needed_bytes(run)
-        if room_bytes is not None and needed_bytes is not None and needed_bytes > room_bytes:
+        if allowed_bytes is not None and needed_bytes is not None and needed_bytes > allowed_bytes:
             # The workload says what it needs; the sizer would have to learn it by failing.
-            within = self._within(room_bytes)
+            within = self._within(allowed_bytes)
             if within is None:
-                return replace(state, sizer=sized, units=0), Emergency(reason=self._too_little(room_bytes))
+                return replace(state, sizer=sized, units=0), Emergency(reason=self._too_little(allowed_bytes))
             units, run = within, self._ladder.run(within)
         if run.hold_bytes is None and units < state.units * (1.0 - _WORTH_RELEASING):
             return replace(state, sizer=sized, units=0), Release()
