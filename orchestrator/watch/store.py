@@ -54,7 +54,7 @@ class _Origin:
 
 
 class RunStore:
-    """Keeps a run, its slots, a sample of each per second, and its events. Nothing in it raises.
+    """Keeps a run, its slots, samples of them, and its events. Nothing in it raises.
 
     A watcher, but `begin`, `slots`, `event` and `end` are the head's to call. What they are given waits in memory
     for `commit`, and while nothing can be written it goes on waiting: the next success writes all of it.
