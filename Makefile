@@ -25,8 +25,8 @@ test: $(STAMP) lint types contracts ## Run every check and every test; those tha
 	$(BIN)/pytest -m "ray or gpu" || status=$$?; \
 	exit $$status
 
-check: $(STAMP) lint types contracts ## Run what is fast: everything but the tests marked ray, torch and gpu
-	$(BIN)/pytest -q -n logical --maxprocesses 4 --dist loadfile -m "not ray and not torch and not gpu"
+check: $(STAMP) lint types contracts ## Run what is fast: everything but the tests marked ray, torch, gpu and slow
+	$(BIN)/pytest -q -n logical --maxprocesses 4 --dist loadfile -m "not ray and not torch and not gpu and not slow"
 
 setup: $(STAMP) ## Make .venv and install the project into it, with the versions of constraints.txt
 

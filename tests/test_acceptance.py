@@ -37,6 +37,9 @@ from acceptance.outcome import Outcome
 from tests.scene import ROOT
 from workers.readings import SensorReading
 
+pytestmark = pytest.mark.slow
+
+
 Json: TypeAlias = dict[str, Any]
 
 #: Which of them say the same however busy this machine is.

@@ -27,6 +27,9 @@ from tests.fork_server import ForkServer
 from tests.scene import ROOT
 from workers.messages import WorkerState
 
+pytestmark = pytest.mark.slow
+
+
 #: `tests/cluster` kills workers, heads and nodes, too.
 by_hand = pytest.mark.skipif("BENCHES" not in os.environ, reason="a bench of half a minute; BENCHES=1 runs it, too")
 

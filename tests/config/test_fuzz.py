@@ -23,7 +23,10 @@ from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, NoClusterError, Problem, UsageError
 from tests.scene import ROOT
 
-SEEDS = (1, 2, 3, 4, 5, 6)
+pytestmark = pytest.mark.slow
+
+
+SEEDS = (1, 2, 3)
 INPUTS_PER_SEED = 500
 
 #: What was found, and the words that refuse it now.

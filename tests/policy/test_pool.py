@@ -9,6 +9,9 @@ import pytest
 from benches import pool
 from benches.pool_card import SCENES, Habits, Scene, scenes
 
+pytestmark = pytest.mark.slow
+
+
 #: None of them was looked at while the constants of the leases were chosen.
 SEEDS = (2001, 2002, 2003)
 MINUTES = 6.0

@@ -37,6 +37,9 @@ from benches.simulator import (
 from tests.scene import ROOT
 from workers.units import GIB
 
+pytestmark = pytest.mark.slow
+
+
 Clock = Callable[[], float]
 
 

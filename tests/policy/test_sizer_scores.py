@@ -15,6 +15,9 @@ from benches.simulator import EXACT, LARGEST, Outcome, World, play, worlds
 
 from workers.resilience.adaptive_size import AdaptiveSize, Learned
 
+pytestmark = pytest.mark.slow
+
+
 #: Numbers that were not tuned on; `scripts/bench.py policy` plays many more.
 SEEDS = {"precious": (9001, 9002), "saturating": (9000,)}
 

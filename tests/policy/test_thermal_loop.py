@@ -25,6 +25,9 @@ from benches.thermal import (
     turns,
 )
 
+pytestmark = pytest.mark.slow
+
+
 FIRST = random.SystemRandom().randrange(10**6) if os.environ.get("HYPOTHESIS_FRESH") else 1
 SEEDS = tuple(range(FIRST, FIRST + 5))
 
