@@ -65,7 +65,7 @@ class Level:
     alone: bool = True
     """Whether there was no other sample yet, so that it is used as it is."""
     exact_samples: bool = False
-    """Whether whoever samples says that a sample is true to the byte when it is taken."""
+    """Whether the caller says that a sample is exact at the moment when it is taken."""
     risen: bool = False
     """Whether the last sample alone lay far above the level."""
 
