@@ -175,6 +175,7 @@ def _filled(hold_bytes: int, peak_bytes: int) -> Footprint:
         far_bytes=peak_bytes - far_bytes,
         unit_bytes=1.0,
         spread=_PROVEN_SPREAD,
+        steps=sizer.SETTLED_STEPS,  # obtained in one block, so it is found
     )
 
 

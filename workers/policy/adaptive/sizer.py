@@ -64,7 +64,7 @@ _PLENTY_WITHOUT_SLOPE: Final = 1.05
 _PLENTY: Final = 2.0
 
 #: A size that was measured so often is found; before, it may still grow by less than is worth a change.
-_SETTLED_STEPS: Final = 8
+SETTLED_STEPS: Final = 8
 
 #: In an emergency the smallest size is tried again after so long, then after twice as long, whatever the signal says.
 _FIRST_WAIT_S: Final = 10.0
@@ -346,7 +346,7 @@ def _size(state: Sizer, bounds: Bounds, promised: float | None, now_s: float) ->
         larger = bounds.up(good)
         if _may_fit(state.line, level, float(larger) ** bounds.power):
             return larger
-    settled = state.line.steps >= _SETTLED_STEPS
+    settled = state.line.steps >= SETTLED_STEPS
     worth = bounds.worth_growing if settled else 0.0
     return good if good < size < min(bounds.largest, good * (1.0 + worth)) else size
 
