@@ -45,6 +45,8 @@ class Child:
                 answer = self._connection.recv(16)
             except TimeoutError as error:
                 raise subprocess.TimeoutExpired(f"forked child {self.pid}", timeout_s) from error
+            except ConnectionResetError:  # it ended before the child had read what it was to do
+                answer = b""
             assert answer, f"the fork server ended before its child {self.pid}"
             self.returncode = int(answer)
         return self.returncode
