@@ -62,7 +62,7 @@ def test_ten_workers_hold_nearly_all_of_their_caps_without_a_failure_and_the_nex
     start: Starter, state_dir: Path
 ) -> None:
     assert limits()["limits"] == []
-    first = start("--rehearse", "--duration", "6s", "--json")
+    first = start("--rehearse", "--duration", "10s", "--json")
     summary = finished(first)
     slots = [row["slot"] for row in summary["workers"]]
     assert slots == [f"pc1/{index}" for index in range(7)] + [f"pc2/{index}" for index in range(3)]
@@ -71,7 +71,7 @@ def test_ten_workers_hold_nearly_all_of_their_caps_without_a_failure_and_the_nex
     assert remembered(first) == []
     assert state_dir / "limits.json" in state_dir.iterdir()
 
-    second = start("--rehearse", "--duration", "2s", "--json")
+    second = start("--rehearse", "--duration", "5s", "--json")
     summary = finished(second)
     assert remembered(second) == slots
     assert {row["slot"]: held(row) for row in summary["workers"] if held(row) < HELD} == {}
@@ -91,7 +91,7 @@ def test_ten_workers_hold_nearly_all_of_their_caps_without_a_failure_and_the_nex
 def test_sizes_far_too_big_for_every_cap_fail_nowhere_and_a_killed_worker_holds_the_same_again(start: Starter) -> None:
     # A product as large as 3.33 GiB / 16 allows takes a processor many seconds, and a step must end in each slice.
     quick = ("--set", "nodes.pc1.vram_per_worker_gib=1.5", "--set", "compute_share_mode=none")
-    head = start("--rehearse", "--duration", "20s", "--json", *TOO_BIG, *SMALL, *quick)
+    head = start("--rehearse", "--duration", "30s", "--json", *TOO_BIG, *SMALL, *quick)
     head.wait_until_running(3)
     opened = next(event for event in head.events() if event["event"] == "device_opened" and event["slot"] == "pc1/1")
     victim = psutil.Process(opened["pid"])
@@ -135,7 +135,7 @@ class Rows(Workload):
 def test_a_users_workload_finds_the_largest_batch(start: Starter, short_tmp: Path) -> None:
     (short_tmp / "mine.py").write_text(_ROWS)
     workload = ("--workload", "mine:Rows", "--set", "workload.batch=16384")
-    head = start("--rehearse", "--duration", "4s", "--json", *workload, *ONE_EACH, cwd=short_tmp)
+    head = start("--rehearse", "--duration", "15s", "--json", *workload, *ONE_EACH, cwd=short_tmp)
     # What the other threads of a process map may take a step that fills its cap to the last byte beyond it, once.
     summary = finished(head, failures_most=1)
     assert {row["slot"]: held(row) for row in summary["workers"] if held(row) < 0.9} == {}

@@ -95,7 +95,7 @@ def test_crashed_and_leaking_workers_are_replaced_and_a_card_on_which_all_die_is
     write_faults(short_tmp)
     slots = ("--set", "nodes.pc1.workers=4", "--set", "nodes.pc2.workers=2")
     leaks = ("--set", "run.slice_s=0.5", "--set", "run.leak_flag_mib=30", "--set", "run.leak_limit_mib=100")
-    workload = ("--workload", "faults:BySlot", "--duration", "15s")
+    workload = ("--workload", "faults:BySlot", "--duration", "25s")
     head = start("--rehearse", "--json", *workload, *slots, *leaks, cwd=short_tmp)
     code, out, err = head.finish()
     assert code == 1, out + err
