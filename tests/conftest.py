@@ -25,7 +25,7 @@ settings.register_profile(
     "shared-machine",
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
-    # What passed here passes there; whoever looks for new counterexamples sets HYPOTHESIS_FRESH=1.
+    # What passed here passes there. To look for new counterexamples, set HYPOTHESIS_FRESH=1.
     derandomize=not os.environ.get("HYPOTHESIS_FRESH"),
 )
 settings.load_profile("shared-machine")

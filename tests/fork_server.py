@@ -88,7 +88,7 @@ class ForkServer:
     def start(
         self, code: str, *arguments: str, cwd: Path | None = None, environment: Mapping[str, str] | None = None
     ) -> Child:
-        """Fork a child that runs `code` as its main module; whoever starts it closes it."""
+        """Fork a child that runs `code` as its main module; the caller closes it."""
         ours, theirs = socket.socketpair()
         out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
         with theirs:
@@ -157,7 +157,7 @@ def _serve(control: socket.socket) -> types.CodeType:
                 if pid == 0:
                     return _become(client, *received[1:])
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.setpgid(pid, pid)  # as the child does; whoever comes first
+                    os.setpgid(pid, pid)  # as the child does, too: one of the two is first
                 for copy in received[1:]:
                     os.close(copy)
                 process = os.pidfd_open(pid)

@@ -21,7 +21,7 @@ _CONTEXT_BYTES: Final = 320 * MIB
 
 
 class JumpingClock:
-    """A clock that moves when somebody sleeps. See `orchestrator.run.clock.Clock`."""
+    """A clock that moves only in `sleep`. See `orchestrator.run.clock.Clock`."""
 
     def __init__(self) -> None:
         """Begin now."""

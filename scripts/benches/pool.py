@@ -9,7 +9,7 @@ Measured over a scene, the start included:
 
 - `jain_bytes`, `jain_work`: Jain's index of what each worker holds, and does, as a share of what it would with its
   max-min fair share of what tenants leave.
-- `used`: bytes in use by anybody, of those that anybody could use.
+- `used`: bytes in use, of those that could be in use.
 - `work`: as a share of what steps of the largest size that fits the fair share would do; the mean over the workers.
 - `failures_per_minute`: of all workers together.
 - `changes_per_minute`, `quiet_changes_per_minute`: changes of a step's size by more than 2 %, of the worker that has

@@ -284,7 +284,7 @@ def play(make: Maker, world: World, signal: Signal) -> Outcome:
 
 @lru_cache(maxsize=1024)
 def oracle_items(world: World, *, blocks: bool) -> float:
-    """Return the work of whoever knows what each step needs and has, and never fails."""
+    """Return the work of a rule that knows what each step needs and has, and never fails."""
     place, last_place, step, now, items = 0, len(world.times_s) - 1, 0, 0.0, 0.0
     while now < world.duration_s:
         while place < last_place and world.times_s[place + 1] <= now:

@@ -22,7 +22,7 @@ TOO_BIG = ("--set", "workload.size=65536")
 
 ONE_EACH = ("--set", "nodes.pc1.workers=1", "--set", "nodes.pc2.workers=1")
 
-#: What the issue asks for: the share of its cap that a worker holds while nobody else wants it.
+#: The share of its cap that a worker must hold while no other program wants the memory.
 HELD = 0.95
 
 
