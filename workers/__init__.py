@@ -13,13 +13,13 @@ __all__ = ["AdaptiveSize", "OutOfBatchError", "Retry", "resilient"]
 
 if TYPE_CHECKING:
     from workers.resilience.adaptive_size import AdaptiveSize
-    from workers.resilience.batches import OutOfBatchError, Retry
     from workers.resilience.decorator import resilient
+    from workers.resilience.retry import OutOfBatchError, Retry
 else:
     _HOMES = {
         "AdaptiveSize": "workers.resilience.adaptive_size",
-        "OutOfBatchError": "workers.resilience.batches",
-        "Retry": "workers.resilience.batches",
+        "OutOfBatchError": "workers.resilience.retry",
+        "Retry": "workers.resilience.retry",
         "resilient": "workers.resilience.decorator",
     }
 

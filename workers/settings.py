@@ -1,30 +1,26 @@
 """What a worker gets once: its specification, and the values that make it up.
 
-Covers frozen dataclasses and their bounds. Does not cover what travels with each slice (`messages`). Imports neither
-torch nor ray. Bytes and seconds throughout; `None` means unknown or off.
+Does not cover what travels with each slice (`messages`). Imports neither torch nor ray. Bytes and seconds throughout;
+`None` means unknown or off.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final, TypeAlias
 
 Scalar: TypeAlias = str | int | float | bool | None
 
-
 #: Two figures of memory are the same up to one part in so many. The measured context of a process, and with it the cap,
 #: differs by some MiB from start to start; the total of a machine's RAM by less, from kernel to kernel.
 _NEAR_PARTS: Final = 100
 
-
 #: Beyond these no sensor of a running card is valid.
-_COLDEST_C: Final = -50.0
-
-
-_HOTTEST_C: Final = 150.0
+COLDEST_C: Final = -50.0
+HOTTEST_C: Final = 150.0
 
 
 class FailureKind(StrEnum):
@@ -124,12 +120,11 @@ class ThermalSettings:
     """Memory that moves this share less than it did raises an alarm; healthy memory stays within a few percent."""
 
     def __post_init__(self) -> None:
-        for name in ("warm_c", "hot_c", "critical_c", "resume_c"):
-            value = getattr(self, name)
-            if value is not None and not _COLDEST_C < value < _HOTTEST_C:
-                raise ValueError(f"{name} must be between {_COLDEST_C:g} and {_HOTTEST_C:g} C or off, not {value}")
-        named = {"warm_c": self.warm_c, "hot_c": self.hot_c, "critical_c": self.critical_c}
-        known = [(name, value) for name, value in named.items() if value is not None]
+        named = {name: getattr(self, name) for name in ("warm_c", "hot_c", "critical_c", "resume_c")}
+        for name, value in named.items():
+            if value is not None and not COLDEST_C < value < HOTTEST_C:
+                raise ValueError(f"{name} must be between {COLDEST_C:g} and {HOTTEST_C:g} C or off, not {value}")
+        known = [(name, value) for name, value in named.items() if value is not None and name != "resume_c"]
         for (lower, low_c), (upper, high_c) in itertools.pairwise(known):
             if low_c >= high_c:
                 raise ValueError(f"{lower} must be below {upper}, not {low_c:g} and {high_c:g} C")
@@ -198,11 +193,8 @@ class LimitKey:
 
         So a size is never offered for a cap that is smaller, by more than 1 %, than the one it was learned at.
         """
-        mine = (self.card, self.driver, self.torch, self.dtype, self.workload)
-        theirs = (wanted.card, wanted.driver, wanted.torch, wanted.dtype, wanted.workload)
-        return (
-            mine == theirs and _near(self.total_bytes, wanted.total_bytes) and _near(self.cap_bytes, wanted.cap_bytes)
-        )
+        near = _near(self.total_bytes, wanted.total_bytes) and _near(self.cap_bytes, wanted.cap_bytes)
+        return near and replace(self, total_bytes=wanted.total_bytes, cap_bytes=wanted.cap_bytes) == wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,6 @@
-"""Injected failures for tests of workloads: torch's real exception types, at an allocation boundary, on command.
+"""Injected failures for tests of your own workload: torch's real exception types, on command.
 
-For tests of your own workload: it can survive failures without a full card. In the style of spark-rapids'
-`injectRetryOOM`: so many failures, after so many good allocations. Does not allocate, and does not stand in for the
-real thing: the engine's own tests run into a real cap.
+In the style of spark-rapids' `injectRetryOOM`: so many failures, after so many good allocations. Does not allocate.
 
     class MyWorkload(Workload):
         injector = OomInjector(num=2, skip=10)
@@ -15,13 +13,22 @@ real thing: the engine's own tests run into a real cap.
 from __future__ import annotations
 
 import random
+from typing import Final
 
 import torch
 
 from workers.settings import FailureKind
 
-#: cudaErrorIllegalAddress.
-_ILLEGAL_ADDRESS = 700
+#: What each kind is in the words of torch's allocator, of cuBLAS, of CUDA, and of a wrong shape.
+_ERRORS: Final = {
+    FailureKind.DEFINITE: (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB."),
+    FailureKind.PROBABLE: (
+        RuntimeError,
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ),
+    FailureKind.CONTEXT_CORRUPTED: (torch.AcceleratorError, "CUDA error: an illegal memory access was encountered"),
+    FailureKind.OTHER: (RuntimeError, "mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3)"),
+}
 
 
 class OomInjector:
@@ -54,11 +61,7 @@ class OomInjector:
         self._chance = None if seed is None else random.Random(seed)  # noqa: S311 - repeatable is what is wanted
 
     def check(self) -> None:
-        """Fail if it is time to.
-
-        Raises:
-            RuntimeError: What `injected_error` makes of the kind.
-        """
+        """Raise what `injected_error` makes of the kind, if it is time to."""
         if self.due():
             raise injected_error(self._kind)
 
@@ -74,19 +77,9 @@ class OomInjector:
 
 
 def injected_error(kind: FailureKind) -> RuntimeError:
-    """Make the exception that `workers.oom.classify` takes for `kind`.
-
-    DEFINITE is a `torch.OutOfMemoryError`, as the CUDA allocator raises it; CONTEXT_CORRUPTED a
-    `torch.AcceleratorError` with its error code; PROBABLE and OTHER are in the words of cuBLAS and of a wrong shape.
-    """
-    match kind:
-        case FailureKind.DEFINITE:
-            return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. (injected)")
-        case FailureKind.PROBABLE:
-            return RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)` (injected)")
-        case FailureKind.CONTEXT_CORRUPTED:
-            error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered (injected)")
-            error.error_code = _ILLEGAL_ADDRESS  # type: ignore[attr-defined]  # torch sets it in C++
-            return error
-        case FailureKind.OTHER:
-            return RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 2x3) (injected)")
+    """Make the exception that `workers.oom.classify` takes for `kind`."""
+    error_type, text = _ERRORS[kind]
+    error: RuntimeError = error_type(f"{text} (injected)")
+    if kind is FailureKind.CONTEXT_CORRUPTED:
+        error.error_code = 700  # type: ignore[attr-defined]  # cudaErrorIllegalAddress; torch sets it in C++
+    return error

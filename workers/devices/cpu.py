@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 import resource
 import socket
 import time
@@ -25,12 +26,10 @@ from typing import TypeVar
 import psutil
 import torch
 
-from workers.devices.emergency import EmergencyProduct
-from workers.devices.init_lock import alone_on
-from workers.devices.threads import threads_for
-from workers.errors import IncompatibleError
-from workers.messages import DeviceInfo, MemoryInfo
+from workers.devices.common import EmergencyProduct, alone_on, threads_for
+from workers.messages import DeviceInfo, IncompatibleError, MemoryInfo
 from workers.settings import WorkerSpec
+from workers.units import MIB
 
 T = TypeVar("T")
 
@@ -66,23 +65,21 @@ _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 class CpuDevice:
-    """This process's share of the machine's RAM."""
+    """This process's share of the machine's RAM.
+
+    Raises:
+        IncompatibleError: The budget leaves nothing to work with, or this is not Linux.
+    """
 
     def __init__(self, spec: WorkerSpec) -> None:
-        """Cap this process.
-
-        Args:
-            spec: Budget, element type and the size of the emergency product.
-
-        Raises:
-            IncompatibleError: The budget leaves nothing to work with, or this is not Linux.
-        """
         _use_mappings_for_blocks()
         _lay_in_stock()
         threads = threads_for(spec.workers_on_host)
         torch.set_num_threads(threads)
         self.torch_device = torch.device("cpu")
-        self.torch_dtype = _usable_dtype(spec.workload.dtype)
+        cpuinfo = _cpuinfo()
+        name = re.search(r"^model name.*?: *(.*)", cpuinfo, re.MULTILINE)
+        self.torch_dtype = _usable_dtype(spec.workload.dtype, cpuinfo)
         before_bytes = _data_bytes()
         self._emergency = EmergencyProduct(spec.memory.emergency_size, self.torch_device)
         _warm_up(self.torch_dtype)
@@ -90,15 +87,21 @@ class CpuDevice:
         self._opened_bytes = self._base_bytes = _data_bytes()
         context_bytes = max(0, self._base_bytes - before_bytes)
         self._cap_bytes = spec.budget_bytes - context_bytes
-        self._margin_bytes = _MARGIN_BYTES + threads * _MARGIN_PER_THREAD_BYTES
-        _check_usable(spec, self._cap_bytes - self._margin_bytes)
+        self.most_bytes = self._cap_bytes - _MARGIN_BYTES - threads * _MARGIN_PER_THREAD_BYTES
+        floor_bytes = max(spec.memory.floor_bytes, _LEAST_USABLE_BYTES)
+        if self.most_bytes < floor_bytes:
+            raise IncompatibleError(
+                f"{spec.slot}: of the budget of {spec.budget_bytes / MIB:.1f} MiB the runtime leaves "
+                f"{self.most_bytes / MIB:.1f} MiB, under the floor of {floor_bytes / MIB:.1f} MiB; raise "
+                f"nodes.{spec.node}.vram_per_worker_gib (or the scale), or lower memory.floor_mib"
+            )
         self._data_bytes = self._base_bytes
         self._peak_bytes = 0
         with self.enforced():
             cap_read_back_bytes = resource.getrlimit(resource.RLIMIT_DATA)[0] - self._base_bytes
         self.info = DeviceInfo(
             kind="cpu",
-            name=_cpu_name(),
+            name="CPU" if name is None else name[1].strip(),
             uuid=None,
             total_bytes=psutil.virtual_memory().total,
             context_bytes=context_bytes,
@@ -132,27 +135,20 @@ class CpuDevice:
 
     def free_bytes(self) -> int:
         """See `Device.free_bytes`; the machine's available RAM bounds it too."""
-        return self._obtainable(self.held_bytes(), psutil.virtual_memory().available)
+        return max(0, min(self.most_bytes - self.held_bytes(), psutil.virtual_memory().available))
 
     def allowed_bytes(self, leave_bytes: int) -> int:
         """See `Device.allowed_bytes`; the machine's available RAM bounds it too."""
-        within_reach = self.held_bytes() + psutil.virtual_memory().available - leave_bytes
-        return max(0, min(self.most_bytes, within_reach))
-
-    @property
-    def most_bytes(self) -> int:
-        """See `Device.most_bytes`."""
-        return self._cap_bytes - self._margin_bytes
+        return max(0, min(self.most_bytes, self.held_bytes() + psutil.virtual_memory().available - leave_bytes))
 
     def memory(self) -> MemoryInfo:
-        """See `Device.memory`."""
         machine = psutil.virtual_memory()
         held = self.held_bytes()
         peak, self._peak_bytes = max(self._peak_bytes, held), held
         return MemoryInfo(
             device_total_bytes=machine.total,
             device_used_bytes=machine.total - machine.available,
-            free_bytes=self._obtainable(held, machine.available),
+            free_bytes=max(0, min(self.most_bytes - held, machine.available)),
             allocated_bytes=held,
             reserved_bytes=held,
             peak_bytes=peak,
@@ -160,15 +156,10 @@ class CpuDevice:
         )
 
     def release(self) -> None:
-        """See `Device.release`."""
         with self.enforced():  # what is freed here was held by the workload
             gc.collect()
 
-    def clear_pending_error(self) -> None:
-        """A CPU reports its errors at once and keeps none."""
-
     def emergency(self) -> None:
-        """See `Device.emergency`."""
         self._emergency.run()
 
     def timed(self, work: Callable[[], T]) -> tuple[T, float]:
@@ -187,9 +178,6 @@ class CpuDevice:
         self._data_bytes = _data_bytes()
         self._base_bytes = min(self._data_bytes, self._opened_bytes + _DRIFT_LIMIT_BYTES)
 
-    def _obtainable(self, held_bytes: int, available_bytes: int) -> int:
-        return max(0, min(self._cap_bytes - held_bytes - self._margin_bytes, available_bytes))
-
     @contextmanager
     def enforced(self) -> Iterator[None]:
         """See `Device.enforced`: the kernel refuses what goes past the cap."""
@@ -203,30 +191,15 @@ class CpuDevice:
             self._data_bytes = _data_bytes()
 
 
-def _check_usable(spec: WorkerSpec, usable_bytes: int) -> None:
-    floor_bytes = max(spec.memory.floor_bytes, _LEAST_USABLE_BYTES)
-    if usable_bytes < floor_bytes:
-        raise IncompatibleError(
-            f"{spec.slot}: of the budget of {spec.budget_bytes / 2**20:.1f} MiB the runtime leaves "
-            f"{usable_bytes / 2**20:.1f} MiB, under the floor of {floor_bytes / 2**20:.1f} MiB; raise "
-            f"nodes.{spec.node}.vram_per_worker_gib (or the scale), or lower memory.floor_mib"
-        )
-
-
 def _data_bytes() -> int:
-    """Private writable memory of this process, as the kernel counts it against RLIMIT_DATA (VmData).
-
-    Raises:
-        IncompatibleError: The kernel does not report it; the cap cannot be enforced here.
-    """
+    """Private writable memory of this process, as the kernel counts it against RLIMIT_DATA (VmData)."""
     try:
         with Path("/proc/self/status").open(encoding="ascii", errors="replace") as status:
-            for line in status:
-                if line.startswith("VmData:"):
-                    return int(line.split()[1]) * 1024
-    except OSError as error:
-        raise IncompatibleError(f"the CPU device needs Linux's /proc/self/status to cap memory: {error}") from error
-    raise IncompatibleError("the CPU device needs VmData in /proc/self/status (Linux) to cap memory")
+            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:"))
+    except (OSError, StopIteration) as error:
+        raise IncompatibleError(
+            f"the CPU device needs VmData in Linux's /proc/self/status to cap memory: {error}"
+        ) from error
 
 
 def _use_mappings_for_blocks() -> None:
@@ -251,19 +224,12 @@ def _lay_in_stock() -> None:
         libc.free(ctypes.c_void_p(chunk))
 
 
-def _usable_dtype(name: str) -> torch.dtype:
+def _usable_dtype(name: str, cpuinfo: str) -> torch.dtype:
     """The type a CPU runs in place of `name`: it has no fast fp16, and bf16 only where the instructions exist."""
     if name == "fp16":
-        return torch.bfloat16 if _has_fast_bf16() else torch.float32
+        fast_bf16 = any(word in cpuinfo for word in ("avx512_bf16", "amx_bf16", " bf16"))
+        return torch.bfloat16 if fast_bf16 else torch.float32
     return _DTYPES[name]
-
-
-def _has_fast_bf16() -> bool:
-    try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return False
-    return any(word in flags for word in ("avx512_bf16", "amx_bf16", " bf16"))
 
 
 def _warm_up(dtype: torch.dtype) -> None:
@@ -272,9 +238,8 @@ def _warm_up(dtype: torch.dtype) -> None:
     torch.mm(left, left)
 
 
-def _cpu_name() -> str:
+def _cpuinfo() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return "CPU"
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU")
+        return ""

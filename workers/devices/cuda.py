@@ -16,13 +16,11 @@ from typing import TypeVar
 
 import torch
 
-from workers.devices.emergency import EmergencyProduct
-from workers.devices.init_lock import alone_on
-from workers.devices.threads import threads_for
-from workers.errors import IncompatibleError
-from workers.messages import DeviceInfo, MemoryInfo
+from workers.devices.common import EmergencyProduct, alone_on, threads_for
+from workers.messages import DeviceInfo, IncompatibleError, MemoryInfo
 from workers.nvml import queries
 from workers.settings import WorkerSpec
+from workers.units import MIB
 from workers.verification import repeat
 from workers.verification.freivalds import freivalds, least_scratch
 
@@ -52,18 +50,14 @@ _LARGEST_CONTEXT_BYTES = 1024 * 2**20
 
 
 class CudaDevice:
-    """This process's share of one card: the first that CUDA_VISIBLE_DEVICES shows."""
+    """This process's share of one card: the first that CUDA_VISIBLE_DEVICES shows.
+
+    Raises:
+        IncompatibleError: No card is visible, the budgets do not fit the card, or the context uses up the budget.
+        RuntimeError: The card is out of memory even for a context, or broken.
+    """
 
     def __init__(self, spec: WorkerSpec) -> None:
-        """Create the context, warm up what later must not allocate, measure, and cap the allocator.
-
-        Args:
-            spec: Budget, the card's sum of budgets, element type, size of the emergency product.
-
-        Raises:
-            IncompatibleError: No card is visible, the budgets do not fit the card, or the context uses up the budget.
-            RuntimeError: The card is out of memory even for a context, or broken.
-        """
         if not torch.cuda.is_available():
             raise IncompatibleError(
                 f"{spec.slot}: torch {torch.__version__} sees no CUDA card on {socket.gethostname()} "
@@ -89,14 +83,14 @@ class CudaDevice:
         cap_bytes = spec.budget_bytes - context_bytes
         if cap_bytes < spec.memory.floor_bytes:
             raise IncompatibleError(
-                f"{spec.slot}: the budget of {spec.budget_bytes / 2**20:.0f} MiB leaves {cap_bytes / 2**20:.0f} MiB "
-                f"after a CUDA context of {context_bytes / 2**20:.0f} MiB ({source}), under the floor of "
-                f"{spec.memory.floor_bytes / 2**20:.0f} MiB; raise nodes.{spec.node}.vram_per_worker_gib or start "
+                f"{spec.slot}: the budget of {spec.budget_bytes / MIB:.0f} MiB leaves {cap_bytes / MIB:.0f} MiB "
+                f"after a CUDA context of {context_bytes / MIB:.0f} MiB ({source}), under the floor of "
+                f"{spec.memory.floor_bytes / MIB:.0f} MiB; raise nodes.{spec.node}.vram_per_worker_gib or start "
                 f"fewer workers"
             )
         torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / self._total_bytes), self.torch_device)
         fraction = torch.cuda.get_per_process_memory_fraction(self.torch_device)
-        self._cap_bytes = int(fraction * self._total_bytes)
+        self.most_bytes = int(fraction * self._total_bytes)
         self._peak_bytes = 0
         self.info = DeviceInfo(
             kind="cuda",
@@ -105,13 +99,13 @@ class CudaDevice:
             total_bytes=self._total_bytes,
             context_bytes=context_bytes,
             context_source=source,
-            cap_bytes=self._cap_bytes,
+            cap_bytes=self.most_bytes,
             dtype=spec.workload.dtype,
             threads=threads,
             pid=os.getpid(),
             hostname=socket.gethostname(),
             torch_version=str(torch.__version__),  # its own type would make the head load torch
-            driver=queries.driver_version(card),
+            driver=queries.driver_version(),
         )
 
     def enforced(self) -> AbstractContextManager[None]:
@@ -119,7 +113,6 @@ class CudaDevice:
         return nullcontext()
 
     def alone(self) -> AbstractContextManager[None]:
-        """See `Device.alone`."""
         return alone_on(self._card)
 
     def obtain(self, size_bytes: int) -> int:
@@ -129,10 +122,6 @@ class CudaDevice:
         torch.cuda.reset_peak_memory_stats(self.torch_device)  # what was obtained for a moment is no step's peak
         return obtained_bytes
 
-    def held_bytes(self) -> int:
-        """See `Device.held_bytes`."""
-        return torch.cuda.memory_reserved(self.torch_device)
-
     def free_bytes(self) -> int:
         """See `Device.free_bytes`; asks the driver, so other tenants of the card count."""
         return self._obtainable(torch.cuda.memory_stats(self.torch_device), self._free_on_card_bytes())
@@ -141,12 +130,7 @@ class CudaDevice:
         """See `Device.allowed_bytes`. Gaps in segments that are partly in use do not count: no block is sure to fit."""
         stats = torch.cuda.memory_stats(self.torch_device)
         within_reach = int(stats["reserved_bytes.all.current"]) + self._free_on_card_bytes() - leave_bytes
-        return max(0, min(self._cap_bytes, within_reach) - int(stats["inactive_split_bytes.all.current"]))
-
-    @property
-    def most_bytes(self) -> int:
-        """See `Device.most_bytes`."""
-        return self._cap_bytes
+        return max(0, min(self.most_bytes, within_reach) - int(stats["inactive_split_bytes.all.current"]))
 
     def step_peak_bytes(self) -> int:
         """See `Device.step_peak_bytes`; exact: the allocator keeps the highest value."""
@@ -163,15 +147,14 @@ class CudaDevice:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     def memory(self) -> MemoryInfo:
-        """See `Device.memory`."""
-        free_on_card, total = self._free_on_card_bytes(), self._total_bytes
+        free_on_card = self._free_on_card_bytes()
         stats = torch.cuda.memory_stats(self.torch_device)
         allocated = int(stats["allocated_bytes.all.current"])
         reserved = int(stats["reserved_bytes.all.current"])
         peak, self._peak_bytes = max(self._peak_bytes, allocated), allocated
         return MemoryInfo(
-            device_total_bytes=total,
-            device_used_bytes=self._used_on_card_bytes(total),
+            device_total_bytes=self._total_bytes,
+            device_used_bytes=self._used_on_card_bytes(),
             free_bytes=self._obtainable(stats, free_on_card),
             allocated_bytes=allocated,
             reserved_bytes=reserved,
@@ -180,16 +163,11 @@ class CudaDevice:
         )
 
     def release(self) -> None:
-        """See `Device.release`."""
         gc.collect()
         torch.cuda.empty_cache()
 
-    def clear_pending_error(self) -> None:
-        """Wait for the card: an error of an earlier launch surfaces here and not in the next step."""
-        torch.cuda.synchronize(self.torch_device)
-
     def emergency(self) -> None:
-        """See `Device.emergency`."""
+        torch.cuda.synchronize(self.torch_device)  # an error of an earlier launch surfaces here, not in the next step
         self._emergency.run()
 
     def timed(self, work: Callable[[], T]) -> tuple[T, float]:
@@ -213,10 +191,10 @@ class CudaDevice:
         on_card_bytes = queries.card_free_bytes(self._card) if _MPS_LIMIT in os.environ else None
         return free_bytes if on_card_bytes is None else min(free_bytes, on_card_bytes)
 
-    def _used_on_card_bytes(self, total_bytes: int) -> int:
+    def _used_on_card_bytes(self) -> int:
         """Return what all programs use of the card; see `_free_on_card_bytes` for why not always by CUDA."""
         used_bytes = queries.card_used_bytes(self._card) if _MPS_LIMIT in os.environ else None
-        return total_bytes - torch.cuda.mem_get_info(self.torch_device)[0] if used_bytes is None else used_bytes
+        return self._total_bytes - torch.cuda.mem_get_info(self.torch_device)[0] if used_bytes is None else used_bytes
 
     def _obtainable(self, stats: Mapping[str, int], free_on_card_bytes: int) -> int:
         """Return what one more block may take.
@@ -226,7 +204,7 @@ class CudaDevice:
         """
         reserved = stats["reserved_bytes.all.current"]
         unused = reserved - stats["allocated_bytes.all.current"] - stats["inactive_split_bytes.all.current"]
-        return max(0, min(self._cap_bytes - reserved, free_on_card_bytes) + unused)
+        return max(0, min(self.most_bytes - reserved, free_on_card_bytes) + unused)
 
     def _warm_up(self, budget_bytes: int) -> None:
         """Load the kernels and the workspace of the real element type, so that they count as context or reserve."""
@@ -269,11 +247,7 @@ def _why_no_card() -> str:
 
 
 def _check_card(spec: WorkerSpec, total_bytes: int, name: str) -> None:
-    """Refuse budgets that the real card cannot hold, although its profile may be larger.
-
-    Raises:
-        IncompatibleError: With the sum.
-    """
+    """Refuse budgets that the real card cannot hold, although its profile may be larger."""
     allowed = int(spec.memory_fraction * total_bytes)
     if spec.card_budget_bytes > allowed:
         raise IncompatibleError(

@@ -1,8 +1,8 @@
 """One slice: ask the policy, run steps, rest between them, report.
 
-The engine lives as long as the worker's process and is driven by directives. It never decides a size (the policy does)
-and uses the device only through `Device`. What follows a step that fails is in `oom_recovery.py`. No exception leaves
-`run_slice` except a request to stop the process: failures are text in the report.
+The engine lives as long as the worker's process. It never decides a size (the policy does). What follows a step that
+fails is in `oom_recovery.py`. No exception leaves `run_slice` except a request to stop the process: failures are text
+in the report.
 """
 
 from __future__ import annotations
@@ -12,12 +12,22 @@ import time
 from dataclasses import replace
 from typing import Final
 
+import psutil
+
 from workers import oom
 from workers.engine.oom_recovery import ask_after_oom, claim_memory, handle_failure, stay_in_emergency
 from workers.engine.session import Session, open_session
 from workers.engine.slice_stats import SliceStats
-from workers.errors import ContextCorruptedError, IncompatibleError
-from workers.messages import Directive, Report, ResumeState, Verdict, WorkerState
+from workers.messages import (
+    ContextCorruptedError,
+    Directive,
+    IncompatibleError,
+    MemoryInfo,
+    Report,
+    StepCounts,
+    Verdict,
+    WorkerState,
+)
 from workers.oom import Failure
 from workers.policy.base import Emergency, Release, Run, StepOk, StepOom
 from workers.settings import FailureKind, WorkerSpec
@@ -38,68 +48,72 @@ class Engine:
         self._corrupted: str | None = None
 
     def run_slice(self, directive: Directive) -> Report:
-        """Work for about `directive.duration_s` and say how it went.
-
-        Returns:
-            Always a report; its verdict says whether this process may continue.
-        """
+        """Work for about `directive.duration_s`; the report's verdict says whether this process may continue."""
         stats = SliceStats(slot=self._spec.slot, directive=directive)
-        failure: Failure | None = None
+        memory: MemoryInfo | None = None
+        verdict = Verdict.OK
         try:
             if self._corrupted is not None:
                 raise ContextCorruptedError(self._corrupted)  # noqa: TRY301 - a slice queued behind the one that found out
-            session = self._opened(stats)
-            session.begin_slice(stats)
-            if _prepare(session, stats):
-                _work(session, stats)
-            stats.sensed(session.thermal.reading)
-            memory = session.device.memory()
+            if self._session is None:
+                self._session = open_session(self._spec, stats)
+            self._session.begin_slice(stats)
+            if _prepare(self._session, stats):
+                _work(self._session, stats)
+            memory = self._session.device.memory()
         except IncompatibleError as error:
+            verdict = Verdict.INCOMPATIBLE
             stats.settle(WorkerState.STOPPED, str(error))
-            return stats.report(Verdict.INCOMPATIBLE)
         except ContextCorruptedError as error:
-            return self._give_up(stats, str(error))
+            verdict = self._give_up(stats, str(error))
         except Exception as error:  # noqa: BLE001 - a user's release, resize or needed_bytes may raise anything too
             failure = oom.classify(error)
             stats.raised(oom.traceback_text(error))
-        if failure is not None:
-            return self._failed_outside_step(stats, failure)
-        return stats.report(
-            Verdict.OK,
-            device=session.device.info,
-            memory=memory,
-            claim_bytes=session.claim_bytes,
-            resume=self._resume(stats),
-            learned=session.learned_limit(memory.peak_bytes),
-        )
+            if failure.kind is FailureKind.CONTEXT_CORRUPTED:
+                verdict = self._give_up(stats, failure.text)
+            else:  # an error of the workload: it ends the slice and nothing else
+                stats.count(StepCounts(steps_error=1))
+                stats.settle(WorkerState.BACKOFF, f"the workload failed outside its step: {failure.text}")
+        return self._report(stats, verdict, memory)
 
-    def _opened(self, stats: SliceStats) -> Session:
-        if self._session is None:
-            self._session = open_session(self._spec, stats)
-        return self._session
-
-    def _give_up(self, stats: SliceStats, reason: str) -> Report:
+    def _give_up(self, stats: SliceStats, reason: str) -> Verdict:
         self._corrupted = reason
         stats.settle(WorkerState.STOPPED, f"the device no longer answers this process: {reason}")
         stats.event("poisoned", reason=reason)
-        # With the device, if it was opened: without it the head takes an out-of-memory for a card that is full.
-        device = None if self._session is None else self._session.device.info
-        return stats.report(Verdict.CONTEXT_CORRUPTED, device=device, resume=self._resume(stats))
+        return Verdict.CONTEXT_CORRUPTED
 
-    def _failed_outside_step(self, stats: SliceStats, failure: Failure) -> Report:
-        """Report a failure outside any step as an error of the workload: it ends the slice and nothing else."""
-        if failure.kind is FailureKind.CONTEXT_CORRUPTED:
-            return self._give_up(stats, failure.text)
-        stats.step_failed()
-        stats.settle(WorkerState.BACKOFF, f"the workload failed outside its step: {failure.text}")
-        device = None if self._session is None else self._session.device.info
-        return stats.report(Verdict.OK, device=device, resume=self._resume(stats))
-
-    def _resume(self, stats: SliceStats) -> ResumeState | None:
-        session = self._session
+    def _report(self, stats: SliceStats, verdict: Verdict, memory: MemoryInfo | None) -> Report:
+        """Close the slice; `memory` is `None` if it ended by a failure."""
+        session, directive = self._session, stats.directive
+        report = Report(
+            slot=stats.slot,
+            incarnation=directive.incarnation,
+            sequence=directive.sequence,
+            verdict=verdict,
+            state=stats.state,
+            reason=stats.reason,
+            device=None,
+            memory=memory,
+            size=stats.size,
+            batch=stats.batch,
+            claim_bytes=None,
+            counts=stats.counts,
+            wall_s=stats.elapsed_s,
+            rss_bytes=psutil.Process().memory_info().rss,
+            error=stats.error,
+            events=tuple(stats.events),
+        )
         if session is None:
-            return None
-        return stats.directive.resume if session.state is None else session.policy.dump(session.state)
+            return report
+        return replace(
+            report,
+            # After every failure too: without it the head takes an out-of-memory for a card that is full.
+            device=session.device.info,
+            sensors=session.thermal.reading,
+            claim_bytes=None if memory is None else session.claim_bytes,
+            resume=directive.resume if session.state is None else session.policy.dump(session.state),
+            learned=None if memory is None else session.learned_limit(memory.peak_bytes),
+        )
 
 
 def _prepare(session: Session, stats: SliceStats) -> bool:
@@ -122,15 +136,10 @@ def _prepare(session: Session, stats: SliceStats) -> bool:
 
 
 def _work(session: Session, stats: SliceStats) -> None:
-    """Follow the policy until the slice is over.
-
-    A slice of no duration ends with the first good step. An error of the workload ends any slice, so that the head
-    learns of it at once.
-    """
+    """Follow the policy until the slice is over; an error of the workload ends it, so that the head learns of it."""
     if session.last_run is not None:
         stats.use(session.last_run.size, session.last_run.batch)
-    session.duty.rest(stats.remaining_s)
-    if session.duty.must_rest and stats.directive.duration_s > 0:
+    if session.duty.rest(stats.remaining_s) and stats.directive.duration_s > 0:
         stats.settle(*session.working_state("resting, as its duty asks after a long step"))
         return
     decision = session.ask(session.pressure())
@@ -163,15 +172,10 @@ def _work(session: Session, stats: SliceStats) -> None:
 
 
 def _step(session: Session, stats: SliceStats, run: Run) -> StepOk | StepOom | None:
-    """Run one step; return what to tell the policy.
-
-    `None` if there is nothing to tell, and no more to do in this slice: the workload failed by its own fault, or the
-    card is too hot.
-    """
+    """Run one step; `None` ends the slice: the workload failed by its own fault, or the card is too hot."""
     if not _wait_until_cool(session, stats):
         return None
     failure: Failure | None = None
-    traceback: str | None = None
     session.start_step(run, stats)
     stats.use(run.size, run.batch)
     try:
@@ -184,7 +188,7 @@ def _step(session: Session, stats: SliceStats, run: Run) -> StepOk | StepOom | N
     if failure is not None:
         return handle_failure(session, stats, run, failure, traceback)
     session.step_succeeded()
-    stats.step_done(flop, seconds)
+    stats.count(StepCounts(steps_ok=1, work_flop=flop, busy_s=seconds))
     return StepOk(
         at_s=time.monotonic(),
         size=run.size,
@@ -197,12 +201,12 @@ def _step(session: Session, stats: SliceStats, run: Run) -> StepOk | StepOom | N
 
 def _wait_until_cool(session: Session, stats: SliceStats) -> bool:
     """Wait while the card is too hot; say whether it is cool enough before the slice is over."""
-    while session.thermal.duty <= 0.0:
+    while session.thermal.decision.paused:
         wrong_result = session.checks.reason
         if wrong_result is None:
-            stats.settle(WorkerState.PAUSED, session.thermal.reason)
+            stats.settle(WorkerState.PAUSED, session.thermal.decision.reason)
         else:
-            stats.settle(WorkerState.CORRUPT, f"{wrong_result}; {session.thermal.reason}")
+            stats.settle(WorkerState.CORRUPT, f"{wrong_result}; {session.thermal.decision.reason}")
         if stats.elapsed_s >= max(stats.directive.duration_s, _IDLE_POLL_S):
             return False
         time.sleep(_IDLE_POLL_S)
@@ -215,24 +219,17 @@ def _between_steps(session: Session, stats: SliceStats, step: StepOk) -> None:
     """Read the sensors and check the step's result, as far as that is due; then rest as the duty asks."""
     session.thermal.sample(stats)
     checked_s = session.checks.after_step(session.device, session.workload, step, stats)
-    if checked_s:
-        stats.busy(checked_s)
     # Under MPS other processes compute while the memory is timed, which makes it look slower than it is.
     if session.device.info.kind == "cuda" and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ:
         session.thermal.measure_bandwidth(session.bandwidth, stats)
     stats.settle(*session.working_state())
-    session.duty.worked(step.seconds + checked_s, session.thermal.duty)
+    stats.count(StepCounts(busy_s=checked_s))
+    session.duty.worked(step.seconds + checked_s, session.thermal.decision.duty)
     session.duty.rest(stats.remaining_s)
 
 
 def _flop(result: object) -> float:
-    """Return what a step counted; users tend to return their loss.
-
-    Raises:
-        TypeError: The step returned something else.
-    """
-    if result is None:
-        return 0.0
-    if isinstance(result, StepResult):
-        return result.flop
+    """Return what a step counted; users tend to return their loss."""
+    if isinstance(result, StepResult | None):
+        return 0.0 if result is None else result.flop
     raise TypeError(f"a step must return a StepResult or None, not {type(result).__name__}")

@@ -1,8 +1,7 @@
 """A workload into which `run --chaos` injects faults: failures of single steps, and faults that end its process.
 
-Covers what happens inside a worker's process, at the beginning of a step and so before anything allocates: torch's own
-exceptions, real signals, a step that does not return. Does not decide which slice carries a process fault (the head
-does) and recovers from nothing (the engine does, as from a real failure).
+They come at the beginning of a step, before anything allocates: torch's own exceptions, real signals, a step that does
+not return. Does not decide which slice carries a process fault (the head does) and recovers from nothing.
 """
 
 from __future__ import annotations
@@ -13,35 +12,28 @@ import random
 import signal
 import time
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
 
 from workers.engine.slice_stats import SliceStats
 from workers.messages import FaultKind, ProcessFault
 from workers.settings import FailureKind, StepFaults
 from workers.testing import OomInjector, injected_error
 from workers.verification.check import Check
-from workers.workloads.base import StepResult, Workload, WorkloadContext
+from workers.workloads.base import StepResult, Workload
 
 #: Exit status of a process that ends by `os._exit`: that of most programs after an error.
 EXIT_STATUS: Final = 1
 
-_HANG_SLEEP_S = 3600.0
 
+class ChaoticWorkload:
+    """Another workload, with faults in its steps and checks; all else that it is asked it hands on.
 
-class ChaoticWorkload(Workload):
-    """Another workload, with faults in its steps. The random ones of a slice depend on its identity alone."""
+    The random faults of a slice depend on its identity alone.
+    """
 
-    def __init__(self, inner: Workload, context: WorkloadContext, faults: StepFaults) -> None:
-        """Wrap `inner`; nothing fails before `begin_slice`.
-
-        Args:
-            inner: The workload that does the work.
-            context: As it was given to `inner`, which need not keep it.
-            faults: What is injected into its steps.
-        """
-        super().__init__(context)
+    def __init__(self, inner: Workload, faults: StepFaults) -> None:
+        """Wrap `inner`; nothing fails before `begin_slice`."""
         self._inner = inner
-        self.size_power, self.batch_power, self.fills_claim = inner.size_power, inner.batch_power, inner.fills_claim
         self._faults = faults
         self._counted = OomInjector(num=faults.oom_num, skip=faults.oom_skip)
         self._stats: SliceStats | None = None
@@ -49,6 +41,9 @@ class ChaoticWorkload(Workload):
         self._flips = random.Random(faults.seed)  # noqa: S311 - checks come by the clock: not to disturb the steps
         self._process_fault: ProcessFault | None = None
         self._process_fault_at_s = 0.0
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever a workload has
+        return getattr(self._inner, name)
 
     def begin_slice(self, stats: SliceStats) -> None:
         """Begin a slice: seed its random faults, and take its process fault unless an earlier one still waits."""
@@ -61,11 +56,7 @@ class ChaoticWorkload(Workload):
             self._process_fault_at_s = time.monotonic() + directive.process_fault.at_share * stats.remaining_s
 
     def step(self, size: int, batch: int) -> StepResult | None:
-        """Inject what is due, or let the wrapped workload do its step.
-
-        Raises:
-            RuntimeError: Injected, or what the step itself raises.
-        """
+        """Inject what is due, or let the wrapped workload do its step."""
         if self._process_fault is not None and time.monotonic() >= self._process_fault_at_s:
             process_fault, self._process_fault = self._process_fault, None
             perform(process_fault.kind)
@@ -79,34 +70,13 @@ class ChaoticWorkload(Workload):
             raise injected_error(FailureKind.OTHER)
         return self._inner.step(size, batch)
 
-    def release(self) -> None:
-        """See `Workload.release`."""
-        self._inner.release()
-
-    def resize(self, claim_bytes: int) -> None:
-        """See `Workload.resize`."""
-        self._inner.resize(claim_bytes)
-
-    def needed_bytes(self, size: int, batch: int) -> int | None:
-        """See `Workload.needed_bytes`."""
-        return self._inner.needed_bytes(size, batch)
-
     def check(self, seed: int) -> Check | None:
         """Check the latest result, after a bit of it was flipped if that is due."""
         if self._flips.random() < self._faults.flip_rate and self._inner.tamper(seed) is not None:
             self._note(FaultKind.FLIP)
         return self._inner.check(seed)
 
-    def move(self) -> int | None:
-        """See `Workload.move`."""
-        return self._inner.move()
-
-    def tamper(self, seed: int) -> str | None:
-        """See `Workload.tamper`."""
-        return self._inner.tamper(seed)
-
     def _note(self, kind: FaultKind) -> None:
-        """Note an injected failure."""
         if self._stats is not None:
             self._stats.repeated_event("chaos", kind.value)
 
@@ -123,20 +93,15 @@ def perform(kind: FaultKind) -> None:
             raise injected_error(FailureKind.CONTEXT_CORRUPTED)
         case FaultKind.KILL:
             os.kill(os.getpid(), signal.SIGKILL)
-        case FaultKind.SEGV:
-            _crash()
+        case FaultKind.SEGV:  # as the kernel sends it, whatever handler is set
+            faulthandler.disable()
+            with suppress(ValueError):  # not in the main thread: the handlers in place pass the signal on
+                signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGSEGV)
         case FaultKind.EXIT:
             os._exit(EXIT_STATUS)
         case FaultKind.HANG:
             while True:
-                time.sleep(_HANG_SLEEP_S)
+                time.sleep(3600.0)
         case _:
             raise ValueError(f"{kind} is not a process fault")
-
-
-def _crash() -> None:
-    """Die of SIGSEGV as the kernel sends it, whatever handler is set."""
-    faulthandler.disable()
-    with suppress(ValueError):  # not in the main thread: the handlers in place pass the signal on
-        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGSEGV)

@@ -1,4 +1,4 @@
-"""From a failed step to the next one: give memory back, prove that the device answers, measure, ask the policy.
+"""From a failed step to the next one: give memory back, prove that the device answers, obtain memory, ask the policy.
 
 The functions stand in the order in which they run. Runs outside every exception handler: the traceback of a
 handler holds the frames, and the frames hold the tensors. Decides no size (the policy does).
@@ -7,20 +7,16 @@ handler holds the frames, and the frames hold the tensors. Decides no size (the 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from workers import oom
-from workers.engine.memory_ramp import ramp_up
+from workers.devices.base import Device
 from workers.engine.session import Session
 from workers.engine.slice_stats import SliceStats
-from workers.errors import ContextCorruptedError
-from workers.messages import WorkerState
+from workers.messages import ContextCorruptedError, StepCounts, WorkerState
 from workers.oom import Failure
 from workers.policy.base import Decision, Run, StepOom
-from workers.settings import FailureKind
-
-#: How many probable out-of-memory errors in a row are accepted. Their texts (cuBLAS, cuDNN) can also mean a bug of
-#: the workload, and shrinking does not cure a bug.
-MAX_PROBABLE_IN_A_ROW = 2
+from workers.settings import FailureKind, MemorySettings
 
 #: Share by which a claim must have changed to be an event: free memory always moves a little.
 _MIN_CLAIM_CHANGE = 0.01
@@ -29,45 +25,34 @@ _MIN_CLAIM_CHANGE = 0.01
 _EMERGENCY_PAUSE_S = 0.1
 
 
-def handle_failure(
-    session: Session, stats: SliceStats, run: Run, failure: Failure, traceback: str | None
-) -> StepOom | None:
-    """Recover from a failed step.
+def handle_failure(session: Session, stats: SliceStats, run: Run, failure: Failure, traceback: str) -> StepOom | None:
+    """Recover from a failed step, and return what to tell the policy of an out-of-memory.
 
-    Returns:
-        What to tell the policy of an out-of-memory; `None` if the workload failed by its own fault, which ends the
-        slice.
+    `None` if the workload failed by its own fault, which ends the slice.
 
     Raises:
         ContextCorruptedError: The device no longer answers this process.
     """
     if failure.kind is FailureKind.CONTEXT_CORRUPTED:
         raise ContextCorruptedError(failure.text)
-    if failure.kind is FailureKind.PROBABLE:
-        session.count_probable_failure()
-    if failure.kind is FailureKind.OTHER or session.probable_in_a_row > MAX_PROBABLE_IN_A_ROW:
-        _blame_workload(session, stats, failure, traceback)
-        return None
-    return _recover(session, stats, run, failure)
-
-
-def _blame_workload(session: Session, stats: SliceStats, failure: Failure, traceback: str | None) -> None:
+    if session.believes(failure):
+        return _recover(session, stats, run, failure)
     session.release()
     session.device.rebase()
     broken = _emergency_failure(session)  # some failures of the device itself read like a bug of the workload
     if broken is not None:
         raise ContextCorruptedError(broken.text)
-    stats.step_failed()
+    stats.count(StepCounts(steps_error=1))
     stats.raised(traceback)
     stats.settle(WorkerState.BACKOFF, f"the workload failed: {failure.text}")
+    return None
 
 
 def _recover(session: Session, stats: SliceStats, run: Run, failure: Failure) -> StepOom:
-    """Give everything back, check that the device still answers, and measure what memory there is now."""
     started_s = time.monotonic()
-    stats.step_out_of_memory()
+    stats.count(StepCounts(steps_oom=1, oom_count=1))
     session.release()
-    prove_alive(session, stats)
+    _prove_alive(session, stats)
     session.device.rebase()
     needed_bytes = session.workload.needed_bytes(run.size, run.batch)
     free_bytes = session.device.free_bytes()
@@ -89,19 +74,14 @@ def _recover(session: Session, stats: SliceStats, run: Run, failure: Failure) ->
         at_s=time.monotonic(),
         size=run.size,
         batch=run.batch,
-        kind=failure.kind,
         needed_bytes=needed_bytes,
         free_bytes=free_bytes,
         allowed_bytes=session.measure_allowed(),
     )
 
 
-def prove_alive(session: Session, stats: SliceStats) -> None:
-    """Run the emergency product; a device that cannot do even that does not answer this process any more.
-
-    Raises:
-        ContextCorruptedError: It cannot.
-    """
+def _prove_alive(session: Session, stats: SliceStats) -> None:
+    """Run the emergency product; a device that cannot do even that does not answer this process any more."""
     failure = _emergency_failure(session)
     if failure is not None and failure.kind in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
         # The error of the step itself may have surfaced only here: clear it before the device is called broken.
@@ -109,17 +89,12 @@ def prove_alive(session: Session, stats: SliceStats) -> None:
         failure = _emergency_failure(session)
     if failure is not None:
         raise ContextCorruptedError(failure.text)
-    stats.emergency_done()
+    stats.count(StepCounts(emergency_count=1))
 
 
 def _emergency_failure(session: Session) -> Failure | None:
-    """Return why the device cannot run the emergency product, or `None` if it can.
-
-    Raises:
-        ContextCorruptedError: It runs it, with a wrong result.
-    """
+    """Return why the device cannot run the emergency product, or `None` if it can. A wrong result is raised."""
     try:
-        session.device.clear_pending_error()
         session.device.emergency()
     except ContextCorruptedError:
         raise
@@ -132,11 +107,74 @@ def claim_memory(session: Session, stats: SliceStats) -> None:
     """Find out by progressive allocation how much memory there is, and tell the workload. Its tensors must be gone."""
     ramp = ramp_up(session.device, session.spec.memory, session.lease_bytes)
     claim_bytes = int(session.claim_share * ramp.claim_bytes)
-    stats.out_of_memory(ramp.failures)
+    stats.count(StepCounts(oom_count=ramp.failures))
     moved = abs(claim_bytes - session.claim_bytes) > _MIN_CLAIM_CHANGE * session.claim_bytes
     if moved or ramp.failures:
         stats.event("claimed", claim_bytes=claim_bytes, target_bytes=ramp.target_bytes, failures=ramp.failures)
     session.set_claim(claim_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ramp:
+    """What progressive allocation obtained."""
+
+    claim_bytes: int
+    """The largest block obtained; 0 when not even the floor was there."""
+    target_bytes: int
+    """What 100 % would have been."""
+    failures: int
+    """Blocks refused on the way, each a real out-of-memory."""
+
+
+def ramp_up(device: Device, settings: MemorySettings, lease_bytes: int | None = None) -> Ramp:
+    """Obtain growing blocks, one at a time, until one is refused for good or all of the free memory is obtained.
+
+    The 3070 guide's third technique: 20, 40, 60, 80, 100 % of the cap; a failed stage is tried again 10 % smaller, down
+    to a floor.
+
+    Each stage is a block of its own, and the last one stays in the allocator's pool in one piece (unless a larger one
+    was refused, which empties the pool): the workload then cuts its tensors out of it without gaps. The target is
+    what is free now, so that the memory of other processes causes no failures. No tensor of the workload may be alive.
+
+    Raises:
+        ContextCorruptedError: The device failed in another way than by lack of memory.
+    """
+    target_bytes = device.free_bytes()
+    if lease_bytes is not None:
+        target_bytes = min(target_bytes, lease_bytes)
+    claim_bytes = failures = 0
+    share = settings.first_fraction
+    wanted_bytes = int(min(1.0, share) * target_bytes)
+    while claim_bytes < target_bytes:
+        device.release()  # the last stage's block, or the cache that stood in the way
+        obtained_bytes = _obtained(device, wanted_bytes)
+        if obtained_bytes is None:
+            failures += 1
+            wanted_bytes = int(wanted_bytes * (1.0 - settings.retry_reduction))
+            if wanted_bytes <= max(settings.floor_bytes, claim_bytes):
+                device.release()
+                break
+            continue
+        claim_bytes = max(claim_bytes, obtained_bytes)
+        if failures or share >= 1.0:
+            break  # all of it was obtained, or a refusal has found the limit; the largest block below it is the claim
+        share = share + settings.first_fraction
+        wanted_bytes = int(min(1.0, share) * target_bytes)
+    return Ramp(claim_bytes=claim_bytes, target_bytes=target_bytes, failures=failures)
+
+
+def _obtained(device: Device, wanted_bytes: int) -> int | None:
+    """Obtain a block and let it go; return the size it really had, or `None` if memory was short."""
+    failure = None
+    try:
+        obtained_bytes = device.obtain(wanted_bytes)
+    except Exception as error:  # noqa: BLE001 - every failure is classified; only memory's may pass
+        failure = oom.classify(error)
+    if failure is None:
+        return obtained_bytes
+    if failure.kind in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
+        return None
+    raise ContextCorruptedError(f"allocating {wanted_bytes} bytes failed for another reason: {failure.text}")
 
 
 def ask_after_oom(session: Session, stats: SliceStats, event: StepOom) -> Decision:
@@ -159,10 +197,9 @@ def ask_after_oom(session: Session, stats: SliceStats, event: StepOom) -> Decisi
 def stay_in_emergency(session: Session, stats: SliceStats, reason: str) -> None:
     """No step fits: prove that the device answers, wait for the end of the slice, and measure again for the next."""
     stats.settle(WorkerState.EMERGENCY, reason)
-    if session.enter_emergency():
-        stats.event("emergency", reason=reason)
+    session.enter_emergency(stats, reason)
     session.release()
-    prove_alive(session, stats)
+    _prove_alive(session, stats)
     time.sleep(max(_EMERGENCY_PAUSE_S, stats.remaining_s))
     session.device.rebase()
     claim_memory(session, stats)

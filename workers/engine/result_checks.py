@@ -1,7 +1,6 @@
-"""Runs checks of a worker's results when they are due, and keeps what they found.
+"""Runs a workload's own checks of its results when they are due, and keeps what they found.
 
-Calls the workload's own check when one is due, and recovers if that fails. Does not know how a result is checked. One
-wrong result marks the worker for as long as its process lives.
+Does not know how a result is checked. One wrong result marks the worker for as long as its process lives.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ from typing import Final
 from workers import oom
 from workers.devices.base import Device
 from workers.engine.slice_stats import SliceStats
-from workers.errors import ContextCorruptedError
+from workers.messages import ContextCorruptedError, StepCounts
 from workers.policy.base import StepOk
 from workers.settings import FailureKind
-from workers.verification.check import Check
-from workers.verification.schedule import CheckSchedule
+from workers.verification.check import Check, CheckSchedule
 from workers.workloads.base import Workload
 
 #: After this many checks in a row that ran out of memory, no more are tried.
@@ -28,22 +26,13 @@ class ResultChecks:
     """The checks of one worker process."""
 
     def __init__(self, share: float, where: str) -> None:
-        """Check nothing yet.
-
-        Args:
-            share: Of the time that checks may take, 0 for none.
-            where: Slot and card, so that the user finds a faulty one.
-        """
+        """Let checks take this share of the time, 0 for none; `where` is slot and card, to find a faulty one."""
+        self.reason: str | None = None
+        """The last wrong result, in words; `None` if there was none."""
         self._schedule = CheckSchedule(share)
         self._where = where
-        self._reason: str | None = None
         self._broken = False
         self._failures = 0
-
-    @property
-    def reason(self) -> str | None:
-        """The last wrong result, in words; `None` if there was none."""
-        return self._reason
 
     def after_step(self, device: Device, workload: Workload, step: StepOk, stats: SliceStats) -> float:
         """Check the result of a step if that is due; return the seconds for which the check kept the device busy.
@@ -70,9 +59,11 @@ class ResultChecks:
             self._failures = 0
         self._schedule.after_check(seconds)
         if check is not None:
-            stats.checked(wrong=not check.ok)
+            stats.count(StepCounts(verify_checks=1, verify_errors=int(not check.ok)))
             if not check.ok:
-                self._report(check, stats)
+                self.reason = f"wrong result on {self._where}: {check.detail}"
+                worst = check.worst if math.isfinite(check.worst) else None
+                stats.event("corrupt", kind=check.kind, where=self._where, detail=check.detail, worst=worst)
         return seconds
 
     def _after_failure(self, failure: oom.Failure, device: Device, stats: SliceStats) -> None:
@@ -86,8 +77,3 @@ class ResultChecks:
         self._broken = failure.kind is FailureKind.OTHER or self._failures >= _MAX_FAILURES_IN_A_ROW
         if self._broken:
             stats.event("checks_ended", text=failure.text)
-
-    def _report(self, check: Check, stats: SliceStats) -> None:
-        self._reason = f"wrong result on {self._where}: {check.detail}"
-        worst = check.worst if math.isfinite(check.worst) else None
-        stats.event("corrupt", kind=check.kind, where=self._where, detail=check.detail, worst=worst)

@@ -1,7 +1,7 @@
 """What one worker process holds for its slot, from the first directive on, and how it is opened.
 
-Covers the device, the workload, the policy and its state. Only this file changes a `Session`: others call the methods.
-Does not run steps (`engine.py`) and does not recover from failures (`oom_recovery.py`).
+Only this file changes a `Session`: others call the methods. Does not run steps (`engine.py`) and does not recover from
+failures (`oom_recovery.py`).
 """
 
 from __future__ import annotations
@@ -9,27 +9,24 @@ from __future__ import annotations
 import gc
 import time
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from workers import oom
-from workers.devices.base import Device
-from workers.devices.opening import open_device
+from workers.devices.base import Device, open_device
 from workers.engine.duty_cycle import DutyCycle
 from workers.engine.fault_injection import ChaoticWorkload
 from workers.engine.result_checks import ResultChecks
 from workers.engine.slice_stats import SliceStats
-from workers.engine.thermal_control import ThermalControl, open_thermal_control
-from workers.errors import ContextCorruptedError, IncompatibleError
+from workers.engine.thermal_control import ThermalControl
 from workers.learned_limits.limits import choose, workload_fingerprint
-from workers.messages import DeviceInfo, WorkerState
+from workers.messages import ContextCorruptedError, IncompatibleError, StepCounts, WorkerState
 from workers.nvml.fake.library import load
-from workers.oom import Failure
+from workers.oom import MAX_PROBABLE_IN_A_ROW, Failure
 from workers.policy.base import Decision, Event, Growth, Policy, Pressure, Run
 from workers.policy.registry import make_policy
 from workers.settings import FailureKind, LimitKey, StoredLimit, WorkerSpec
 from workers.units import MIB
-from workers.workloads.base import Workload, WorkloadContext
-from workers.workloads.loading import load_workload
+from workers.workloads.base import Workload, WorkloadContext, load_workload
 
 #: Shortest time between two measurements of free memory after steps: each takes up to 0.2 ms.
 _MEASURE_EVERY_S: Final = 0.02
@@ -46,7 +43,7 @@ _FULL_SHARE: Final = 0.9
 
 @dataclass(slots=True)
 class Session:
-    """What one process holds for its slot from the first directive on."""
+    """The device, the workload, the policy and its state."""
 
     # Set once, when it is opened.
     spec: WorkerSpec
@@ -134,9 +131,10 @@ class Session:
         self.in_emergency = False
         self.failed_run = None
 
-    def count_probable_failure(self) -> None:
-        """Count an error that is an out-of-memory only by its text."""
-        self.probable_in_a_row += 1
+    def believes(self, failure: Failure) -> bool:
+        """Count a step's failure if it is an out-of-memory only by its text; say whether it is taken for one."""
+        self.probable_in_a_row += failure.kind is FailureKind.PROBABLE
+        return failure.kind is not FailureKind.OTHER and self.probable_in_a_row <= MAX_PROBABLE_IN_A_ROW
 
     def note_unexpected_oom(self, run: Run) -> None:
         """Note that a step ran out of memory although it should have fitted into the claim.
@@ -148,17 +146,14 @@ class Session:
             self.claim_share *= 1.0 - self.spec.memory.retry_reduction
         self.failed_run = run
 
-    def enter_emergency(self) -> bool:
-        """Note that no step fits; say whether that is new."""
-        is_new = not self.in_emergency
+    def enter_emergency(self, stats: SliceStats, reason: str) -> None:
+        """Note that no step fits, and report it if that is new."""
+        if not self.in_emergency:
+            stats.event("emergency", reason=reason)
         self.in_emergency = True
-        return is_new
 
     def _report_size_change(self, run: Run, stats: SliceStats) -> None:
-        """Report a step that is much smaller or larger than the last reported one.
-
-        After a failure the event `backoff` tells the new size.
-        """
+        """Report a step much smaller or larger than the last reported one; after a failure `backoff` has done so."""
         before = self.reported_run
         if before is None or run == before:
             self.reported_run = run
@@ -206,8 +201,7 @@ class Session:
         """Time copies in the device's memory, in bytes per second; `None` if the workload has no memory for it."""
         best: float | None = None
         for _ in range(_COPIES):
-            with self.device.enforced():
-                moved_bytes, seconds = self.device.timed(self.workload.move)
+            moved_bytes, seconds = self.device.timed(self.workload.move)
             if moved_bytes is None:
                 return None
             best = max(best or 0.0, moved_bytes / seconds) if seconds > 0 else best
@@ -218,9 +212,8 @@ class Session:
         learned = None if self.state is None else self.policy.learned(self.state)
         if learned is None:
             return None
-        # 0 is no measurement: what small tensors take was in the process's memory before.
-        known_bytes = peak_bytes or None
-        return StoredLimit(key=self.key, learned=learned, peak_bytes=known_bytes, learned_at_unix_s=time.time())
+        # A peak of 0 is no measurement: what small tensors take was in the process's memory before.
+        return StoredLimit(key=self.key, learned=learned, peak_bytes=peak_bytes or None, learned_at_unix_s=time.time())
 
     def pressure(self) -> Pressure:
         """Measure how much memory there is, for the policy."""
@@ -233,16 +226,13 @@ class Session:
         )
 
     def working_state(self, note: str = "") -> tuple[WorkerState, str]:
-        """Return the state of a worker that does its work, with the reason to show.
-
-        Args:
-            note: The reason where neither a wrong result nor the heat of the card is one.
-        """
+        """Return the state of a worker that does its work, and the reason to show; `note` is the least of reasons."""
         if self.checks.reason is not None:
             return WorkerState.CORRUPT, self.checks.reason
         if self.thermal.slows:
-            return WorkerState.THROTTLED, self.thermal.reason
-        return WorkerState.RUNNING, note or self._shortage() or (self.thermal.reason if self.thermal.alarmed else "")
+            return WorkerState.THROTTLED, self.thermal.decision.reason
+        alarm = self.thermal.decision.reason if self.thermal.alarmed else ""
+        return WorkerState.RUNNING, note or self._shortage() or alarm
 
     def _shortage(self) -> str:
         """Say why the worker may hold much less than its cap; empty if it may hold enough."""
@@ -270,11 +260,12 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
         if spec.fake_sensors is not None:
             load(spec.fake_sensors)  # before any query to the real ones
         device = open_device(spec)
-        thermal = open_thermal_control(spec, device.info.uuid)
+        thermal = ThermalControl(spec, device.info.uuid)
         context = WorkloadContext(device=device.torch_device, dtype=device.torch_dtype, seed=spec.workload.seed)
         workload = load_workload(spec.workload.name, context)
         if spec.step_faults is not None:
-            workload = chaos = ChaoticWorkload(workload, context, spec.step_faults)
+            chaos = ChaoticWorkload(workload, spec.step_faults)
+            workload = cast("Workload", chaos)
     except (IncompatibleError, ContextCorruptedError):
         raise
     except Exception as error:  # noqa: BLE001 - any failure of a driver or a user's constructor becomes a sentence
@@ -284,7 +275,7 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
         if failure.kind is FailureKind.OTHER:
             raise IncompatibleError(f"{spec.slot}: cannot start: {text}")
         if failure.kind is not FailureKind.CONTEXT_CORRUPTED:
-            stats.out_of_memory()  # tells the head that the card is full, and not that it is broken
+            stats.count(StepCounts(oom_count=1))  # tells the head that the card is full, and not that it is broken
         raise ContextCorruptedError(f"cannot open the device: {text}")
     growth = Growth(
         size_power=workload.size_power,
@@ -313,27 +304,18 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
         device=device,
         workload=workload,
         policy=policy,
-        key=_limit_key(spec, info),
+        key=LimitKey(
+            card=info.name,
+            total_bytes=info.total_bytes,
+            driver=info.driver,
+            torch=info.torch_version,
+            dtype=info.dtype,
+            workload=workload_fingerprint(spec.workload.name, size=spec.workload.size, batch=spec.workload.batch),
+            cap_bytes=info.cap_bytes,
+        ),
         thermal=thermal,
-        checks=ResultChecks(spec.check_share, f"{spec.slot}, {_card_label(info)}"),
+        checks=ResultChecks(spec.check_share, f"{spec.slot}, {info.name}" + (f" {info.uuid}" if info.uuid else "")),
         duty=DutyCycle(spec.duty),
         chaos=chaos,
         incarnation=stats.directive.incarnation,
-    )
-
-
-def _card_label(device: DeviceInfo) -> str:
-    return device.name if device.uuid is None else f"{device.name} {device.uuid}"
-
-
-def _limit_key(spec: WorkerSpec, device: DeviceInfo) -> LimitKey:
-    workload = spec.workload
-    return LimitKey(
-        card=device.name,
-        total_bytes=device.total_bytes,
-        driver=device.driver,
-        torch=device.torch_version,
-        dtype=device.dtype,
-        workload=workload_fingerprint(workload.name, size=workload.size, batch=workload.batch),
-        cap_bytes=device.cap_bytes,
     )

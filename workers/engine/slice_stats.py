@@ -1,26 +1,12 @@
-"""Counts what happens in one slice and turns it into a `Report`. Decides nothing."""
+"""Counts what happens in one slice. Decides nothing."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
 
-import psutil
-
-from workers.messages import (
-    NO_COUNTS,
-    DeviceInfo,
-    Directive,
-    MemoryInfo,
-    Report,
-    ResumeState,
-    StepCounts,
-    Verdict,
-    WorkerEvent,
-    WorkerState,
-)
-from workers.readings import SensorReading
-from workers.settings import Scalar, StoredLimit
+from workers.messages import NO_COUNTS, Directive, StepCounts, WorkerEvent, WorkerState
+from workers.settings import Scalar
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,7 +20,6 @@ class SliceStats:
     size: int | None = None
     batch: int | None = None
     counts: StepCounts = NO_COUNTS
-    sensors: SensorReading | None = None
     error: str | None = None
     events: list[WorkerEvent] = field(default_factory=list)
     started_s: float = field(default_factory=time.monotonic)
@@ -71,75 +56,14 @@ class SliceStats:
         """Set the state and the reason that the table shows."""
         self.state, self.reason = state, reason
 
-    def sensed(self, reading: SensorReading | None) -> None:
-        """Keep the last reading of the sensors."""
-        self.sensors = reading
-
     def use(self, size: int, batch: int) -> None:
         """Set the size and batch that the table shows."""
         self.size, self.batch = size, batch
 
-    def step_done(self, flop: float, seconds: float) -> None:
-        """Count a step that ended well."""
-        self.counts += StepCounts(steps_ok=1, work_flop=flop, busy_s=seconds)
+    def count(self, counts: StepCounts) -> None:
+        """Add to the counters of the slice."""
+        self.counts += counts
 
-    def step_out_of_memory(self) -> None:
-        """Count a step that ran out of memory."""
-        self.counts += StepCounts(steps_oom=1, oom_count=1)
-
-    def step_failed(self) -> None:
-        """Count a step that failed by the workload's own fault."""
-        self.counts += StepCounts(steps_error=1)
-
-    def raised(self, traceback: str | None) -> None:
+    def raised(self, traceback: str) -> None:
         """Keep the text of the workload's own exception."""
         self.error = traceback
-
-    def out_of_memory(self, times: int = 1) -> None:
-        """Count allocations that failed outside any step."""
-        self.counts += StepCounts(oom_count=times)
-
-    def emergency_done(self) -> None:
-        """Count an emergency product."""
-        self.counts += StepCounts(emergency_count=1)
-
-    def checked(self, *, wrong: bool) -> None:
-        """Count a check of a result."""
-        self.counts += StepCounts(verify_checks=1, verify_errors=int(wrong))
-
-    def busy(self, seconds: float) -> None:
-        """Count time for which something else than a step kept the device busy."""
-        self.counts += StepCounts(busy_s=seconds)
-
-    def report(
-        self,
-        verdict: Verdict,
-        *,
-        device: DeviceInfo | None = None,
-        memory: MemoryInfo | None = None,
-        claim_bytes: int | None = None,
-        resume: ResumeState | None = None,
-        learned: StoredLimit | None = None,
-    ) -> Report:
-        """Close the slice."""
-        return Report(
-            slot=self.slot,
-            incarnation=self.directive.incarnation,
-            sequence=self.directive.sequence,
-            verdict=verdict,
-            state=self.state,
-            reason=self.reason,
-            device=device,
-            memory=memory,
-            size=self.size,
-            batch=self.batch,
-            claim_bytes=claim_bytes,
-            counts=self.counts,
-            wall_s=self.elapsed_s,
-            sensors=self.sensors,
-            rss_bytes=psutil.Process().memory_info().rss,
-            error=self.error,
-            events=tuple(self.events),
-            resume=resume,
-            learned=learned,
-        )

@@ -47,6 +47,11 @@ class CardFacts:
     """Whether CUDA_VISIBLE_DEVICES lets programs see it."""
     holders: tuple[Holder, ...] = ()
 
+    @property
+    def free_bytes(self) -> int:
+        """All of it where the use is unknown."""
+        return self.total_bytes - (self.used_bytes or 0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchFacts:
@@ -65,7 +70,21 @@ class TorchFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MachineFacts:
+class DriverFacts:
+    """The driver and every card it shows. `None`: unknown."""
+
+    driver: str | None = None
+    driver_cuda: tuple[int, int] | None = None
+    """The newest CUDA that the driver can run."""
+    nvml_error: str | None = None
+    """Why NVML does not answer; `None` if it does."""
+    card_errors: tuple[str, ...] = ()
+    """A sentence for each card that NVML counts and that does not answer."""
+    cards: tuple[CardFacts, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFacts(DriverFacts):
     """One machine. `None`: unknown."""
 
     hostname: str
@@ -76,21 +95,12 @@ class MachineFacts:
     python: str
     ray: str | None
     project: str | None
-    """Version of this project."""
     cores_logical: int
     cores_physical: int | None = None
     ram_total_bytes: int
     ram_available_bytes: int
     shm_total_bytes: int | None = None
     """Of /dev/shm, in which Ray keeps its objects."""
-    driver: str | None = None
-    driver_cuda: tuple[int, int] | None = None
-    """The newest CUDA that the driver can run."""
-    nvml_error: str | None = None
-    """Why NVML does not answer; `None` if it does."""
-    card_errors: tuple[str, ...] = ()
-    """A sentence for each card that NVML counts and that does not answer."""
-    cards: tuple[CardFacts, ...] = ()
     pci_cards: int | None = None
     """NVIDIA cards on the PCI bus, driver or none."""
     has_nouveau: bool = False
@@ -102,10 +112,8 @@ class MachineFacts:
     """How the kernel chooses the clocks of the cores; each once."""
     cpu_scaling_driver: str | None = None
     """What carries that out, such as intel_pstate, which also chooses within a governor."""
-    mps_folder: str | None = None
-    """Where programs look for the control daemon of NVIDIA's Multi-Process Service."""
     mps_daemon: bool = False
-    """Whether one runs."""
+    """Whether a control daemon of NVIDIA's Multi-Process Service runs."""
 
     def setting(self, name: str) -> str | None:
         """Return the value of an environment variable, if it is one that matters and is set."""

@@ -7,80 +7,70 @@ others. Does not sample and sets nothing (`nvml.sampler` samples).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Final
 
 import psutil
 import pynvml
 
-from workers.host.facts import CardFacts, Holder
+from workers.host.facts import CardFacts, DriverFacts, Holder
 from workers.nvml import queries
+from workers.nvml.queries import Question
 
-T = TypeVar("T")
-
-#: Who draws on a card, as `queries.PROCESS_LISTS` has who computes.
-_GRAPHICS_LIST = ("nvmlDeviceGetGraphicsRunningProcesses_v3", "nvmlDeviceGetGraphicsRunningProcesses_v2")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DriverFacts:
-    """The driver and every card it shows."""
-
-    version: str | None = None
-    cuda: tuple[int, int] | None = None
-    error: str | None = None
-    """Why NVML does not answer at all."""
-    card_errors: tuple[str, ...] = ()
-    cards: tuple[CardFacts, ...] = ()
+_PROPERTIES: Final = {
+    "cores": Question(("nvmlDeviceGetNumGpuCores",)),
+    "max_sm_clock_mhz": Question(("nvmlDeviceGetMaxClockInfo",), (pynvml.NVML_CLOCK_SM,)),
+    "max_memory_clock_mhz": Question(("nvmlDeviceGetMaxClockInfo",), (pynvml.NVML_CLOCK_MEM,)),
+    "bus_width_bits": Question(("nvmlDeviceGetMemoryBusWidth",)),
+    "power_limit_w": Question(("nvmlDeviceGetPowerManagementDefaultLimit",), convert=lambda limit_mw: limit_mw / 1e3),
+    "persistence": Question(("nvmlDeviceGetPersistenceMode",), convert=bool),
+    "display": Question(("nvmlDeviceGetDisplayActive",), convert=bool),
+}
 
 
 def look_at_cards() -> DriverFacts:
     """Ask NVML about the driver and all cards; never raises for what a machine has or lacks."""
     try:
-        pynvml.nvmlInit()
+        with queries.opened():
+            found = {identity: _card(identity) for identity in queries.cards()}
+            cuda = queries.answer("nvmlSystemGetCudaDriverVersion_v2")
+            return DriverFacts(
+                driver=queries.answer("nvmlSystemGetDriverVersion"),
+                driver_cuda=None if cuda is None else (cuda // 1000, cuda % 1000 // 10),  # 12080 is 12.8
+                card_errors=tuple(
+                    f"card {identity.index} {'is lost' if identity.lost else 'does not answer'}"
+                    for identity, card in found.items()
+                    if card is None
+                ),
+                cards=tuple(card for card in found.values() if card is not None),
+            )
     except pynvml.NVMLError as error:
-        return DriverFacts(error=str(error))
-    try:
-        identities = queries.cards()
-        found = [_card(identity) for identity in identities]
-        return DriverFacts(
-            version=_or_none(lambda: str(pynvml.nvmlSystemGetDriverVersion())),
-            cuda=_or_none(_driver_cuda),
-            card_errors=tuple(
-                f"card {identity.index} {'is lost' if identity.lost else 'does not answer'}"
-                for identity, card in zip(identities, found, strict=True)
-                if card is None
-            ),
-            cards=tuple(card for card in found if card is not None),
-        )
-    finally:
-        pynvml.nvmlShutdown()
+        return DriverFacts(nvml_error=str(error))
+
+
+def visible_cards() -> tuple[CardFacts, ...]:
+    """Return the cards of this machine that CUDA_VISIBLE_DEVICES does not hide; none if there is no driver."""
+    return tuple(card for card in look_at_cards().cards if card.visible)
 
 
 def _card(identity: queries.CardIdentity) -> CardFacts | None:
     """Ask about one card; `None` if it does not answer, or not even with its name and memory."""
-    uuid, name, total_bytes = identity.uuid, identity.name, identity.total_bytes
-    handle = None if uuid is None else _or_none(lambda: queries.handle_of(uuid))
-    if handle is None or uuid is None or name is None or total_bytes is None:
+    if identity.uuid is None or identity.name is None or identity.total_bytes is None:
+        return None
+    try:
+        ask = queries.of_card(queries.handle_of(identity.uuid))
+    except pynvml.NVMLError:
         return None
     return CardFacts(
         index=identity.index,
-        name=name,
-        uuid=uuid,
-        total_bytes=total_bytes,
-        used_bytes=_or_none(lambda: queries.used_bytes(handle)),
+        name=identity.name,
+        uuid=identity.uuid,
+        total_bytes=identity.total_bytes,
+        used_bytes=queries.used_bytes(ask),
         compute_capability=identity.compute_capability,
-        cores=_or_none(lambda: int(pynvml.nvmlDeviceGetNumGpuCores(handle))),
-        max_sm_clock_mhz=_or_none(lambda: int(pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM))),
-        max_memory_clock_mhz=_or_none(lambda: int(pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_MEM))),
-        bus_width_bits=_or_none(lambda: int(pynvml.nvmlDeviceGetMemoryBusWidth(handle))),
-        power_limit_w=identity.power_limit_default_w,
-        persistence=_or_none(lambda: bool(pynvml.nvmlDeviceGetPersistenceMode(handle))),
-        display=_or_none(lambda: bool(pynvml.nvmlDeviceGetDisplayActive(handle))),
-        visible=is_visible(identity.index, uuid, os.environ.get("CUDA_VISIBLE_DEVICES")),
-        holders=tuple(_holders(handle)),
+        visible=is_visible(identity.index, identity.uuid, os.environ.get("CUDA_VISIBLE_DEVICES")),
+        holders=tuple(_holders(ask)),
+        **queries.answers(_PROPERTIES, ask),
     )
 
 
@@ -92,40 +82,19 @@ def is_visible(index: int, uuid: str, setting: str | None) -> bool:
     return str(index) in names or any(uuid.startswith(name) for name in names)
 
 
-def _holders(handle: Any) -> Iterator[Holder]:  # noqa: ANN401 - nvidia-ml-py has no types
+def _holders(ask: queries.Ask) -> Iterator[Holder]:
     """Yield every process on the card once; one that draws and computes is in several lists."""
     used_bytes: dict[int, int | None] = {}
-    for names in (*queries.PROCESS_LISTS, _GRAPHICS_LIST):
-        for process in _first_answer(names, handle):
-            known = used_bytes.get(process.pid)
-            used_bytes[process.pid] = process.usedGpuMemory if known is None else known
+    for listed in (*queries.PROCESS_LISTS, queries.GRAPHICS_LIST):
+        for process in listed.put(ask) or ():
+            if used_bytes.get(process.pid) is None:
+                used_bytes[process.pid] = process.usedGpuMemory
     for pid, each_bytes in sorted(used_bytes.items()):
         yield Holder(pid=pid, name=_name_of(pid), used_bytes=each_bytes)
-
-
-def _first_answer(names: Sequence[str], handle: Any) -> list[Any]:  # noqa: ANN401 - nvidia-ml-py has no types
-    """Return what the first function that this driver has says; nothing if it has none of them."""
-    for name in names:
-        found: list[Any] | None = _or_none(partial(getattr(pynvml, name), handle))
-        if found is not None:
-            return found
-    return []
 
 
 def _name_of(pid: int) -> str | None:
     try:
         return psutil.Process(pid).name()
     except (psutil.Error, ValueError):
-        return None
-
-
-def _driver_cuda() -> tuple[int, int]:
-    version = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())  # 12080 is 12.8
-    return version // 1000, version % 1000 // 10
-
-
-def _or_none(question: Callable[[], T]) -> T | None:
-    try:
-        return question()
-    except pynvml.NVMLError:
         return None

@@ -13,8 +13,11 @@ import shutil
 import socket
 import subprocess
 import sys
+from contextlib import suppress
+from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
@@ -55,8 +58,8 @@ _NVIDIA = "0x10de"
 _DISPLAY_CLASSES = ("0x0300", "0x0302")
 
 
-def look_around() -> MachineFacts:
-    """Look at this machine; takes some seconds, most of them for torch."""
+def look_around(*, with_torch: bool = True) -> MachineFacts:
+    """Look at this machine; takes some seconds if torch is asked too."""
     is_wsl = "microsoft" in platform.release().lower()
     memory = psutil.virtual_memory()
     driver = look_at_cards()
@@ -72,20 +75,17 @@ def look_around() -> MachineFacts:
         cores_physical=psutil.cpu_count(logical=False),
         ram_total_bytes=memory.total,
         ram_available_bytes=memory.available,
-        shm_total_bytes=_shared_memory_bytes(),
-        driver=driver.version,
-        driver_cuda=driver.cuda,
-        nvml_error=driver.error,
-        card_errors=driver.card_errors,
-        cards=driver.cards,
+        shm_total_bytes=_disk_bytes("/dev/shm", "total"),  # noqa: S108 - looked at, not written to
         pci_cards=None if is_wsl else _pci_cards(),
         has_nouveau=Path("/sys/module/nouveau").exists(),
-        torch=ask_torch(),
+        torch=ask_torch() if with_torch else TorchFacts(),
         environment=tuple((name, os.environ[name]) for name in SETTINGS if name in os.environ),
         cpu_governors=_cpu_governors(),
         cpu_scaling_driver=_read(Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_driver")) or None,
-        mps_folder=os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"),  # noqa: S108 - NVIDIA's own default
-        mps_daemon=_has_mps_daemon(),
+        mps_daemon=any(
+            (process.info["name"] or "").startswith("nvidia-cuda-mps") for process in psutil.process_iter(["name"])
+        ),
+        **{field.name: getattr(driver, field.name) for field in fields(driver)},
     )
 
 
@@ -113,10 +113,9 @@ def ask_torch() -> TorchFacts:
 
 
 def _version(distribution: str) -> str | None:
-    try:
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def free_bytes(path: str) -> int | None:
@@ -124,17 +123,13 @@ def free_bytes(path: str) -> int | None:
     folder = Path(path).absolute()
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return None
+    return _disk_bytes(folder, "free")
 
 
-def _shared_memory_bytes() -> int | None:
-    try:
-        return shutil.disk_usage("/dev/shm").total  # noqa: S108 - looked at, not written to
-    except OSError:
-        return None
+def _disk_bytes(folder: str | Path, part: Literal["free", "total"]) -> int | None:
+    with suppress(OSError):
+        return int(getattr(shutil.disk_usage(folder), part))
+    return None
 
 
 def _pci_cards() -> int | None:
@@ -152,12 +147,7 @@ def _cpu_governors() -> tuple[str, ...]:
     return tuple(sorted(found - {""}))
 
 
-def _has_mps_daemon() -> bool:
-    return any((process.info["name"] or "").startswith("nvidia-cuda-mps") for process in psutil.process_iter(["name"]))
-
-
 def _read(path: Path) -> str:
-    try:
+    with suppress(OSError):
         return path.read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
-        return ""
+    return ""

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from importlib.machinery import ModuleSpec
+from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeVar, get_args, get_type_hints
 
-from workers.settings import Learned, LimitKey, StoredLimit
+from workers.settings import Learned, LimitKey, Scalar, StoredLimit
 
 _PRODUCT: Final = "oom-orchestrator"
 _BUILT_IN: Final = "matmul"
@@ -34,23 +33,26 @@ _HASH_DIGITS: Final = 12
 #: Characters of a name; the longest workload's has 255, and what distinguishes its versions comes on top.
 TEXT_MOST: Final = 500
 
-_WHOLE_MOST: Final = 2**63 - 1
+#: Of each type of value what may stand for it, its least and most (of a text its length), and its name.
+_KINDS: Final[Mapping[type, tuple[set[type], int, int, str]]] = {
+    str: ({str}, 1, TEXT_MOST, f"text of 1 to {TEXT_MOST} characters"),
+    int: ({int}, 1, 2**63 - 1, "whole number above 0"),
+    float: ({int, float}, 0, 2**63 - 1, "number from 0 up"),
+}
 
-Scalar: TypeAlias = str | int | float | bool | None
+#: Of each part of a limit its fields, and the types of each.
+_FIELDS: Final[Mapping[type, Mapping[str, tuple[type, ...]]]] = {
+    part: {name: get_args(hint) or (hint,) for name, hint in get_type_hints(part).items()}
+    for part in (LimitKey, Learned, StoredLimit)
+}
 
 T = TypeVar("T")
 
 
 def to_plain(limit: StoredLimit) -> dict[str, Scalar]:
     """Return a limit as one flat object, for any store."""
-    return {
-        **asdict(limit.key),
-        **asdict(limit.learned),
-        "peak_bytes": limit.peak_bytes,
-        "learned_at_unix_s": limit.learned_at_unix_s,
-        "best_tflops": limit.best_tflops,
-        "best_under": limit.best_under,
-    }
+    plain = asdict(limit)
+    return {**plain.pop("key"), **plain.pop("learned"), **plain}
 
 
 def from_plain(plain: Mapping[str, object]) -> StoredLimit:
@@ -59,28 +61,7 @@ def from_plain(plain: Mapping[str, object]) -> StoredLimit:
     Raises:
         ValueError: Something is missing, or no value that a limit can have.
     """
-    key = LimitKey(
-        card=_text(plain, "card"),
-        total_bytes=_known(_whole, plain, "total_bytes"),
-        driver=_known(_text, plain, "driver"),
-        torch=_text(plain, "torch"),
-        dtype=_text(plain, "dtype"),
-        workload=_text(plain, "workload"),
-        cap_bytes=_whole(plain, "cap_bytes"),
-    )
-    learned = Learned(
-        size=_whole(plain, "size"),
-        fixed_bytes=_known(_number, plain, "fixed_bytes"),
-        unit_bytes=_known(_number, plain, "unit_bytes"),
-    )
-    return StoredLimit(
-        key=key,
-        learned=learned,
-        peak_bytes=_known(_whole, plain, "peak_bytes"),
-        learned_at_unix_s=_number(plain, "learned_at_unix_s"),
-        best_tflops=_known(_number, plain, "best_tflops"),
-        best_under=_known(_text, plain, "best_under"),
-    )
+    return _read(StoredLimit, plain, key=_read(LimitKey, plain), learned=_read(Learned, plain))
 
 
 def choose(candidates: Iterable[StoredLimit], key: LimitKey) -> StoredLimit | None:
@@ -131,8 +112,7 @@ def _name_of(workload: Callable[..., object]) -> str:
 
 
 def _word(value: Scalar) -> str:
-    """Return a setting as a word; 2 and 2.0 are one."""
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)  # 2 and 2.0 are one
 
 
 def _product_version() -> str | None:
@@ -159,42 +139,22 @@ def _source_of(module: str) -> Path | None:
     spec = importlib.util.find_spec(top)
     for part in others:
         folders = None if spec is None else spec.submodule_search_locations
-        spec = None if folders is None else _spec_in(list(folders), part)
+        # A name without dots: of others the finder would look up the parent among the loaded modules.
+        spec = None if folders is None else PathFinder.find_spec(part, list(folders))
     return Path(spec.origin) if spec is not None and spec.has_location and spec.origin is not None else None
 
 
-def _spec_in(folders: list[str], name: str) -> ModuleSpec | None:
-    """Return what Python would find under a name in the folders of a package; several of them may make up one."""
-    finders = [finder for finder in map(pkgutil.get_importer, folders) if finder is not None]
-    specs = [spec for spec in (finder.find_spec(name) for finder in finders) if spec is not None]
-    for spec in specs:
-        if spec.loader is not None:
-            return spec
-    together = ModuleSpec(name, None, is_package=True)
-    together.submodule_search_locations = [part for spec in specs for part in spec.submodule_search_locations or ()]
-    return together
+def _read(part: type[T], plain: Mapping[str, object], **known: Any) -> T:  # noqa: ANN401 - of any field
+    """Return a dataclass of the values in `plain` that are named and typed as its fields, and of the known ones."""
+    for name, (kind, *or_none) in _FIELDS[part].items():
+        if name not in known:
+            value: Any = plain.get(name)
+            known[name] = None if or_none and value is None else _checked(name, kind, value)
+    return part(**known)
 
 
-def _known(read: Callable[[Mapping[str, object], str], T], plain: Mapping[str, object], name: str) -> T | None:
-    return None if plain.get(name) is None else read(plain, name)
-
-
-def _text(plain: Mapping[str, object], name: str) -> str:
-    value = plain.get(name)
-    if not isinstance(value, str) or not 0 < len(value) <= TEXT_MOST:
-        raise ValueError(f"{name} is no text of 1 to {TEXT_MOST} characters")
-    return value
-
-
-def _whole(plain: Mapping[str, object], name: str) -> int:
-    value = plain.get(name)
-    if type(value) is not int or not 0 < value <= _WHOLE_MOST:
-        raise ValueError(f"{name} is no whole number above 0")
-    return value
-
-
-def _number(plain: Mapping[str, object], name: str) -> float:
-    value = plain.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _WHOLE_MOST:
-        raise ValueError(f"{name} is no number from 0 up")
-    return float(value)
+def _checked(name: str, kind: type, value: Any) -> object:  # noqa: ANN401 - of a file
+    types, least, most, words = _KINDS[kind]
+    if type(value) not in types or not least <= (len(value) if kind is str else value) <= most:
+        raise ValueError(f"{name} is no {words}")
+    return kind(value)

@@ -12,6 +12,7 @@ changed. Knows neither torch nor Ray, and decides nothing.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import platform
@@ -28,7 +29,7 @@ import pynvml
 from workers.node_agent import journal, mps, power_limits
 from workers.node_agent.journal import JournalEntry
 from workers.node_agent.power_limits import PowerLimitError
-from workers.node_agent.protocol import AgentOrders, AgentOutcome
+from workers.node_agent.protocol import AgentOrders, AgentOutcome, from_line, to_line
 from workers.nvml import queries
 from workers.nvml.fake.library import load
 
@@ -48,7 +49,7 @@ class NodeAgent:
         self._kept = journal.mine(orders.node, None if orders.fake is None else orders.fake.script_path)
 
     def do(self) -> AgentOutcome:
-        """Do what the orders say, and what an earlier agent could not undo. NVML has to be open.
+        """Do what the orders say, and undo what an earlier agent could not. NVML has to be open.
 
         Never raises for what a machine has or lacks. A power limit that one card refuses is set on none.
         """
@@ -58,12 +59,10 @@ class NodeAgent:
                 with journal.one_at_a_time(_LOCK_S):
                     other = self._in_the_way()
                     if other is None or time.monotonic() > until_s:
-                        return self._do(undo_leftovers(self._kept.nvml), other)
+                        return self._do(other)
                 time.sleep(_LOOK_EVERY_S)  # of this run, and about to end: its actor was started again
         except OSError as error:
-            why = f"{self._orders.node}: nothing is changed that could not be written down: {error}"
-            power = why if self._orders.power_limit_w is not None else None
-            return AgentOutcome(mps_problem=why if self._orders.mps else None, power_problem=power)
+            return self._orders.failed(f"nothing is changed that could not be written down: {error}")
 
     def undo(self) -> tuple[str, ...]:
         """Undo everything, last things first; return what was put back, and what could not be."""
@@ -74,41 +73,28 @@ class NodeAgent:
 
     def _in_the_way(self) -> JournalEntry | None:
         """Return the record of a living agent that keeps what this one is to change."""
-        with_agent = [other for other in journal.others(self._kept.nvml) if other.is_guarded]
-        if self._orders.power_limit_w is not None:
-            uuids = {card.uuid for card in self._identities()}
-            found = next((other for other in with_agent if uuids & {change.uuid for change in other.power}), None)
-            if found is not None:
-                return found
+        limited = self._orders.power_limit_w is not None
+        uuids = {card.uuid for card in self._identities()} if limited else set()
         folder = self._daemon().folder if self._orders.mps else None
-        return next((other for other in with_agent if other.daemon is not None and other.daemon.folder == folder), None)
+        with_agent = [other for other in journal.others(self._kept.nvml) if other.is_guarded]
+        by_power = (other for other in with_agent if uuids & {change.uuid for change in other.power})
+        by_daemon = (other for other in with_agent if other.daemon is not None and other.daemon.folder == folder)
+        return next(itertools.chain(by_power, by_daemon), None)
 
-    def _do(self, notes: tuple[str, ...], other: JournalEntry | None) -> AgentOutcome:
-        orders = self._orders
-        if orders.power_limit_w is not None:
-            try:
-                notes = (*notes, *self._set_power(orders.power_limit_w, other))
-            except PowerLimitError as error:
-                return AgentOutcome(power_problem=str(error), notes=(*notes, *_undo(self._kept)))
-        if not orders.mps:
-            return AgentOutcome(notes=notes)
-        found = self._obstacle()
-        if found is not None:
-            return AgentOutcome(mps_problem=found, notes=notes)
-        pipes = mps.running()
-        if pipes is not None:
-            return AgentOutcome(
-                pipe_directory=pipes,
-                notes=(*notes, f"{orders.node}: the MPS daemon in {pipes} is used, and left running"),
-            )
+    def _do(self, other: JournalEntry | None) -> AgentOutcome:
+        pipes: str | None = None
+        notes = list(undo_leftovers(self._kept.nvml))
         try:
-            daemon = self._start_daemon()
+            if self._orders.power_limit_w is not None:
+                notes += self._set_power(self._orders.power_limit_w, other)
+            if self._orders.mps:
+                pipes, note = self._share_cards()
+                notes.append(note)
+        except PowerLimitError as error:
+            return AgentOutcome(power_problem=str(error), notes=(*notes, *_undo(self._kept)))
         except mps.MpsError as error:
-            return AgentOutcome(mps_problem=str(error), notes=notes)
-        return AgentOutcome(
-            pipe_directory=daemon.pipe_directory,
-            notes=(*notes, f"{orders.node}: an MPS daemon runs for this run, process {daemon.pid}"),
-        )
+            return AgentOutcome(mps_problem=str(error), notes=tuple(notes))
+        return AgentOutcome(pipe_directory=pipes, notes=tuple(notes))
 
     def _set_power(self, limit_w: float, other: JournalEntry | None) -> list[str]:
         node = self._orders.node
@@ -123,10 +109,15 @@ class NodeAgent:
         self._write(replace(self._kept, power=changes))
         return [power_limits.apply(node, change) for change in changes]
 
-    def _daemon(self) -> mps.Daemon:
-        return mps.new_daemon(re.sub(r"[^A-Za-z0-9]", "-", f"{self._orders.node[:16]}-{self._orders.run_id[-8:]}"))
-
-    def _start_daemon(self) -> mps.Daemon:
+    def _share_cards(self) -> tuple[str, str]:
+        """See to it that an MPS daemon runs; return its pipe directory, and what was done in words."""
+        node = self._orders.node
+        obstacle = mps.obstacle(system=sys.platform, kernel=platform.release(), cards=self._identities())
+        if obstacle is not None:
+            raise mps.MpsError(obstacle)
+        pipes = mps.running()
+        if pipes is not None:
+            return pipes, f"{node}: the MPS daemon in {pipes} is used, and left running"
         daemon = self._daemon()
         self._write(replace(self._kept, daemon=daemon))
         try:
@@ -135,16 +126,14 @@ class NodeAgent:
             self._write(replace(self._kept, daemon=None))
             raise
         self._write(replace(self._kept, daemon=daemon))
-        return daemon
+        return daemon.pipe_directory, f"{node}: an MPS daemon runs for this run, process {daemon.pid}"
+
+    def _daemon(self) -> mps.Daemon:
+        return mps.new_daemon(re.sub(r"[^A-Za-z0-9]", "-", f"{self._orders.node[:16]}-{self._orders.run_id[-8:]}"))
 
     def _write(self, record: JournalEntry) -> None:
         journal.write(record)
         self._kept = record
-
-    def _obstacle(self) -> str | None:
-        cards = self._identities()
-        modes = {card.index: _compute_mode(card.uuid) for card in cards}
-        return mps.obstacle(system=sys.platform, kernel=platform.release(), cards=cards, compute_modes=modes)
 
     def _identities(self) -> list[queries.CardIdentity]:
         chosen = self._cards()
@@ -158,11 +147,7 @@ class NodeAgent:
 
 
 def undo_leftovers(nvml: str | None = None) -> tuple[str, ...]:
-    """Undo what agents that were killed have left on this machine; return what was done. NVML has to be open.
-
-    Args:
-        nvml: Script of the fake NVML that is loaded; `None` is the driver's.
-    """
+    """Undo what agents that were killed have left on this machine and NVML, which is open; return what was done."""
     return tuple(
         f"left by a run that was killed: {sentence}"
         for other in journal.others(nvml)
@@ -193,13 +178,6 @@ def _undo(record: JournalEntry) -> tuple[str, ...]:
     except OSError as error:
         told.append(f"{record.node}: {error}")
     return tuple(told)
-
-
-def _compute_mode(uuid: str | None) -> int | None:
-    try:
-        return None if uuid is None else int(pynvml.nvmlDeviceGetComputeMode(queries.handle_of(uuid)))
-    except pynvml.NVMLError:
-        return None
 
 
 def _leave_parents() -> None:
@@ -239,12 +217,8 @@ def _bell() -> int:
     return reader
 
 
-def undo_by_hand() -> str:
-    """Undo what agents that were killed have left on this machine; return what was done, in lines.
-
-    Raises:
-        OSError: Another process is doing it, or its records cannot be reached.
-    """
+def _undo_by_hand() -> str:
+    """Undo what agents that were killed have left on this machine; return what was done, in lines."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
@@ -256,23 +230,21 @@ def undo_by_hand() -> str:
 def main() -> None:
     """Be the agent of a node, from its orders to its end."""
     if sys.argv[1:] == ["--undo"]:
-        _tell(undo_by_hand())
+        _tell(_undo_by_hand())
         return
     _leave_parents()
     bell = _bell()
-    orders = AgentOrders.from_json(_read_line())
+    orders = from_line(AgentOrders, _read_line())
     if orders.fake is not None:
         load(orders.fake)
     try:
         pynvml.nvmlInit()  # stays open until the end
     except pynvml.NVMLError as error:
-        why = f"{orders.node}: its driver does not answer: {error}"
-        power = why if orders.power_limit_w is not None else None
-        _tell(AgentOutcome(mps_problem=why if orders.mps else None, power_problem=power).to_json())
+        _tell(to_line(orders.failed(f"its driver does not answer: {error}")))
         return
     node_agent = NodeAgent(orders)
     try:
-        _tell(node_agent.do().to_json())
+        _tell(to_line(node_agent.do()))
         select.select([0, bell], [], [])
     finally:
         _tell(json.dumps(node_agent.undo()))

@@ -6,28 +6,23 @@ them, and whose they are. Does not put anything back (`agent.py` does).
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
 import socket
-import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-import platformdirs
-
+from workers.files import locked, read_small, replace_whole
 from workers.host.processes import is_alive, start_time
-from workers.learned_limits.store import STATE_DIR_VARIABLE
+from workers.learned_limits.store import default_path
 from workers.node_agent.mps import Daemon
 from workers.node_agent.power_limits import PowerChange
 
 _SCHEMA: Final = 1
 _FOLDER: Final = "kept"
-_CAREFULLY: Final = os.O_NOFOLLOW | os.O_CLOEXEC
-_LOOK_EVERY_S: Final = 0.05
+_MOST_BYTES: Final = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +47,8 @@ class JournalEntry:
 
 
 def folder() -> Path:
-    """Return where the files are: below `ORCHESTRATOR_STATE_DIR` if that is set, else in the user's state folder."""
-    chosen = os.environ.get(STATE_DIR_VARIABLE)
-    return (Path(chosen) if chosen else platformdirs.user_state_path("oom-orchestrator")) / _FOLDER
+    """Return where the files are: beside the learned limits."""
+    return default_path().parent / _FOLDER
 
 
 def mine(node: str, nvml: str | None) -> JournalEntry:
@@ -71,14 +65,7 @@ def write(kept: JournalEntry) -> None:
     """
     path = _path(kept)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fresh = path.with_suffix(".new")
-    fresh.unlink(missing_ok=True)
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CAREFULLY, 0o600)
-    with os.fdopen(descriptor, "w", encoding="ascii") as file:
-        json.dump({"schema": _SCHEMA, **asdict(kept)}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
+    replace_whole(path, json.dumps({"schema": _SCHEMA, **asdict(kept)}))
 
 
 def remove(kept: JournalEntry) -> None:
@@ -90,7 +77,7 @@ def others(nvml: str | None) -> tuple[JournalEntry, ...]:
     """Return the records of other agents on this machine and NVML, guarded or not. What is no record is left alone."""
     found = []
     for path in sorted(folder().glob("*.json")):
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
             kept = _read(path)
             is_mine = kept.pid == os.getpid() and kept.started == start_time(os.getpid())
             if kept.host == socket.gethostname() and kept.nvml == nvml and not is_mine:
@@ -98,28 +85,9 @@ def others(nvml: str | None) -> tuple[JournalEntry, ...]:
     return tuple(found)
 
 
-@contextlib.contextmanager
-def one_at_a_time(patience_s: float) -> Iterator[None]:
-    """Keep other agents of this user from changing things meanwhile.
-
-    Raises:
-        OSError: The lock cannot be had.
-    """
-    folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor = os.open(folder() / "lock", os.O_RDWR | os.O_CREAT | _CAREFULLY, 0o600)
-    until_s = time.monotonic() + patience_s
-    try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until_s:
-                    raise TimeoutError(f"another run has held {folder() / 'lock'} for {patience_s:g} s") from None
-                time.sleep(_LOOK_EVERY_S)
-        yield
-    finally:
-        os.close(descriptor)  # releases the lock: no child inherits it
+def one_at_a_time(patience_s: float) -> AbstractContextManager[None]:
+    """Keep other agents of this user from changing things meanwhile; `OSError` if the lock cannot be had."""
+    return locked(folder() / "lock", patience_s)
 
 
 def _path(kept: JournalEntry) -> Path:
@@ -127,9 +95,7 @@ def _path(kept: JournalEntry) -> Path:
 
 
 def _read(path: Path) -> JournalEntry:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _CAREFULLY)
-    with os.fdopen(descriptor, encoding="ascii") as file:
-        told = json.load(file)
+    told = json.loads(read_small(path, _MOST_BYTES))
     if told.pop("schema") != _SCHEMA:
         raise ValueError("written by another version")
     power = tuple(PowerChange(**change) for change in told.pop("power"))

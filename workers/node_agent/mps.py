@@ -14,7 +14,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -91,33 +91,19 @@ def client_environment(
     return environment
 
 
-def obstacle(
-    *, system: str, kernel: str, cards: Sequence[CardIdentity], compute_modes: Mapping[int, int | None]
-) -> str | None:
-    """Return why MPS cannot work on a machine, in words; `None` if no obstacle is known.
-
-    Args:
-        system: `sys.platform`.
-        kernel: Release of the kernel.
-        cards: Those the node lends to the cluster.
-        compute_modes: NVML's compute mode by the index of the card; `None` where it does not report it.
-    """
-    if "microsoft" in kernel.lower():
-        return "MPS does not run under WSL2"
-    if system != "linux":
-        return f"MPS runs on Linux only, and this is {system}"
+def obstacle(*, system: str, kernel: str, cards: Sequence[CardIdentity]) -> str | None:
+    """Return why MPS cannot work with these cards under such a system and kernel release; `None` if it is not known."""
+    if system != "linux" or "microsoft" in kernel.lower():
+        return f"MPS runs on Linux only, and this is {'WSL2' if system == 'linux' else system}"
     if not cards:
         return "there is no card for MPS to share"
     if shutil.which(CONTROL) is None:
         return f"{CONTROL} is not on the PATH; it comes with the driver (on Ubuntu: nvidia-compute-utils-NNN)"
-    return next(filter(None, (_card_obstacle(card, compute_modes.get(card.index)) for card in cards)), None)
-
-
-def _card_obstacle(card: CardIdentity, compute_mode: int | None) -> str | None:
-    if card.compute_capability is not None and card.compute_capability < _FIRST_WITH_LIMITS:
-        return f"{card.name} is older than Volta: MPS cannot limit single workers on it"
-    if compute_mode == _PROHIBITED:
-        return f"{card.name} is in compute mode PROHIBITED; type: sudo nvidia-smi -i {card.index} -c DEFAULT"
+    for card in cards:
+        if card.compute_capability is not None and card.compute_capability < _FIRST_WITH_LIMITS:
+            return f"{card.name} is older than Volta: MPS cannot limit single workers on it"
+        if card.compute_mode == _PROHIBITED:
+            return f"{card.name} is in compute mode PROHIBITED; type: sudo nvidia-smi -i {card.index} -c DEFAULT"
     return None
 
 
@@ -128,11 +114,7 @@ def running() -> str | None:
 
 
 def new_daemon(name: str) -> Daemon:
-    """Return where an own daemon would be; the same name leads to the same place.
-
-    Args:
-        name: Of letters, digits and hyphens.
-    """
+    """Return where an own daemon would be; the same name, of letters, digits and hyphens, leads to the same place."""
     usual = tempfile.gettempdir()
     longest = _LONGEST_FOLDER - len(_PREFIX) - len(name) - len("/pipe/")
     above = usual if len(usual) <= longest else "/tmp"  # noqa: S108 - the folder in it is private
@@ -147,12 +129,11 @@ def start(daemon: Daemon) -> Daemon:
     Raises:
         MpsError: It did not come up; nothing of it is left.
     """
-    folder, pipes = Path(daemon.folder), Path(daemon.pipe_directory)
-    logs = folder / "log"
+    pipes = Path(daemon.pipe_directory)
+    folder, logs = pipes.parent, pipes.with_name("log")
     try:
-        folder.mkdir(mode=0o700)
-        pipes.mkdir(mode=0o700)
-        logs.mkdir(mode=0o700)
+        for private in (folder, pipes, logs):
+            private.mkdir(mode=0o700)
         process = subprocess.Popen(  # noqa: S603 - NVIDIA's program, found by name as its documents say
             [CONTROL, "-f"],
             env={**_environment(str(pipes)), "CUDA_MPS_LOG_DIRECTORY": str(logs)},
@@ -168,22 +149,22 @@ def start(daemon: Daemon) -> Daemon:
         raise MpsError(f"{CONTROL} could not be started: {error}") from None
     _children[process.pid] = process
     started = Daemon(folder=daemon.folder, pid=process.pid, started=start_time(process.pid))
-    until_s = time.monotonic() + _START_S
-    while process.poll() is None and time.monotonic() < until_s:
-        if (pipes / _PID_FILE).exists() and _answers(str(pipes)):
-            return started
-        time.sleep(_LOOK_EVERY_S)
+    if _wait_for(lambda: process.poll() is not None or _listens(pipes), _START_S) and process.poll() is None:
+        return started
     why = f"ended with status {process.returncode}" if process.poll() is not None else "does not answer"
-    said = _last_line(logs / "control.log")
+    said: list[str] = []
+    with contextlib.suppress(OSError):
+        said = (logs / "control.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
     end(started)
-    raise MpsError(f"{CONTROL} {why}" + (f": {said}" if said else ""))
+    raise MpsError(f"{CONTROL} {why}" + (f": {said[-1].strip()[:200]}" if said else ""))
 
 
 def end(daemon: Daemon) -> None:
     """End a daemon of ours by its own pipe directory, else by its process id, and remove its folder."""
     if daemon.pid is None:  # the agent that started it was killed before it could note the process
-        pid = _noted_pid(daemon)
-        daemon = replace(daemon, pid=pid, started=None if pid is None else start_time(pid))
+        with contextlib.suppress(OSError, ValueError):
+            pid = int((Path(daemon.pipe_directory) / _PID_FILE).read_text(encoding="ascii"))
+            daemon = replace(daemon, pid=pid, started=start_time(pid))
     servers: list[psutil.Process] = []
     if daemon.pid is not None and is_alive(daemon.pid, daemon.started):
         with contextlib.suppress(psutil.Error):
@@ -207,11 +188,19 @@ def await_daemon(pipe_directory: str, patience_s: float) -> None:
     Raises:
         MpsError: It does not come.
     """
-    until_s = time.monotonic() + patience_s
-    while not (Path(pipe_directory) / _PID_FILE).exists():
-        if time.monotonic() > until_s:
-            raise MpsError(f"the MPS control daemon in {pipe_directory} is gone")
+    if not _wait_for((Path(pipe_directory) / _PID_FILE).exists, patience_s):
+        raise MpsError(f"the MPS control daemon in {pipe_directory} is gone")
+
+
+def _wait_for(ask: Callable[[], bool], within_s: float) -> bool:
+    until_s = time.monotonic() + within_s
+    while not (found := ask()) and time.monotonic() <= until_s:
         time.sleep(_LOOK_EVERY_S)
+    return found
+
+
+def _listens(pipes: Path) -> bool:
+    return (pipes / _PID_FILE).exists() and _answers(str(pipes))
 
 
 def _answers(pipe_directory: str) -> bool:
@@ -246,31 +235,12 @@ def _environment(pipe_directory: str) -> dict[str, str]:
     return {**own, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_MPS_PIPE_DIRECTORY": pipe_directory}
 
 
-def _noted_pid(daemon: Daemon) -> int | None:
-    try:
-        return int((Path(daemon.pipe_directory) / _PID_FILE).read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return None
-
-
 def _is_gone(daemon: Daemon, within_s: float) -> bool:
-    if daemon.pid is None:
-        return True
-    until_s = time.monotonic() + within_s
-    child = _children.get(daemon.pid)
-    while is_alive(daemon.pid, daemon.started):
-        if time.monotonic() > until_s:
+    pid = daemon.pid
+    if pid is not None:
+        if not _wait_for(lambda: not is_alive(pid, daemon.started), within_s):
             return False
-        time.sleep(_LOOK_EVERY_S)
-    if child is not None:
-        child.wait()
-        del _children[daemon.pid]
+        child = _children.pop(pid, None)
+        if child is not None:
+            child.wait()
     return True
-
-
-def _last_line(path: Path) -> str:
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pynvml
 
-from workers.nvml.queries import handle_of
+from workers.nvml.queries import answer, handle_of
 
 
 class PowerLimitError(Exception):
@@ -30,11 +30,6 @@ class PowerChange:
 
 def plan_changes(node: str, cards: Sequence[str], limit_w: float) -> tuple[PowerChange, ...]:
     """Return what would have to be changed for every card to have this limit; nothing where it has it already.
-
-    Args:
-        node: As the user calls it.
-        cards: UUIDs, or indices in the order of the PCI bus.
-        limit_w: Wanted, in watts.
 
     Raises:
         PowerLimitError: A card is not there, has no power limit, or not this one.
@@ -69,7 +64,7 @@ def apply(node: str, change: PowerChange) -> str:
     name = f"{node}'s card"
     try:
         handle = handle_of(change.uuid)
-        name = f"{node}'s {_name(handle)}"
+        name = f"{node}'s {_name_of(handle)}"
         pynvml.nvmlDeviceSetPowerManagementLimit(handle, change.set_mw)
         now_mw = int(pynvml.nvmlDeviceGetPowerManagementLimit(handle))
     except pynvml.NVMLError as error:
@@ -87,10 +82,7 @@ def apply(node: str, change: PowerChange) -> str:
 
 
 def restore(node: str, change: PowerChange) -> str | None:
-    """Put one limit back, unless another program has changed it since.
-
-    Returns:
-        A sentence that says what was done; `None` if the limit is what it was before.
+    """Put one limit back unless another program has changed it; return a sentence, `None` if it is as it was before.
 
     Raises:
         PowerLimitError: It has not been put back.
@@ -101,7 +93,7 @@ def restore(node: str, change: PowerChange) -> str | None:
         if error.value == pynvml.NVML_ERROR_NOT_FOUND:
             return f"{node}: card {change.uuid} is not in this machine any more"
         raise PowerLimitError(_by_hand(f"{node}'s card", change, str(error))) from None
-    name = f"{node}'s {_name(handle)}"
+    name = f"{node}'s {_name_of(handle)}"
     before = f"{change.before_mw / 1000:g} W"
     try:
         now_mw = int(pynvml.nvmlDeviceGetPowerManagementLimit(handle))
@@ -118,15 +110,12 @@ def restore(node: str, change: PowerChange) -> str | None:
     return f"{name}: power limit back at {before}"
 
 
+def _name_of(handle: Any) -> str:  # noqa: ANN401 - nvidia-ml-py has no types
+    return answer("nvmlDeviceGetName", handle) or "card"
+
+
 def _by_hand(name: str, change: PowerChange, why: str) -> str:
     return (
         f"the power limit of {name} could not be put back: {why}; type: "
         f"sudo nvidia-smi -i {change.uuid} -pl {change.before_mw / 1000:g}"
     )
-
-
-def _name(handle: Any) -> str:  # noqa: ANN401 - nvidia-ml-py has no types
-    try:
-        return str(pynvml.nvmlDeviceGetName(handle))
-    except pynvml.NVMLError:
-        return "card"

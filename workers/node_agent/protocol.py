@@ -1,14 +1,39 @@
-"""What is to be done to a node for the length of a run, and what came of it; both as one line of JSON.
+"""What is to be done to a node for the length of a run, what came of it, and the agent process that does it.
 
-Covers the words between the head and the agent process of a node. Does not do any of it (`agent.py` does).
+Covers the words between the head and an agent process, as lines of JSON, and starting and ending the process. Does not
+do any of it (`agent.py` does).
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
 
 from workers.settings import FakeSensors
+
+
+class AgentError(Exception):
+    """The agent process did not answer; says what it said instead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentOutcome:
+    """What was done to a node. A problem is a sentence that names the cause and what helps."""
+
+    pipe_directory: str | None = None
+    """Where the workers of this node find MPS; `None` where it is not on."""
+    mps_problem: str | None = None
+    """Why MPS was asked for and is not on."""
+    power_problem: str | None = None
+    """Why the power limit was not set; then it is as it was before on every card."""
+    notes: tuple[str, ...] = ()
+    """What was done, and what an earlier run had left behind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,51 +54,85 @@ class AgentOrders:
     fake: FakeSensors | None = None
     """Instead of the driver's NVML."""
 
-    def to_json(self) -> str:
-        """Return the orders as one line."""
-        return json.dumps(asdict(self))
+    def failed(self, why: str) -> AgentOutcome:
+        """Return the outcome if nothing of this was done."""
+        text = f"{self.node}: {why}"
+        return AgentOutcome(
+            mps_problem=text if self.mps else None, power_problem=None if self.power_limit_w is None else text
+        )
 
-    @classmethod
-    def from_json(cls, line: str) -> AgentOrders:
-        """Read what `to_json` wrote.
+
+Message = TypeVar("Message", AgentOrders, AgentOutcome)
+
+
+def to_line(message: AgentOrders | AgentOutcome) -> str:
+    """Return a message as one line, without its end."""
+    return json.dumps(asdict(message))
+
+
+def from_line(kind: type[Message], line: str) -> Message:
+    """Read what `to_line` wrote.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    told = json.loads(line)
+    if not isinstance(told, dict) or set(told) != {field.name for field in fields(kind)}:
+        raise ValueError(f"this is no {kind.__name__}: {line}")
+    return kind(**{name: _revived(value) for name, value in told.items()})
+
+
+def _revived(value: Any) -> Any:  # noqa: ANN401 - whatever JSON holds
+    if isinstance(value, dict):
+        return FakeSensors(**value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+class AgentClient:
+    """An agent process that undoes everything as soon as this object's process is gone."""
+
+    def __init__(self, orders: AgentOrders) -> None:
+        """Start the process; `outcome` waits until it has carried out its orders.
 
         Raises:
-            ValueError: It is something else.
+            OSError: No process can be started here.
         """
-        try:
-            told = json.loads(line)
-            fake = None if told["fake"] is None else FakeSensors(**told["fake"])
-            return cls(**{**told, "cards": tuple(told["cards"]), "fake": fake})
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"these are no orders: {error}") from None
+        paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "workers.node_agent.agent"],  # -P: whatever the folder it is started in holds
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,  # an unread line must not be flushed when the pipe is closed
+        )
+        self._input: Any = process.stdin
+        self._output: Any = process.stdout
+        self._write(to_line(orders))
+        process.wait()  # the process that we started has left another behind, and is gone
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentOutcome:
-    """What was done to a node. A problem is a sentence that names the cause and what helps."""
-
-    pipe_directory: str | None = None
-    """Where the workers of this node find MPS; `None` where it is not on."""
-    mps_problem: str | None = None
-    """Why MPS was asked for and is not on."""
-    power_problem: str | None = None
-    """Why the power limit was not set; then it is as it was before on every card."""
-    notes: tuple[str, ...] = ()
-    """What was done, and what an earlier run had left behind."""
-
-    def to_json(self) -> str:
-        """Return the outcome as one line."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, line: str) -> AgentOutcome:
-        """Read what `to_json` wrote.
+    def outcome(self) -> AgentOutcome:
+        """Wait for the first line, and return it.
 
         Raises:
-            ValueError: It is something else.
+            AgentError: There is none.
         """
-        try:
-            told = json.loads(line)
-            return cls(**{**told, "notes": tuple(told["notes"])})
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"this is no outcome: {error}") from None
+        line = self._output.readline().decode()
+        if not line:
+            raise AgentError("the agent process has ended without an answer")
+        return from_line(AgentOutcome, line)
+
+    def end(self) -> tuple[str, ...]:
+        """Have it undo everything, wait for that, and return what was put back and what could not be.
+
+        Nothing is told the second time.
+        """
+        if self._input.closed:
+            return ()
+        self._write("end")
+        self._input.close()
+        with self._output as output:
+            return tuple(json.loads(output.readline() or "[]"))
+
+    def _write(self, line: str) -> None:
+        with suppress(BrokenPipeError):  # it has ended, and the next line to be read is missing
+            self._input.write(f"{line}\n".encode())

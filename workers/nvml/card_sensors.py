@@ -8,12 +8,12 @@ never sets anything. Starts no thread.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Final
 
 import pynvml
 
-from workers.nvml.queries import PROCESS_LISTS, handle_of, own_bytes
+from workers.nvml.queries import GONE, Question, answers, handle_of, own_bytes
 from workers.readings import SensorReading
 
 #: How often what hardly changes is asked: limits, link, errors of the memory.
@@ -21,7 +21,6 @@ RARELY_S: Final = 30.0
 #: How often NVML is opened again after it failed, or after the card was lost.
 REOPEN_S: Final = 5.0
 
-_GONE: Final = frozenset({pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED})
 _NEVER: Final = frozenset({pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND})
 
 #: Xid errors that an application causes, as in NVIDIA's k8s-device-plugin: they say nothing about the card.
@@ -35,46 +34,45 @@ _POWER: Final = pynvml.NVML_FI_DEV_POWER_INSTANT
 _MEMORY_TEMPERATURE: Final = pynvml.NVML_FI_DEV_MEMORY_TEMP
 _SLOWDOWN_TLIMIT: Final = pynvml.NVML_FI_DEV_TEMPERATURE_SLOWDOWN_TLIMIT
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Slow:
-    """What hardly changes."""
-
-    power_limit_w: float | None
-    sm_clock_max_mhz: int | None
-    pcie_generation: int | None
-    pcie_lanes: int | None
-    ecc_errors: int | None
-    remapped_rows: int | None
-    slowdown_c: float | None
-    slowdown_tlimit_c: float
+#: The fields of a reading that are one question each, asked every time …
+_OFTEN: Final = {
+    "temperature_c": Question(
+        ("nvmlDeviceGetTemperatureV", "nvmlDeviceGetTemperature"), (pynvml.NVML_TEMPERATURE_GPU,), float
+    ),
+    "sm_clock_mhz": Question(("nvmlDeviceGetClockInfo",), (pynvml.NVML_CLOCK_SM,)),
+    "memory_clock_mhz": Question(("nvmlDeviceGetClockInfo",), (pynvml.NVML_CLOCK_MEM,)),
+    "utilisation_pct": Question(("nvmlDeviceGetUtilizationRates",), convert=lambda rates: float(rates.gpu)),
+    "throttle_bits": Question(("nvmlDeviceGetCurrentClocksEventReasons", "nvmlDeviceGetCurrentClocksThrottleReasons")),
+    "fan_pct": Question(("nvmlDeviceGetFanSpeed",), convert=float),
+}
+#: … and rarely.
+_RARELY: Final = {
+    "power_limit_w": Question(("nvmlDeviceGetEnforcedPowerLimit",), convert=lambda limit_mw: limit_mw / 1e3),
+    "sm_clock_max_mhz": Question(("nvmlDeviceGetMaxClockInfo",), (pynvml.NVML_CLOCK_SM,)),
+    "pcie_generation": Question(("nvmlDeviceGetCurrPcieLinkGeneration",)),
+    "pcie_lanes": Question(("nvmlDeviceGetCurrPcieLinkWidth",)),
+}
 
 
 class CardSensors:
-    """One card, looked at as often as `read` is called."""
+    """One card, named by UUID or by index in the order of the PCI bus; looked at as often as `read` is called."""
 
     def __init__(self, card: str) -> None:
-        """Touch nothing yet.
-
-        Args:
-            card: A UUID, or an index in the order of the PCI bus.
-        """
         self._card = card
         self._is_open = False
         self._handle: Any = None
         self._events: Any = None
         self._never: set[tuple[object, ...]] = set()
-        self._slow: tuple[float, _Slow] | None = None
+        self._due_s: float | None = None
+        self._rarely = SensorReading()
+        self._slowdown_c: float | None = None
+        self._slowdown_tlimit_c = 0.0
         self._closed_until_s: float | None = None
         self._lost = False
         self._xid: int | None = None
 
     def read(self, now_s: float) -> SensorReading:
-        """Read once; never raises for an error of NVML.
-
-        Args:
-            now_s: By any clock that does not go back; decides what is due to be asked again.
-        """
+        """Read once; never raises for an error of NVML. `now_s`, by any monotonic clock, decides what is due again."""
         if self._closed_until_s is not None and now_s < self._closed_until_s:
             return SensorReading(lost=self._lost)
         try:
@@ -84,7 +82,7 @@ class CardSensors:
         except pynvml.NVMLError as error:  # no single question failed: nothing can be asked
             self.close()
             self._closed_until_s = now_s + REOPEN_S
-            self._lost = self._lost or error.value in _GONE
+            self._lost = self._lost or error.value in GONE
             return SensorReading(lost=self._lost)
         self._closed_until_s = None
         self._lost = False
@@ -99,14 +97,10 @@ class CardSensors:
             if self._is_open:
                 pynvml.nvmlShutdown()
         self._is_open = False
-        self._handle = self._events = self._slow = None
+        self._handle = self._events = self._due_s = None
 
     def _open(self) -> None:
-        """Open NVML and find the card.
-
-        Raises:
-            pynvml.NVMLError: There is no library, no driver, no such card, or it is lost.
-        """
+        """Open NVML and find the card, which may be lost or not be there, as may the library or the driver."""
         pynvml.nvmlInit()
         self._is_open = True
         self._handle = handle_of(self._card)
@@ -120,59 +114,32 @@ class CardSensors:
                 self._events = events
 
     def _look(self, now_s: float) -> SensorReading:
-        """Ask everything that is due.
-
-        Raises:
-            pynvml.NVMLError: The card is lost.
-        """
-        if self._slow is None or now_s - self._slow[0] >= RARELY_S:
-            self._slow = (now_s, self._look_slowly())
-        slow = self._slow[1]
-        temperature_c = self._first(
-            ("nvmlDeviceGetTemperatureV", pynvml.NVML_TEMPERATURE_GPU),
-            ("nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU),
-        )
+        """Ask everything that is due; raises if the card is lost."""
+        if self._due_s is None or now_s >= self._due_s:
+            self._look_rarely()
+            self._due_s = now_s + RARELY_S
+        often = answers(_OFTEN, self._ask)
         fields = self._fields(_POWER, _MEMORY_TEMPERATURE)
         # On consumer cards since Ampere this fallback is an average over a second.
         power_mw = fields[_POWER] if _POWER in fields else self._ask("nvmlDeviceGetPowerUsage")
-        utilisation = self._ask("nvmlDeviceGetUtilizationRates")
-        return SensorReading(
-            temperature_c=_scaled(temperature_c),
-            margin_c=self._margin_c(temperature_c, slow),
+        return replace(
+            self._rarely,
+            **often,
+            margin_c=self._margin_c(often["temperature_c"]),
             memory_temperature_c=fields.get(_MEMORY_TEMPERATURE) or None,  # GeForce says 0 for "not reported"
-            power_w=_scaled(power_mw, 1e3),
-            power_limit_w=slow.power_limit_w,
-            sm_clock_mhz=self._ask("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_SM),
-            sm_clock_max_mhz=slow.sm_clock_max_mhz,
-            memory_clock_mhz=self._ask("nvmlDeviceGetClockInfo", pynvml.NVML_CLOCK_MEM),
-            utilisation_pct=None if utilisation is None else float(utilisation.gpu),
-            throttle_bits=self._first(
-                ("nvmlDeviceGetCurrentClocksEventReasons",), ("nvmlDeviceGetCurrentClocksThrottleReasons",)
-            ),
-            fan_pct=_scaled(self._ask("nvmlDeviceGetFanSpeed")),
-            pcie_generation=slow.pcie_generation,
-            pcie_lanes=slow.pcie_lanes,
-            ecc_errors=slow.ecc_errors,
-            remapped_rows=slow.remapped_rows,
+            power_w=None if power_mw is None else power_mw / 1e3,
             xid=self._last_xid(),
-            process_used_bytes=self._process_used_bytes(),
+            process_used_bytes=own_bytes(self._ask),
         )
 
-    def _look_slowly(self) -> _Slow:
-        remapped = self._ask("nvmlDeviceGetRemappedRows") if self._remaps_rows() else None
-        slowdown_c = self._ask("nvmlDeviceGetTemperatureThreshold", pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)
-        return _Slow(
-            power_limit_w=_scaled(self._ask("nvmlDeviceGetEnforcedPowerLimit"), 1e3),
-            sm_clock_max_mhz=self._ask("nvmlDeviceGetMaxClockInfo", pynvml.NVML_CLOCK_SM),
-            pcie_generation=self._ask("nvmlDeviceGetCurrPcieLinkGeneration"),
-            pcie_lanes=self._ask("nvmlDeviceGetCurrPcieLinkWidth"),
-            ecc_errors=self._ecc_errors(),
-            remapped_rows=None if remapped is None else int(remapped[1]),  # after uncorrectable errors
-            slowdown_c=slowdown_c,
-            slowdown_tlimit_c=self._fields(_SLOWDOWN_TLIMIT).get(_SLOWDOWN_TLIMIT, 0.0),
+    def _look_rarely(self) -> None:
+        self._rarely = SensorReading(
+            **answers(_RARELY, self._ask), ecc_errors=self._ecc_errors(), remapped_rows=self._remapped_rows()
         )
+        self._slowdown_c = self._ask("nvmlDeviceGetTemperatureThreshold", pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)
+        self._slowdown_tlimit_c = self._fields(_SLOWDOWN_TLIMIT).get(_SLOWDOWN_TLIMIT, 0.0)
 
-    def _margin_c(self, temperature_c: float | None, slow: _Slow) -> float | None:
+    def _margin_c(self, temperature_c: float | None) -> float | None:
         """Say how much warmer the die may get before the hardware slows down.
 
         Since Ada, NVML's margin counts to the highest temperature the card is meant to work at, and the slowdown is
@@ -181,15 +148,21 @@ class CardSensors:
         """
         margin_c = self._ask("nvmlDeviceGetMarginTemperature")
         if margin_c is not None:
-            return float(margin_c - slow.slowdown_tlimit_c)
-        if temperature_c is None or slow.slowdown_c is None:
+            return float(margin_c - self._slowdown_tlimit_c)
+        if temperature_c is None or self._slowdown_c is None:
             return None
-        return float(slow.slowdown_c - temperature_c)
+        return self._slowdown_c - temperature_c
 
-    def _remaps_rows(self) -> bool:
-        """Say whether the product can replace rows: the query itself does not refuse on a 4090 (gpud, PR 351)."""
+    def _remapped_rows(self) -> int | None:
+        """Count the rows replaced after uncorrectable errors, where the product can replace rows at all.
+
+        The query itself does not refuse on a 4090 (gpud, PR 351).
+        """
         name = self._ask("nvmlDeviceGetName")
-        return name is not None and not any(family in name.upper() for family in ("GEFORCE", "TITAN"))
+        if name is None or any(family in name.upper() for family in ("GEFORCE", "TITAN")):
+            return None
+        remapped = self._ask("nvmlDeviceGetRemappedRows")
+        return None if remapped is None else int(remapped[1])
 
     def _ecc_errors(self) -> int | None:
         mode = self._ask("nvmlDeviceGetEccMode")
@@ -199,13 +172,6 @@ class CardSensors:
             "nvmlDeviceGetTotalEccErrors", pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
         )
         return errors
-
-    def _process_used_bytes(self) -> int | None:
-        for newer, older in PROCESS_LISTS:
-            used_bytes = own_bytes(self._first((newer,), (older,)))
-            if used_bytes is not None:
-                return used_bytes
-        return None
 
     def _last_xid(self) -> int | None:
         """Take what the driver has told since the last look; an Xid of the card is kept until another comes."""
@@ -229,20 +195,8 @@ class CardSensors:
                 self._note(("field", int(value.fieldId)), value.nvmlReturn)
         return told
 
-    def _first(self, *questions: tuple[Any, ...]) -> Any:  # noqa: ANN401 - nvidia-ml-py has no types
-        """Ask the newer function, and the older one if there is no answer."""
-        for question in questions:
-            answer = self._ask(*question)
-            if answer is not None:
-                return answer
-        return None
-
     def _ask(self, function: str, *arguments: object) -> Any:  # noqa: ANN401 - nvidia-ml-py has no types
-        """Ask the card one question; `None` if there is no answer.
-
-        Args:
-            function: By name, because neither every nvidia-ml-py nor every driver has each of them.
-            arguments: What follows the handle.
+        """Ask the card one question, as `queries.answer` does, but remember what is not supported.
 
         Raises:
             pynvml.NVMLError: The card is lost.
@@ -258,16 +212,8 @@ class CardSensors:
             return None
 
     def _note(self, question: tuple[object, ...], code: int) -> None:
-        """Remember that a query is not supported.
-
-        Raises:
-            pynvml.NVMLError: The answer was that the card is lost.
-        """
-        if code in _GONE:
+        """Remember that a query is not supported; raises if the card is lost."""
+        if code in GONE:
             raise pynvml.NVMLError(code)
         if code in _NEVER:
             self._never.add(question)
-
-
-def _scaled(number: float | None, by: float = 1.0) -> float | None:
-    return None if number is None else number / by

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import psutil
 
@@ -40,30 +41,16 @@ class Sensors(Protocol):
         """Release what is held for reading."""
 
 
-class Temperature(Protocol):
-    """What psutil tells of one sensor."""
-
-    @property
-    def label(self) -> str: ...  # noqa: D102 - psutil's names
-    @property
-    def current(self) -> float: ...  # noqa: D102
-    @property
-    def critical(self) -> float | None: ...  # noqa: D102
-
-
 class ThrottleWindow:
     """The samples of the last minute, as far as throttling goes."""
 
     def __init__(self) -> None:
-        """Begin with an empty minute."""
         self._samples: deque[tuple[float, bool]] = deque()
 
     def add(self, now_s: float, bits: int | None) -> float | None:
         """Take in a sample; return the share of alarms in percent, or `None` if no sample of the minute told.
 
-        Args:
-            now_s: By any clock that does not go back.
-            bits: Sum of `Throttle` bits, `None` if they were not reported.
+        `now_s` is by any monotonic clock; `bits` is the sum of `Throttle` bits, `None` if they were not reported.
         """
         if bits is not None:
             self._samples.append((now_s, bool(bits & THROTTLE_ALARMS)))
@@ -75,29 +62,16 @@ class ThrottleWindow:
 
 
 class Sampler:
-    """Reads some sensors at a bounded rate."""
+    """Reads some sensors, with at least `every_s` between two samples, and closes them."""
 
     def __init__(self, sensors: Sensors, *, every_s: float = SAMPLE_EVERY_S) -> None:
-        """Touch nothing yet.
-
-        Args:
-            sensors: What is read; closed with this.
-            every_s: Least time between two samples.
-        """
         self._sensors = sensors
         self._every_s = every_s
         self._last_s: float | None = None
         self._window = ThrottleWindow()
 
     def sample_if_due(self, now_s: float) -> SensorReading | None:
-        """Read the sensors, unless that was done a moment ago.
-
-        Args:
-            now_s: By any clock that does not go back.
-
-        Returns:
-            A reading, or `None` if none is due.
-        """
+        """Read the sensors; `None` if that was done a moment ago. The time is by any clock that does not go back."""
         if self._last_s is not None and now_s - self._last_s < self._every_s:
             return None
         self._last_s = now_s
@@ -115,24 +89,17 @@ class ProcessorSensors:
 
     def read(self, now_s: float) -> SensorReading:  # noqa: ARG002 - nothing here is asked more rarely
         """Look once."""
-        # Only Linux and FreeBSD have it in psutil.
-        ask = getattr(psutil, "sensors_temperatures", None)
-        try:
-            chips = {} if ask is None else ask()
-        except OSError:
-            chips = {}
-        return package_reading(chips)
+        ask = getattr(psutil, "sensors_temperatures", dict)  # only Linux and FreeBSD have it in psutil
+        with suppress(OSError):
+            return package_reading(ask())
+        return package_reading({})
 
     def close(self) -> None:
         """Nothing is held."""
 
 
-def package_reading(chips: Mapping[str, Sequence[Temperature]]) -> SensorReading:
-    """Choose the hottest processor package from all that a computer's sensors report.
-
-    Args:
-        chips: What `psutil.sensors_temperatures` returns: sensors by the driver that reads them.
-    """
+def package_reading(chips: Mapping[str, Sequence[Any]]) -> SensorReading:
+    """Choose the hottest processor package of all that `psutil.sensors_temperatures` returns: sensors by driver."""
     for driver, label in _PACKAGE_SENSORS:
         sensors = [sensor for sensor in chips.get(driver, ()) if label is None or sensor.label.startswith(label)]
         if sensors:
@@ -143,19 +110,12 @@ def package_reading(chips: Mapping[str, Sequence[Temperature]]) -> SensorReading
 
 
 def open_sampler(kind: str, card: str | None = None) -> Sampler:
-    """Return the sampler of a device.
+    """Return the sampler of a device, whose kind is as in `DeviceInfo.kind`; raise `ValueError` for another kind.
 
-    Args:
-        kind: "cuda" or "cpu", as in `DeviceInfo.kind`.
-        card: UUID, or index in the order of the PCI bus; by default the first that this process sees.
-
-    Raises:
-        ValueError: There is no such kind.
+    The card is a UUID, or an index in the order of the PCI bus; by default the first that this process sees.
     """
-    match kind:
-        case "cuda":
-            return Sampler(CardSensors(card or visible_card()))
-        case "cpu":
-            return Sampler(ProcessorSensors())
-        case _:
-            raise ValueError(f"no sensors are known for devices of kind {kind!r}; valid: cuda, cpu")
+    if kind == "cuda":
+        return Sampler(CardSensors(card or visible_card()))
+    if kind == "cpu":
+        return Sampler(ProcessorSensors())
+    raise ValueError(f"no sensors are known for devices of kind {kind!r}; valid: cuda, cpu")

@@ -1,4 +1,4 @@
-"""Events and decisions of policies, and the `Policy` protocol between them.
+"""Events and decisions of policies, the `Policy` protocol between them, and checks of a dumped state.
 
 The engine sends events, and the policy returns decisions. Does not cover what a policy decides (each has its own
 module), how a step is run or memory released (the engine does), nor what a size means in tensors (the workload says).
@@ -15,11 +15,11 @@ The sequence of one slice::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
-from workers.settings import FailureKind, Learned, Scalar
+from workers.settings import Learned, Scalar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,30 +41,17 @@ class StepOk:
 class StepOom:
     """A step ran out of memory, and the engine has already released what it could.
 
-    Raises:
-        ValueError: `kind` is not an out-of-memory. Policies are never asked about a corrupted context or an error of
-        the
-            workload, because these are no reason to shrink.
+    Policies are never asked about a corrupted context or an error of the workload: these are no reason to shrink.
     """
 
     at_s: float
     size: int
     batch: int
-    kind: FailureKind
     needed_bytes: int | None
     """What the workload says a step of this size needs at least; `None` if it does not say."""
     free_bytes: int
     """What the worker can obtain now, after the release."""
     allowed_bytes: int
-
-    def __post_init__(self) -> None:
-        if self.kind not in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
-            raise ValueError(f"a {self.kind} failure is not an out-of-memory; a policy cannot decide about it")
-
-    @property
-    def memory_came_back(self) -> bool:
-        """Whether the release alone may have been enough; `False` if the need is unknown."""
-        return self.needed_bytes is not None and self.free_bytes >= self.needed_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,12 +124,7 @@ class Policy(Protocol[S]):
         """The smallest step this policy ever asks for; what `Pressure.needed_at_floor_bytes` is about."""
 
     def initial(self, claim_bytes: int, learned: Learned | None) -> S:
-        """Return the state of a worker that has run no step yet.
-
-        Args:
-            claim_bytes: What progressive allocation has obtained.
-            learned: What an earlier run under the same circumstances had learned.
-        """
+        """Return the state of a worker that has run no step, from what it obtained and what earlier runs learned."""
 
     def decide(self, state: S, event: Event) -> tuple[S, Decision]:
         """Return the state after `event` and what to do next; equal arguments give equal results."""
@@ -159,3 +141,27 @@ class Policy(Protocol[S]):
         Raises:
             ValueError: `data` was written by another policy, under other settings, or is damaged.
         """
+
+
+def check_keys(data: Mapping[str, Scalar], name: str, keys: Iterable[str]) -> None:
+    """Check that a policy called `name` has written these keys.
+
+    Raises:
+        ValueError: It was another policy, or there are other keys.
+    """
+    if data.get("policy") != name:
+        raise ValueError(f"this state was written by policy {data.get('policy')!r}, not by {name!r}")
+    if found := data.keys() ^ {"policy", *keys}:
+        raise ValueError(f"the state of policy {name!r} has missing or unknown keys: {sorted(found)}")
+
+
+def whole(data: Mapping[str, Scalar], key: str, lowest: int, highest: int) -> int:
+    """Return a whole number.
+
+    Raises:
+        ValueError: It is none, or out of its bounds.
+    """
+    value = data[key]
+    if type(value) is not int or not lowest <= value <= highest:
+        raise ValueError(f"{key} must be a whole number from {lowest} to {highest}, not {value!r}")
+    return value

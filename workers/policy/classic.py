@@ -11,18 +11,14 @@ Does not grow back, does not use the bytes that a step took, and does not learn 
 What was chosen where the guide says nothing:
 
 - A base already below a floor: the floor is the base. A floor stops the shrinking, it never enlarges a step.
-- Which failures count: one that the release alone cures does not. If the memory came back, the step is tried once
-  more at the same size. Only if that fails too is it a memory failure, and the step shrinks. A further retry needs
-  `GOOD_STEPS_PER_RETRY` good steps or a smaller size. Otherwise a step that fails every second time would be retried
-  without end.
-- A failure that changes nothing: if rounding or a floor leaves the next size and batch as they were, failures are
-  counted on until one of the two is smaller. The same step is never sent back unchanged as if it were a new one.
-- A counter that only grows: it stops where neither formula shrinks any further. That step is the floor.
-- What happens when the floor fails: emergency. Each slice then runs only the prepared product, until memory
-  returns. A workload that knows its need is tried as soon as that much is free. If that turned out wrong, or if it
-  does not know, it is tried at every `PRESSURES_PER_BLIND_TRY`-th slice, because repeated failures do harm (under
-  WSL2, to all programs).
-- The way back: one good step leaves the emergency, at the floor. Failures are kept, as the guide keeps them.
+- Which failures count: if the memory came back, the step is tried once more at the same size, and shrinks only if that
+  fails too. A further retry needs `GOOD_STEPS_PER_RETRY` good steps or a smaller size, otherwise a step that fails
+  every second time would be retried without end.
+- A failure that changes nothing: if rounding or a floor leaves size and batch as they were, failures are counted on
+  until one of the two is smaller. The count stops where neither formula shrinks any further. That step is the floor.
+- What happens when the floor fails: emergency. A workload that knows its need is tried as soon as that much is free.
+  If that turned out wrong, or if it does not know, it is tried at every `PRESSURES_PER_BLIND_TRY`-th slice, because
+  repeated failures do harm (under WSL2, to all programs). One good step leaves the emergency, at the floor.
 - When to clean up after a failure: recovering from one has already released everything, so the count starts again.
 - A probable out-of-memory is treated as a definite one; the engine decides how many of those to accept.
 """
@@ -34,7 +30,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Final, assert_never
 
-from workers.policy.base import Decision, Emergency, Event, Pressure, Release, Run, StepOk, StepOom
+from workers.policy.base import Decision, Emergency, Event, Pressure, Release, Run, StepOk, StepOom, check_keys, whole
 from workers.settings import Learned, MemorySettings, Scalar, WorkloadSpec
 from workers.units import MIB
 
@@ -72,24 +68,16 @@ class ClassicPolicy:
     """Shrinks size and batch with every memory failure, down to a floor, then waits in an emergency.
 
     Trusts that an event is about the step it asked for last; the sizes in events are not read.
-
-    Raises:
-        ValueError: a setting with which the formulas would grow, or reach a size or batch below 1.
     """
 
     name: Final = "classic"
 
     def __init__(self, memory: MemorySettings, workload: WorkloadSpec) -> None:
-        _check(memory, workload)
         self._memory = memory
         self._workload = workload
-        self._floor = self._step_after(MAX_FAILURES)
-        self._failures_at_floor = self._failures_until_floor()
-
-    @property
-    def floor(self) -> Run:
-        """The smallest step the formulas reach; this one failing is an emergency."""
-        return self._floor
+        self.floor = self._step_after(MAX_FAILURES)
+        reached = bisect_left(range(MAX_FAILURES), True, key=lambda count: self._step_after(count) == self.floor)
+        self._failures_at_floor = reached
 
     def initial(self, claim_bytes: int, learned: Learned | None) -> ClassicState:  # noqa: ARG002 - the guide's is blind
         """Return the state of a worker without failures: it starts at the base size and batch."""
@@ -116,23 +104,15 @@ class ClassicPolicy:
         return {"policy": self.name, **asdict(state)}
 
     def load(self, data: Mapping[str, Scalar]) -> ClassicState:
-        """Return the state that `dump` wrote.
-
-        Raises:
-            ValueError: `data` was written by another policy, under other settings, or is damaged.
-        """
-        if data.get("policy") != self.name:
-            raise ValueError(f"this state was written by policy {data.get('policy')!r}, not by {self.name!r}")
-        known = {field.name for field in fields(ClassicState)}
-        if found := (data.keys() - {"policy"}) ^ known:
-            raise ValueError(f"the state of policy {self.name!r} has missing or unknown keys: {sorted(found)}")
+        """Return the state that `dump` wrote, see `Policy.load`."""
+        check_keys(data, self.name, (field.name for field in fields(ClassicState)))
         state = ClassicState(
-            failures=_count(data, "failures", highest=self._failures_at_floor),
-            good_steps_to_retry=_count(data, "good_steps_to_retry", highest=GOOD_STEPS_PER_RETRY),
-            steps_since_cleanup=_count(data, "steps_since_cleanup", highest=max(0, self._memory.cleanup_every - 1)),
+            failures=whole(data, "failures", 0, self._failures_at_floor),
+            good_steps_to_retry=whole(data, "good_steps_to_retry", 0, GOOD_STEPS_PER_RETRY),
+            steps_since_cleanup=whole(data, "steps_since_cleanup", 0, max(0, self._memory.cleanup_every - 1)),
             emergency=_flag(data, "emergency"),
             floor_tried_in_vain=_flag(data, "floor_tried_in_vain"),
-            pressures_since_try=_count(data, "pressures_since_try", highest=PRESSURES_PER_BLIND_TRY - 1),
+            pressures_since_try=whole(data, "pressures_since_try", 0, PRESSURES_PER_BLIND_TRY - 1),
         )
         if state.emergency and state.failures < self._failures_at_floor:
             raise ValueError(f"an emergency after {state.failures} failures, although the step could still shrink")
@@ -154,7 +134,9 @@ class ClassicPolicy:
             # The floor was tried again and failed; the next try is in a later slice.
             state = replace(state, floor_tried_in_vain=True, pressures_since_try=0)
             return state, self._emergency(event.free_bytes, event.needed_bytes)
-        if event.memory_came_back and not state.good_steps_to_retry:
+        needed_bytes = event.needed_bytes
+        came_back = needed_bytes is not None and event.free_bytes >= needed_bytes
+        if came_back and not state.good_steps_to_retry:
             state = replace(state, good_steps_to_retry=GOOD_STEPS_PER_RETRY)
             return state, self._step_after(state.failures)
         if state.failures >= self._failures_at_floor:
@@ -174,14 +156,14 @@ class ClassicPolicy:
         else:
             try_floor = event.free_bytes >= needed_bytes and (waited or not state.floor_tried_in_vain)
         if try_floor:
-            return replace(state, pressures_since_try=0), self._floor
+            return replace(state, pressures_since_try=0), self.floor
         # The count stops one short of a try, so that it stays bounded however long memory is too small to try.
         state = replace(state, pressures_since_try=min(pressures, PRESSURES_PER_BLIND_TRY - 1))
         return state, self._emergency(event.free_bytes, needed_bytes)
 
     def _emergency(self, free_bytes: int, needed_bytes: int | None) -> Emergency:
         need = "" if needed_bytes is None else f", it needs {needed_bytes / MIB:.1f} MiB"
-        floor = f"size {self._floor.size} batch {self._floor.batch}"
+        floor = f"size {self.floor.size} batch {self.floor.batch}"
         return Emergency(reason=f"out of memory at the smallest step ({floor}{need}), {free_bytes / MIB:.1f} MiB free")
 
     def _step_after(self, failures: int) -> Run:
@@ -197,34 +179,6 @@ class ClassicPolicy:
         step = self._step_after(failures)
         candidates = range(failures + 1, self._failures_at_floor)
         return failures + 1 + bisect_left(candidates, True, key=lambda count: self._step_after(count) != step)
-
-    def _failures_until_floor(self) -> int:
-        """Return the least count that gives the floor."""
-        return bisect_left(range(MAX_FAILURES), True, key=lambda count: self._step_after(count) == self._floor)
-
-
-def _check(memory: MemorySettings, workload: WorkloadSpec) -> None:
-    at_least_one = {
-        "workload.size": workload.size,
-        "workload.batch": workload.batch,
-        "memory.size_floor": memory.size_floor,
-        "memory.batch_floor": memory.batch_floor,
-    }
-    for key, value in at_least_one.items():
-        if value < 1:
-            raise ValueError(f"{key} must be at least 1, not {value}")
-    for key, value in {"memory.batch_step": memory.batch_step, "memory.cleanup_every": memory.cleanup_every}.items():
-        if value < 0:
-            raise ValueError(f"{key} must not be negative, not {value}")
-    if not 0 < memory.size_decay <= 1:
-        raise ValueError(f"memory.size_decay must be above 0 and at most 1, not {memory.size_decay}")
-
-
-def _count(data: Mapping[str, Scalar], key: str, *, highest: int) -> int:
-    value = data[key]
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= highest:
-        raise ValueError(f"{key} must be a whole number from 0 to {highest}, not {value!r}")
-    return value
 
 
 def _flag(data: Mapping[str, Scalar], key: str) -> bool:

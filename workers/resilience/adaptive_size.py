@@ -1,21 +1,13 @@
-"""The adaptive size for a loop of your own: ask for a size, run a step, report how it went.
+"""The adaptive size for a loop of your own: ask for a size, run a step, report how it went (docs/resilient.md).
 
-    sizes = AdaptiveSize(largest=512)
-    while work:
-        size = sizes.next(free_bytes=free_now())   # or next(), without a signal
-        if size is None:                           # nothing fits now: run nothing, ask again a little later
-            time.sleep(1)
-            continue
-        try:
-            step(size)
-        except torch.OutOfMemoryError:
-            size_failed = True
-        …
-        sizes.failed(size)                         # outside the handler, after memory was released
-        sizes.succeeded(size, peak_bytes=torch.cuda.max_memory_allocated())
+    size = sizes.next(free_bytes=free_now())   # or next(), without a signal
+    if size is None:                           # nothing fits now: run nothing, ask again a little later
+    …
+    sizes.failed(size)                         # outside the handler, after memory was released
+    sizes.succeeded(size, peak_bytes=torch.cuda.max_memory_allocated())
 
-Holds only a clock and the state of `workers.policy.adaptive.sizer`, which decides. Loads neither torch nor Ray,
-measures no memory and releases none; `workers.resilient` does both around a function.
+`workers.policy.adaptive.sizer` decides. Measures no memory and releases none; `workers.resilient` does both around a
+function. Loads neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -24,8 +16,7 @@ import time
 from collections.abc import Callable
 
 from workers.policy.adaptive import sizer
-from workers.policy.adaptive.bounds import Bounds
-from workers.policy.adaptive.sizer import Asked, Failed, Succeeded
+from workers.policy.adaptive.size_bounds import Bounds
 from workers.settings import Learned
 
 __all__ = ["AdaptiveSize", "Learned"]
@@ -80,16 +71,16 @@ class AdaptiveSize:
             free_bytes: All that one step may use now: what the device has free, plus what this process holds and would
                 use again, within its cap. `None` when nothing was measured since the last call, or there is no signal.
         """
-        self._state, size = sizer.asked(self._state, self._bounds, Asked(self._clock(), free_bytes))
+        self._state, size = sizer.asked(self._state, self._bounds, self._clock(), free_bytes)
         return size
 
     def succeeded(self, size: int, peak_bytes: int | None = None) -> None:
         """Say that a step of this size ended well, and the most memory it held, if that was measured."""
-        self._state = sizer.succeeded(self._state, self._bounds, Succeeded(self._clock(), size, peak_bytes))
+        self._state = sizer.succeeded(self._state, self._bounds, self._clock(), size, peak_bytes)
 
     def failed(self, size: int) -> None:
         """Say that a step of this size ran out of memory."""
-        self._state = sizer.failed(self._state, self._bounds, Failed(self._clock(), size))
+        self._state = sizer.failed(self._state, self._bounds, self._clock(), size)
 
     @property
     def learned(self) -> Learned | None:

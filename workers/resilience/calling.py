@@ -1,7 +1,6 @@
 """How a function takes its arguments: where its batch size goes, and calls that must be refused.
 
-Covers what can be known without calling: the signature, and kinds of functions whose body does not run when they are
-called. Every refusal names the function and what to write instead.
+Covers what can be known without calling. Every refusal names the function and what to write instead.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ class Shape:
     without_size: inspect.Signature | None = None
 
     def refuse_size_by_hand(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
-        """Refuse a call that brings its own batch size.
-
-        Raises:
-            TypeError: With the call it should be.
-        """
+        """Refuse a call that brings its own batch size, by a `TypeError` with the call it should be."""
         given = len(args) - self.owners
         if self.size_name in kwargs:
             names = [f"{name}=…" for name in kwargs if name != self.size_name]
@@ -51,8 +46,9 @@ def shape_of(function: Callable[..., object]) -> Shape:
     """Find out where the batch size goes.
 
     Raises:
-        TypeError: There is no room for one.
+        TypeError: There is no room for one, or `function` is none, or one whose body does not run when it is called.
     """
+    _refuse_what_cannot_be_repeated(function)
     name = name_of(function)
     try:
         signature = inspect.signature(function)
@@ -80,12 +76,7 @@ def shape_of(function: Callable[..., object]) -> Shape:
     )
 
 
-def refuse_what_cannot_be_repeated(function: object) -> None:
-    """Refuse what is no function, and functions whose body does not run when they are called.
-
-    Raises:
-        TypeError: With what to write instead.
-    """
+def _refuse_what_cannot_be_repeated(function: object) -> None:
     if isinstance(function, staticmethod | classmethod):
         kind = type(function).__name__
         raise TypeError(f"resilient needs the function itself: put @{kind} above @resilient")
@@ -94,11 +85,11 @@ def refuse_what_cannot_be_repeated(function: object) -> None:
             f"resilient takes the function first, not {function!r}; options have names: "
             f"@resilient(starting_batch_size=512)"
         )
-    for kind, found in {
-        "a coroutine function": inspect.iscoroutinefunction,
-        "a generator function": inspect.isgeneratorfunction,
-        "an asynchronous generator function": inspect.isasyncgenfunction,
-    }.items():
+    for kind, found in (
+        ("a coroutine function", inspect.iscoroutinefunction),
+        ("a generator function", inspect.isgeneratorfunction),
+        ("an asynchronous generator function", inspect.isasyncgenfunction),
+    ):
         if found(function) or found(type(function).__call__):
             raise TypeError(
                 f"{name_of(function)} is {kind}: its body runs after the call has returned, where resilient cannot see "

@@ -1,9 +1,7 @@
 """Memory of the current CUDA card around one call of a function, and giving memory back after a failure.
 
 Covers torch's allocator on the current device, from the moment CUDA is initialised in this process; before that and on
-a CPU all of it is `None`. Never loads torch and never initialises CUDA, so it costs nothing where neither is used. Sets
-no cap (`workers.devices` does) and chooses no size
-(`workers.resilience.adaptive_size` does).
+a CPU all of it is `None`. Never loads torch and never initialises CUDA. Sets no cap and chooses no size.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import gc
 import sys
 import threading
 from dataclasses import dataclass
-from types import ModuleType, TracebackType
+from types import ModuleType
 
 from workers import oom
 from workers.settings import FailureKind
@@ -23,7 +21,6 @@ class Look:
     """What the allocator and the driver said at one moment."""
 
     device: int
-    """Index of the device that was current."""
     allocated_bytes: int
     """Bytes in live tensors."""
     free_bytes: int
@@ -41,15 +38,10 @@ def look() -> Look | None:
     allocated_bytes = int(stats.get("allocated_bytes.all.current", 0))
     reserved_bytes = int(stats.get("reserved_bytes.all.current", 0))
     # Gaps in segments that are partly in use cannot be given back. Not every backend counts them.
-    gaps_bytes = int(stats.get("inactive_split_bytes.all.current", 0))
+    unused_bytes = reserved_bytes - allocated_bytes - int(stats.get("inactive_split_bytes.all.current", 0))
     cap_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes)
-    return Look(
-        device=device,
-        allocated_bytes=allocated_bytes,
-        free_bytes=max(
-            0, min(cap_bytes - reserved_bytes, free_on_card_bytes) + reserved_bytes - allocated_bytes - gaps_bytes
-        ),
-    )
+    free_bytes = max(0, min(cap_bytes - reserved_bytes, free_on_card_bytes) + unused_bytes)
+    return Look(device=device, allocated_bytes=allocated_bytes, free_bytes=free_bytes)
 
 
 class Peak:
@@ -59,8 +51,6 @@ class Peak:
     what was measured until then is first told to every other `Peak` under way, so that they may lie within one
     another or in other threads. What other threads take on the same device counts as well.
     """
-
-    __slots__ = ("_before_bytes", "_device", "_highest_bytes", "bytes")
 
     def __init__(self, before: Look | None) -> None:
         #: `None` as long as CUDA is not initialised; then no device holds a tensor.
@@ -79,9 +69,7 @@ class Peak:
             _under_way.append(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         with _lock:
             torch = _torch_with_cuda()
             if torch is not None:

@@ -8,8 +8,7 @@
 The calling convention is that of accelerate's `find_executable_batch_size`.
 
 Covers the decorator and the types of what it returns. Which functions it accepts is in `calling.py`, the course of a
-call in `retry.py`, the choice of a size in `workers.resilience.adaptive_size`. A loop that controls its own batch size
-uses `AdaptiveSize` directly. Caps no memory, loads neither torch nor Ray, and works for every function that raises an
+call in `retry.py`. Caps no memory, loads neither torch nor Ray, and works for every function that raises an
 out-of-memory of Python or torch.
 """
 
@@ -23,11 +22,8 @@ from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, cast, overload
 
 from workers.learned_limits.limits import workload_fingerprint
-from workers.resilience.batches import OutOfBatchError, Retry, Rules
-from workers.resilience.calling import name_of, refuse_what_cannot_be_repeated, shape_of
-from workers.resilience.retry import Attempts
-
-__all__ = ["OutOfBatchError", "Resilient", "ResilientMethod", "Retry", "resilient"]
+from workers.resilience.calling import name_of, shape_of
+from workers.resilience.retry import Attempts, Retry, Rules
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
@@ -36,48 +32,34 @@ R = TypeVar("R")
 S = TypeVar("S")
 
 
-class Resilient(Protocol[P, R_co]):
-    """What `resilient` makes of a function: the same one, called without its batch size."""
+class Learning(Protocol):
+    """What functions and methods have in common after `resilient`."""
 
     batch_size: int | None
-    """The size of the last success; `None` before the first."""
+    """The size of the last success, of any object; `None` before the first."""
+
+    def reset(self) -> None:
+        """Forget what was learned, of all objects: the next call begins at `starting_batch_size`."""
+
+
+class Resilient(Learning, Protocol[P, R_co]):
+    """What `resilient` makes of a function: the same one, called without its batch size."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
         """Call the function with a batch size and these arguments."""
 
-    def reset(self) -> None:
-        """Forget what was learned: the next call begins at `starting_batch_size`."""
 
-
-class ResilientMethod(Protocol[S_contra, P, R_co]):
+class ResilientMethod(Learning, Protocol[S_contra, P, R_co]):
     """What `resilient` makes of a method: each object learns for itself."""
-
-    batch_size: int | None
-    """The size of the last successful call, of any object."""
 
     def __call__(self, owner: S_contra, /, *args: P.args, **kwargs: P.kwargs) -> R_co:
         """Call the method of `owner` with a batch size and these arguments."""
-
-    def reset(self) -> None:
-        """Forget what was learned, of all objects."""
 
     @overload
     def __get__(self, owner: None, kind: type, /) -> ResilientMethod[S_contra, P, R_co]: ...
 
     @overload
     def __get__(self, owner: S_contra, kind: type | None = None, /) -> Resilient[P, R_co]: ...
-
-
-class Decorator(Protocol):
-    """`resilient` with its options, waiting for the function."""
-
-    @overload
-    def __call__(  # type: ignore[overload-overlap]  # a first argument that is a number is no owner
-        self, function: Callable[Concatenate[int, P], R], /
-    ) -> Resilient[P, R]: ...
-
-    @overload
-    def __call__(self, function: Callable[Concatenate[S, int, P], R], /) -> ResilientMethod[S, P, R]: ...
 
 
 class Options(TypedDict, total=False):
@@ -91,22 +73,30 @@ class Options(TypedDict, total=False):
     on_retry: Callable[[Retry], None] | None
 
 
-@overload
-def resilient(function: None = None, starting_batch_size: int = 128, **options: Unpack[Options]) -> Decorator: ...
+class Decorator(Protocol):
+    """The types of `resilient`, and of what it returns for a function that is still to come."""
+
+    @overload
+    def __call__(
+        self, function: None = None, starting_batch_size: int = 128, **options: Unpack[Options]
+    ) -> Decorator: ...
+
+    @overload
+    def __call__(  # type: ignore[overload-overlap]  # a first argument that is a number is no owner
+        self, function: Callable[Concatenate[int, P], R], starting_batch_size: int = 128, **options: Unpack[Options]
+    ) -> Resilient[P, R]: ...
+
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[S, int, P], R], starting_batch_size: int = 128, **options: Unpack[Options]
+    ) -> ResilientMethod[S, P, R]: ...
 
 
-@overload
-def resilient(  # type: ignore[overload-overlap]  # see `Decorator`
-    function: Callable[Concatenate[int, P], R], starting_batch_size: int = 128, **options: Unpack[Options]
-) -> Resilient[P, R]: ...
+def _as_decorator(function: Callable[..., object]) -> Decorator:
+    return cast("Decorator", function)
 
 
-@overload
-def resilient(
-    function: Callable[Concatenate[S, int, P], R], starting_batch_size: int = 128, **options: Unpack[Options]
-) -> ResilientMethod[S, P, R]: ...
-
-
+@_as_decorator
 def resilient(
     function: Callable[..., Any] | None = None,
     starting_batch_size: int = 128,
@@ -118,11 +108,11 @@ def resilient(
     remember: bool | str = False,
     on_retry: Callable[[Retry], None] | None = None,
 ) -> object:
-    """Call `function` with the largest batch size that fits in memory.
+    """Call `function` with the largest batch size that fits in memory; docs/resilient.md says more.
 
-    Each call begins with the size that experience allows: `starting_batch_size` at first, later what was learned. After
-    an out-of-memory everything is given back and the function is called again, smaller, from its beginning, so it must
-    bear being called twice. Once memory is there again, later calls grow back. All other errors pass unchanged.
+    Each call begins with the size that experience allows. After an out-of-memory everything is given back and the
+    function is called again, smaller, from its beginning, so it must bear being called twice. Once memory is there
+    again, later calls grow back. All other errors pass unchanged.
 
     Args:
         function: Takes the batch size as its first argument; a method, known by the name `self` or `cls` of its first
@@ -130,13 +120,11 @@ def resilient(
         starting_batch_size: The largest that is ever tried, and where the first call begins.
         smallest_batch_size: If this one fails, so does the call.
         multiple_of: Sizes are multiples of this, apart from the two above.
-        failures_per_minute: Never more failed attempts within any 60 s, over all calls, but for the last resort of
-            `max_wait_s`; a call that has to continue waits. Frequent failures are harmful under WSL2, and slow
-            everywhere.
+        failures_per_minute: Never more failed attempts within any 60 s, over all calls; a call that has to go on waits.
         max_wait_s: How long one call waits in all, for that or for memory that others hold. When it is over, the
             smallest size is tried once in any case.
-        remember: Begin with what an earlier run learned, and keep what this one learns, in this user's store
-            (`workers.learned_limits.store`), under the function's name and source, or under this text.
+        remember: Begin with what an earlier run learned, and keep what this one learns, in this user's store, under the
+            function's name and source, or under this text.
         on_retry: Called for each failed attempt, when the next one begins. What it raises ends the call.
 
     Returns:
@@ -144,7 +132,8 @@ def resilient(
 
     Raises:
         TypeError: `function` cannot be called like this: it takes no argument, is a coroutine function or a generator
-            function, or a `staticmethod` or `classmethod` object (put `resilient` below those).
+            function, or a `staticmethod` or `classmethod` object (put `resilient` below those). Or a batch size is no
+            whole number.
         ValueError: The options leave no size to try.
     """
     rules = Rules(
@@ -161,7 +150,6 @@ def resilient(
 
 
 def _wrapped(function: Callable[..., R], /, *, rules: Rules, remember: bool | str) -> Resilient[..., R]:
-    refuse_what_cannot_be_repeated(function)
     shape = shape_of(function)
     workload = workload_fingerprint(function) if remember is True else remember or None
     states = _States(replace(rules, name=shape.name, workload=workload))
@@ -188,7 +176,11 @@ def _wrapped(function: Callable[..., R], /, *, rules: Rules, remember: bool | st
 
 
 class _States:
-    """What is known of a function; of a method, for each object by itself: each has tensors of its own."""
+    """What is known of a function; of a method, for each object by itself: each has tensors of its own.
+
+    A function that was defined in the main script travels to other processes by value, with all it refers to; what was
+    learned does not, because it is of this process: its card and what else it holds there.
+    """
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
@@ -197,7 +189,6 @@ class _States:
         self._own: dict[int, tuple[weakref.ref[object], Attempts]] = {}
 
     def __reduce__(self) -> tuple[type[_States], tuple[Rules]]:
-        # A function that was defined in the main script travels to other processes by value, with all it refers to.
         return type(self), (self._rules,)
 
     def reset(self) -> None:

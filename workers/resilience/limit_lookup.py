@@ -1,8 +1,8 @@
 """Looks up what an earlier process learned of a function on this card, and stores what this one learns.
 
-Covers where a function runs (`LimitKey`) and when a change is large enough to write. Does not cover the file
-(`workers.learned_limits.store`), nor how a limit is used: the first call begins there, and it is kept only if that call
-succeeds. Initialises CUDA if torch is loaded and sees a card, because the card must be known before the first call.
+Covers where a function runs (`LimitKey`) and when a change is large enough to write; the file is that of
+`workers.learned_limits.store`. Initialises CUDA if torch is loaded and sees a card, because the card must be known
+before the first call.
 """
 
 from __future__ import annotations
@@ -15,13 +15,10 @@ from collections.abc import Callable
 from typing import Final
 
 import psutil
-import pynvml
 
 from workers.learned_limits.store import LimitStore
+from workers.nvml import queries
 from workers.settings import Learned, LimitKey, StoredLimit
-
-#: A function does not report the types in which it computes; its name stands for that.
-_ANY_DTYPE: Final = "any"
 
 #: A size that moved less than this is what is written already, and a write costs some milliseconds.
 _WORTH_KEEPING: Final = 0.05
@@ -52,10 +49,10 @@ class Recall:
         """Write down what is known now, if it is news."""
         if learned is None or not self._news(learned):
             return
-        limit = StoredLimit(
-            key=_key(self._workload), learned=learned, peak_bytes=peak_bytes, learned_at_unix_s=time.time()
+        key = _key(self._workload)
+        self._store.remember(
+            StoredLimit(key=key, learned=learned, peak_bytes=peak_bytes, learned_at_unix_s=time.time())
         )
-        self._store.remember(limit)
         self._complain()
         self._kept, self._kept_at_s = learned, self._clock()
 
@@ -75,40 +72,21 @@ class Recall:
 
 def _key(workload: str) -> LimitKey:
     torch = sys.modules.get("torch")
-    version = "none" if torch is None else str(torch.__version__)
     if torch is not None and torch.cuda.is_available():
         device = torch.cuda.current_device()
-        card = torch.cuda.get_device_properties(device)
-        return LimitKey(
-            card=card.name,
-            total_bytes=card.total_memory,
-            driver=_driver(),
-            torch=version,
-            dtype=_ANY_DTYPE,
-            workload=workload,
-            cap_bytes=int(torch.cuda.get_per_process_memory_fraction(device) * card.total_memory),
-        )
-    total_bytes = psutil.virtual_memory().total
-    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
+        card, driver = torch.cuda.get_device_properties(device), queries.driver_version()
+        name, total_bytes = card.name, card.total_memory
+        cap_bytes = int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes)
+    else:
+        name, total_bytes, driver = "CPU", psutil.virtual_memory().total, None
+        limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
+        cap_bytes = min([total_bytes, *(limit for limit in limits if limit != resource.RLIM_INFINITY)])
     return LimitKey(
-        card="CPU",
+        card=name,
         total_bytes=total_bytes,
-        driver=None,
-        torch=version,
-        dtype=_ANY_DTYPE,
+        driver=driver,
+        torch="none" if torch is None else str(torch.__version__),
+        dtype="any",  # a function does not report the types in which it computes; its name stands for that
         workload=workload,
-        cap_bytes=min([total_bytes, *(limit for limit in limits if limit != resource.RLIM_INFINITY)]),
+        cap_bytes=cap_bytes,
     )
-
-
-def _driver() -> str | None:
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    try:
-        return str(pynvml.nvmlSystemGetDriverVersion())
-    except pynvml.NVMLError:
-        return None
-    finally:
-        pynvml.nvmlShutdown()

@@ -1,8 +1,7 @@
 """One call of a function that may run out of memory: try, give back, try smaller.
 
-Covers the course of a call: which size comes next (asked of `workers.resilience.adaptive_size.AdaptiveSize`, which
-remembers it for the next call), what a failure means (`workers.oom`), the way back after one, how long to wait and when
-to give up. Does not cover how a function gets to be called like this (`workers.resilience.decorator`). Needs no torch.
+Covers the options of `resilient` with their checks, and the course of a call: the way back after a failure, how long to
+wait and when to give up. Does not choose sizes (`adaptive_size.py`) nor wrap functions (`decorator.py`). No torch.
 
 A call always ends. A size is tried, given back and followed by the next one at most `_ATTEMPT_LIMIT` times, waiting at
 most `max_wait_s` in all, and no call ends in `OutOfBatchError` before its smallest size has really failed: an error
@@ -14,25 +13,21 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
-from workers.oom import Failure
+from workers.oom import MAX_PROBABLE_IN_A_ROW, Failure, classify
 from workers.resilience.adaptive_size import AdaptiveSize
-from workers.resilience.batches import OutOfBatchError, Retry, Rules
 from workers.resilience.card_memory import Look, Peak, look, release
-from workers.resilience.error_scope import judged
 from workers.settings import FailureKind, Learned
 
 if TYPE_CHECKING:
     from workers.resilience.limit_lookup import Recall
 
 R = TypeVar("R")
-
-#: A probable out-of-memory may be a bug; the engine accepts it as often.
-MAX_PROBABLE_IN_A_ROW: Final = 2
 
 #: Each size twice, on the way from 2^31 down to 1 by halves. A watchdog: no course comes near it.
 _ATTEMPT_LIMIT: Final = 64
@@ -45,6 +40,68 @@ _SIZES_TOLD: Final = 8
 _MINUTE_S: Final = 60.0
 
 _log = logging.getLogger(__name__)
+
+
+class OutOfBatchError(MemoryError, RuntimeError):
+    """Not even the smallest batch size fits.
+
+    It is a `MemoryError` as well, so that a caller (another resilient function or a worker's engine) treats it as an
+    out-of-memory and may shrink its own size. Can be pickled.
+    """
+
+    def __init__(self, sentence: str, tried: tuple[int, ...]) -> None:
+        super().__init__(sentence)
+        self.sentence = sentence
+        """What was tried and what to do next; the whole message."""
+        self.tried = tried
+        """Every batch size that failed in this call, in order."""
+
+    def __reduce__(self) -> tuple[type[OutOfBatchError], tuple[str, tuple[int, ...]]]:
+        return type(self), (self.sentence, self.tried)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retry:
+    """What `on_retry` gets: an attempt ran out of memory, all was given back, and another one begins."""
+
+    batch_size: int
+    """The one that failed."""
+    next_batch_size: int
+    reason: str
+    """The text of the error: one line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What a function's user asked for; `workers.resilience.decorator.resilient` says what it means and raises."""
+
+    name: str
+    """The function's, for messages."""
+    starting_batch_size: int
+    smallest_batch_size: int = 1
+    multiple_of: int = 1
+    failures_per_minute: int = 6
+    max_wait_s: float = 120.0
+    workload: str | None = None
+    """The name under which what is learned outlives the process; `None` if it does not."""
+    on_retry: Callable[[Retry], None] | None = None
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+    def __post_init__(self) -> None:
+        for name in ("starting_batch_size", "smallest_batch_size", "multiple_of", "failures_per_minute"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name} of {self.name} must be a whole number, not {value!r}")
+            if value < 1:
+                raise ValueError(f"{name} of {self.name} must be at least 1, not {value}")
+        if self.smallest_batch_size > self.starting_batch_size:
+            raise ValueError(
+                f"smallest_batch_size of {self.name} ({self.smallest_batch_size}) must not be above its "
+                f"starting_batch_size ({self.starting_batch_size}), the largest that is ever tried"
+            )
+        if not self.max_wait_s >= 0:
+            raise ValueError(f"max_wait_s of {self.name} must be 0 or more seconds, not {self.max_wait_s}")
 
 
 class Attempts:
@@ -63,10 +120,6 @@ class Attempts:
         #: Not here but before the first call: by then the card may be known.
         self._to_recall = self._recall is not None
         self._failed_at_s: deque[float] = deque(maxlen=rules.failures_per_minute)
-
-    def __reduce__(self) -> tuple[type[Attempts], tuple[Rules]]:
-        # What was learned is of this process: its card and what else it holds there.
-        return type(self), (self._rules,)
 
     def reset(self) -> None:
         """Forget everything learned."""
@@ -97,14 +150,24 @@ class Attempts:
                 self._rules.on_retry(
                     Retry(batch_size=course.tried[-1], next_batch_size=size, reason=course.failure.text)
                 )
+            failure: Failure | None = None
+            handled = sys.exception()
             with Peak(before) as peak:
-                outcome = _attempt(function, size, course)
-            if isinstance(outcome, _Done):
+                try:
+                    result = function(size)
+                except Exception as error:
+                    # Only strings leave the handler: the traceback holds the frames, and the frames hold the tensors.
+                    failure = classify(error, handled)
+                    if not course.believes(failure):
+                        raise
+            if failure is None:
                 self._succeeded(size, peak.bytes)
-                return outcome.result
+                return result
             course.tried.append(size)
-            course.failure = outcome
-            self._failed(size)
+            course.failure = failure
+            with self._lock:
+                self._sizer.failed(size)
+                self._failed_at_s.append(self._rules.clock())
             release()
 
     def _begin(self, learned: Learned) -> None:
@@ -138,17 +201,8 @@ class Attempts:
             if self._recall is not None:
                 self._recall.keep(self._sizer.learned, peak_bytes)
 
-    def _failed(self, size: int) -> None:
-        with self._lock:
-            self._sizer.failed(size)
-            self._failed_at_s.append(self._rules.clock())
-
     def _choose(self, course: _Course) -> tuple[int, Look | None]:
-        """Return the size of the next attempt and what memory looks like before it; wait if nothing may run now.
-
-        Raises:
-            OutOfBatchError: There is nothing left to try.
-        """
+        """Return the size of the next attempt and what memory looks like before it; wait if nothing may run now."""
         smallest = self._rules.smallest_batch_size
         while True:
             before = look()
@@ -161,7 +215,8 @@ class Attempts:
             if size is not None:
                 return size, before
             if course.waited_s == 0:
-                _log.warning("%s waits for memory, %.0f s at the most: %s", self._rules.name, left_s, self._reason())
+                reason = self._sizer.reason
+                _log.warning("%s waits for memory, %.0f s at the most: %s", self._rules.name, left_s, reason)
             self._rules.sleep(min(_POLL_S, left_s))
             course.waited_s += min(_POLL_S, left_s)
 
@@ -188,10 +243,6 @@ class Attempts:
 
     def _down(self, size: int) -> int:
         return max(self._rules.smallest_batch_size, size // self._rules.multiple_of * self._rules.multiple_of)
-
-    def _reason(self) -> str:
-        with self._lock:
-            return self._sizer.reason
 
     def _given_up(self, course: _Course) -> OutOfBatchError:
         rules = self._rules
@@ -220,25 +271,6 @@ class _Course:
 
     def believes(self, failure: Failure) -> bool:
         """Count a failure; return whether it counts as out-of-memory."""
-        self.probable_in_a_row = self.probable_in_a_row + 1 if failure.kind is FailureKind.PROBABLE else 0
-        if failure.kind is FailureKind.PROBABLE:
-            return self.probable_in_a_row <= MAX_PROBABLE_IN_A_ROW
-        return failure.kind is FailureKind.DEFINITE
-
-
-@dataclass(frozen=True, slots=True)
-class _Done(Generic[R]):
-    result: R
-
-
-def _attempt(function: Callable[[int], R], size: int, course: _Course) -> _Done[R] | Failure:
-    """Call `function`; return its result, or how it ran out of memory, with the handler behind us."""
-    handled = sys.exception()
-    try:
-        return _Done(function(size))
-    except Exception as error:
-        # Only strings leave the handler: the traceback holds the frames, and the frames hold the tensors.
-        failure = judged(error, handled)
-        if not course.believes(failure):
-            raise
-    return failure
+        probable = failure.kind is FailureKind.PROBABLE
+        self.probable_in_a_row = self.probable_in_a_row + 1 if probable else 0
+        return failure.kind is FailureKind.DEFINITE or (probable and self.probable_in_a_row <= MAX_PROBABLE_IN_A_ROW)

@@ -4,8 +4,8 @@ It finds every error that exceeds `tolerance`, repeated errors as well as transi
 and C once. It cannot distinguish smaller errors from rounding: `repeat` finds those, if they are transient.
 
 It works in the scratch memory it is given and allocates nothing on the device, because the workload that is checked
-holds all the memory there is. Sums are products with a vector of ones, because torch's reductions take memory on a
-card. Waits for the device once, at the end. In double precision throughout: its own errors do not matter, and no TF32.
+holds all the memory there is. So sums are products with a vector of ones: torch's reductions take memory on a card.
+Waits for the device once, at the end. In double precision throughout: its own errors do not matter, and no TF32.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def freivalds(left: torch.Tensor, right: torch.Tensor, result: torch.Tensor, scr
     flat = scratch[: sum(parts)].split_with_sizes(parts)
     signs, images, norms, ones, ratios, residuals, spreads, sizes, chunks = flat
     allowed = tolerance(result.dtype, n, result.device.type)
-    _draw_signs(signs, seed)
+    generator = torch.Generator(device=signs.device).manual_seed(_OWN_SEEDS + seed)
+    signs.random_(0, 2, generator=generator).mul_(2.0).sub_(1.0)
     ones.fill_(1.0)
     signs, images = signs.view(VECTORS, n), images.view(VECTORS, n)
     for begin in range(0, n, rows):
@@ -98,21 +99,16 @@ def product_into(out: torch.Tensor, matrix: torch.Tensor, vector: torch.Tensor) 
 
 def verdict(kind: str, worst: float, row: int, result: torch.Tensor) -> Check:
     """Put into words what was found of `result`, whose worst row is `row`."""
-    what = f"{result.shape[0]} x {result.shape[1]} {str(result.dtype).removeprefix('torch.')}"
-    if worst <= 1.0:
-        return Check(kind=kind, ok=True, worst=worst, detail=what)
-    found = f"{worst:.3g} times the tolerance" if math.isfinite(worst) else "no number, or not the same bits"
-    return Check(kind=kind, ok=False, worst=worst, detail=f"{what}, row {row}: {found}")
+    detail = f"{result.shape[0]} x {result.shape[1]} {str(result.dtype).removeprefix('torch.')}"
+    ok = worst <= 1.0
+    if not ok:
+        found = f"{worst:.3g} times the tolerance" if math.isfinite(worst) else "no number, or not the same bits"
+        detail += f", row {row}: {found}"
+    return Check(kind=kind, ok=ok, worst=worst, detail=detail)
 
 
 def chunk_rows(n: int, doubles: int, by_rows: int, device_type: str) -> int:
-    """Return how many rows of n columns to look at together.
-
-    Args:
-        n: Columns, and the most rows there are.
-        doubles: Of scratch for these rows, and for `by_rows` more for each of them.
-        by_rows: See there.
-        device_type: `cpu` or `cuda`.
+    """Return how many of n rows of n columns to look at together, if each takes `n + by_rows` doubles of scratch.
 
     Raises:
         ValueError: Not even one fits.
@@ -120,18 +116,13 @@ def chunk_rows(n: int, doubles: int, by_rows: int, device_type: str) -> int:
     fitting = doubles // (n + by_rows)
     if fitting < 1:
         raise ValueError(f"{doubles} doubles of scratch do not hold a row of {n} and {by_rows} more")
-    return max(1, min(n, fitting, _CHUNK_BYTES.get(device_type, _CHUNK_BYTES["cuda"]) // (n * _ITEM_BYTES)))
-
-
-def _draw_signs(signs: torch.Tensor, seed: int) -> None:
-    generator = torch.Generator(device=signs.device).manual_seed(_OWN_SEEDS + seed)
-    signs.random_(0, 2, generator=generator).mul_(2.0).sub_(1.0)
+    return max(1, min(n, fitting, _CHUNK_BYTES[device_type] // (n * _ITEM_BYTES)))
 
 
 def _images(chunk: torch.Tensor, vectors: torch.Tensor, out: torch.Tensor, *, less: bool = False) -> None:
     """Put the products of the chunk's rows with each vector into `out`; with `less`, take them away from it."""
     alpha, beta = (-1.0, 1.0) if less else (1.0, 0.0)
-    if not _ONE_BY_ONE.get(chunk.device.type, True):
+    if not _ONE_BY_ONE[chunk.device.type]:
         torch.addmm(out, vectors, chunk.t(), alpha=alpha, beta=beta, out=out)
         return
     for vector, line in zip(vectors, out, strict=True):

@@ -1,7 +1,7 @@
 """Bitwise repeat: a product computed once more, and compared bit by bit.
 
 It finds every transient error, down to one flipped bit, whatever the tolerance. It cannot see an error that the device
-repeats; `freivalds` does.
+repeats; `freivalds` does. Like that it allocates nothing on the device.
 
 The same product gives the same bits: cuBLAS promises it for a given version on cards of one architecture and number of
 multiprocessors, as long as one stream is active (cuBLAS manual, "Results reproducibility"); the workload has one. Intel
@@ -22,12 +22,10 @@ import torch
 
 from workers.verification.check import Check
 from workers.verification.freivalds import chunk_rows, product_into, verdict
+from workers.verification.tamper import bits_of
 
 #: On a CPU, results that differ in more than this share of one thread's rows were summed in different orders.
 _OTHER_ORDER: Final = 0.5
-
-#: Integers of an element's width, for its bits.
-_BITS: Final = {2: torch.int16, 4: torch.int32}
 
 
 def least_scratch(n: int) -> int:
@@ -37,8 +35,6 @@ def least_scratch(n: int) -> int:
 
 def same_bits(result: torch.Tensor, again: torch.Tensor, scratch: torch.Tensor) -> Check | None:
     """Compare two results of one product; afterwards `again` holds what differs, and no product.
-
-    Takes nothing else on the device: no table of the elements that differ, no reduction with memory of its own.
 
     Args:
         result: n x n.
@@ -54,9 +50,8 @@ def same_bits(result: torch.Tensor, again: torch.Tensor, scratch: torch.Tensor) 
     """
     n = result.shape[0]
     rows = chunk_rows(n, len(scratch) - 2 * n, 0, result.device.type)
-    bits = _BITS[result.element_size()]
-    flipped = again.view(bits)
-    torch.bitwise_xor(result.view(bits), flipped, out=flipped)
+    flipped = bits_of(again)
+    torch.bitwise_xor(bits_of(result), flipped, out=flipped)
     ones, sums, chunks = scratch[: (2 + rows) * n].split_with_sizes([n, n, rows * n])
     ones.fill_(1.0)
     for begin in range(0, n, rows):

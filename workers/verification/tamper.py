@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import random
-from typing import Final
 
 import torch
 
-#: Integers of an element's width, for its bits.
-_BITS: Final = {2: torch.int16, 4: torch.int32}
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor of a floating-point type of 16 or 32 bits as integers of the same width."""
+    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
 def flip_bit(tensor: torch.Tensor, index: int, bit: int) -> None:
-    """Flip one bit of one element in place.
-
-    Args:
-        tensor: Contiguous, of a floating-point type of 16 or 32 bits.
-        index: Of the element, counted through all rows.
-        bit: 0 is the least of the fraction, the highest is the sign.
+    """Flip one bit of one element of a contiguous tensor in place; bit 0 is the least, the highest is the sign.
 
     Raises:
         ValueError: There is no such bit.
@@ -28,7 +25,7 @@ def flip_bit(tensor: torch.Tensor, index: int, bit: int) -> None:
     mask = 1 << bit
     if bit == width - 1:
         mask -= 1 << width  # the sign of the integer, too
-    tensor.view(_BITS[tensor.element_size()]).view(-1)[index : index + 1].bitwise_xor_(mask)
+    bits_of(tensor).view(-1)[index : index + 1].bitwise_xor_(mask)
 
 
 def bit_class(dtype: torch.dtype, bit: int) -> str:
@@ -36,7 +33,7 @@ def bit_class(dtype: torch.dtype, bit: int) -> str:
     info = torch.finfo(dtype)
     if bit == info.bits - 1:
         return "sign"
-    fraction_bits = round(-torch.tensor(info.eps, dtype=torch.float64).log2().item())
+    fraction_bits = round(-math.log2(info.eps))
     return "exponent" if bit >= fraction_bits else "fraction"
 
 

@@ -29,12 +29,11 @@ max(v_i, |C_i|^2) is the scale of the partial sums, also where C cancels and whe
 These are means; the sum of n squares scatters around n times its mean, at n = 64 by a fifth. With 1 + 4 / sqrt(n) times
 as much the mean of the rows was never above the model, and no row above 1.5 of it (CPU, all types, operands of several
 distributions); at 1.5 a false alarm still has a chance of 1e-8 in such a row.
-
-Does not cover operands that were changed: A and B are taken as they are now.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Final
@@ -48,17 +47,9 @@ VECTORS: Final = 8
 _FALSE_ALARM: Final = 1e-14
 
 
-def _chernoff_limit(vectors: int, chance: float) -> float:
-    """Return the t at which (t e^(1-t))^(vectors/2) is `chance`."""
-    target = 1.0 - 2.0 / vectors * math.log(chance)
-    t = target
-    for _ in range(50):  # a contraction by 1/t
-        t = target + math.log(t)
-    return t
-
-
-#: How many times S_i^2 the mean square of a row's residuals may be.
-LIMIT: Final = _chernoff_limit(VECTORS, _FALSE_ALARM)
+#: How many times S_i^2 the mean square of a row's residuals may be: the t at which (t e^(1-t))^(VECTORS/2) is that
+#: chance, by iteration of t = 1 - 2/VECTORS ln(chance) + ln(t), a contraction by 1/t.
+LIMIT: Final = functools.reduce(lambda t, _: 1.0 - 2.0 / VECTORS * math.log(_FALSE_ALARM) + math.log(t), range(50), 1.0)
 
 _U32: Final = 2.0**-24
 
@@ -73,12 +64,9 @@ class Tolerance:
 
 
 def tolerance(dtype: torch.dtype, n: int, device_type: str) -> Tolerance:
-    """Return what is tolerated for products of n x n matrices in `dtype`, as this process computes them now.
+    """Return what is tolerated for products of n x n matrices in `dtype` (fp32, fp16 or bf16) by this process now.
 
-    Args:
-        dtype: Of operands and result: fp32, fp16 or bf16.
-        n: Edge of the matrices.
-        device_type: `cpu` or `cuda`; on `cuda`, torch's settings for TF32 and for reductions count.
+    On `cuda`, torch's settings for TF32 and for reductions count.
     """
     info = torch.finfo(dtype)
     roundoff = info.eps / 2.0
@@ -91,11 +79,9 @@ def tolerance(dtype: torch.dtype, n: int, device_type: str) -> Tolerance:
             summed += (_U32 * n / 8.0) ** 2
         if tf32:
             summed += 2.0**-20 / 2.0
-        reduced = {
-            torch.float16: matmul.allow_fp16_reduced_precision_reduction,
-            torch.bfloat16: matmul.allow_bf16_reduced_precision_reduction,
-        }
-        if reduced.get(dtype):
+        if (dtype is torch.float16 and matmul.allow_fp16_reduced_precision_reduction) or (
+            dtype is torch.bfloat16 and matmul.allow_bf16_reduced_precision_reduction
+        ):
             # cuBLAS may then sum the parts of a split product in the type itself. Of eight parts: the parts' own
             # roundings, those of their sums and the last are 1 + 7/2 times the one; twice the tolerance is near enough.
             stored *= 4.0

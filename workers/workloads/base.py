@@ -1,4 +1,4 @@
-"""The contract between the engine and what it computes: matmul, or a user's own step.
+"""The contract between the engine and what it computes, matmul or a user's own step, and how that is found by name.
 
 A workload turns the two numbers a policy moves, size and batch, into tensors and work. It does not catch
 out-of-memory, choose sizes, sleep or report: the engine does. See docs/workloads.md for an example.
@@ -6,12 +6,17 @@ out-of-memory, choose sizes, sleep or report: the engine does. See docs/workload
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
+from workers.messages import IncompatibleError
 from workers.verification.check import Check
+
+_MATMUL: Final = "workers.workloads.matmul:Matmul"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,3 +102,22 @@ class Workload(ABC):
         """
         del seed  # as above
         return None
+
+
+def load_workload(name: str, context: WorkloadContext) -> Workload:
+    """Make the workload `matmul`, or the user's `package.module:Class`.
+
+    Raises:
+        IncompatibleError: The name cannot be imported, or names something that is no workload.
+    """
+    module_name, _, class_name = (_MATMUL if name == "matmul" else name).partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except Exception as error:
+        raise IncompatibleError(
+            f"workload {name!r} cannot be loaded on this machine: {type(error).__name__}: {error}; install it here, "
+            f"or start from the folder that holds {module_name.split('.')[0]}.py"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Workload)):
+        raise IncompatibleError(f"workload {name!r} is not a subclass of workers.workloads.base.Workload")
+    return found(context)

@@ -2,8 +2,7 @@
 
 A burn-in must really hold each worker's memory to show that the card can serve all of them. So every result goes to the
 next place of a ring that takes all of the claim besides the operands. Results are verified without more memory: the
-places of older ones are scratch. Does not time itself for the report (the engine does) and does not decide sizes, nor
-when to verify.
+places of older ones are scratch. Decides neither sizes nor when to verify.
 """
 
 from __future__ import annotations
@@ -39,12 +38,15 @@ class Matmul(Workload):
     fills_claim = True
 
     def __init__(self, context: WorkloadContext) -> None:
-        """See `Workload`."""
         super().__init__(context)
         self._claim_bytes = 0
         self._tensors: _Tensors | None = None
         self._products_per_step = 1
-        _load_kernels(context)
+        # A small product and each kind of check, so that their kernels are in memory before all of it is taken.
+        warm_up = _Tensors(TILE, 8 * matrix_bytes(TILE, context.dtype), context)
+        for seed in (0, 1):
+            warm_up.multiply()
+            warm_up.check(seed)
 
     def resize(self, claim_bytes: int) -> None:
         """Fill this much from the next step on."""
@@ -58,7 +60,6 @@ class Matmul(Workload):
         return 3 * matrix_bytes(size, self.context.dtype)
 
     def release(self) -> None:
-        """See `Workload.release`."""
         self._tensors = None
 
     def step(self, size: int, batch: int) -> StepResult:
@@ -75,19 +76,19 @@ class Matmul(Workload):
             done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # sleeps; a synchronize would spin
             done.record()
             done.synchronize()
-        self._pace(time.perf_counter() - started, products)
-        n = rounded(size)
-        return StepResult(flop=2.0 * n * n * n * products)
+        took_s = time.perf_counter() - started
+        # At most doubled: one fast step says little.
+        fitting = int(products * _STEP_S / took_s) if took_s > 0 else 2 * products
+        self._products_per_step = max(1, min(fitting, 2 * products))
+        return StepResult(flop=2.0 * rounded(size) ** 3 * products)
 
     def check(self, seed: int) -> Check | None:
         """Verify the latest product by Freivalds' test (even seeds) or by repeating it (odd ones).
 
         A ring of one place has nowhere to put a repeat: it gets Freivalds' test always, or none where the claim leaves
-        nothing beside it. (With n = 64 in half precision it takes a ring of four; from 128 on, two do.) A repeat that
-        cannot be compared, see `repeat`, says nothing.
+        nothing beside it. (With n = 64 in half precision it takes a ring of four; from 128 on, two do.)
         """
-        tensors = self._tensors
-        return None if tensors is None else tensors.check(seed)
+        return None if self._tensors is None else self._tensors.check(seed)
 
     def move(self) -> int | None:
         """Copy one stretch of the ring to another."""
@@ -98,17 +99,11 @@ class Matmul(Workload):
         latest = None if self._tensors is None else self._tensors.latest
         return None if latest is None else flip_any_bit(latest, seed)
 
-    def _pace(self, took_s: float, products: int) -> None:
-        """Aim at `_STEP_S` a step, at most doubling: one fast step says little."""
-        fitting = int(products * _STEP_S / took_s) if took_s > 0 else 2 * products
-        self._products_per_step = max(1, min(fitting, 2 * products))
-
 
 class _Tensors:
     """The operands and the ring for one size, cut out of one block.
 
-    One block, because the claim lies in the allocator's pool in one piece: many tensors would leave gaps there, and
-    small ones would need memory beside it.
+    One block, because the claim lies in the allocator's pool in one piece: many tensors would leave gaps there.
     """
 
     def __init__(self, size: int, claim_bytes: int, context: WorkloadContext) -> None:
@@ -163,22 +158,11 @@ class _Tensors:
         return 2 * _MOVED_BYTES
 
     def _scratch(self, kept: int) -> torch.Tensor:
-        """Return the longer stretch of the block on either side of one place of the ring, as doubles.
-
-        Older results are not read again, so all other places are free until the next products come.
-        """
+        """Return the longer stretch of the block on either side of one place of the ring, as doubles."""
         begin = (2 + kept) * self._each_bytes
         before, after = self._block[2 * self._each_bytes : begin], self._block[begin + self._each_bytes :]
         stretch = max(before, after, key=len)
         return stretch[: len(stretch) // 8 * 8].view(torch.float64)
-
-
-def _load_kernels(context: WorkloadContext) -> None:
-    """Do a small product and each kind of check, so that their kernels are in memory before all of it is taken."""
-    tensors = _Tensors(TILE, 8 * matrix_bytes(TILE, context.dtype), context)
-    for seed in (0, 1):
-        tensors.multiply()
-        tensors.check(seed)
 
 
 def rounded(size: int) -> int:
@@ -188,5 +172,4 @@ def rounded(size: int) -> int:
 
 def matrix_bytes(size: int, dtype: torch.dtype) -> int:
     """Bytes of one n x n matrix."""
-    n = rounded(size)
-    return n * n * dtype.itemsize
+    return rounded(size) ** 2 * dtype.itemsize

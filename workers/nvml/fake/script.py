@@ -27,11 +27,7 @@ _MAX_MISSING: Final = 64
 
 
 def _as_points(value: Any) -> Any:  # noqa: ANN401 - whatever the JSON holds
-    """Take a single number for a curve of one point.
-
-    Raises:
-        ValueError: It is neither a number nor a list.
-    """
+    """Take a single number for a curve of one point."""
     if isinstance(value, list):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -40,27 +36,17 @@ def _as_points(value: Any) -> Any:  # noqa: ANN401 - whatever the JSON holds
 
 
 def _as_bits(names: Any) -> Any:  # noqa: ANN401 - whatever the JSON holds
-    """Take a list of reasons for the sum of their bits.
-
-    Raises:
-        ValueError: A name is none of `Throttle`.
-    """
+    """Take a list of reasons for the sum of their bits."""
     if not isinstance(names, list):
         raise ValueError("a list of reasons is wanted")  # noqa: TRY004 - pydantic's way
-    bits = Throttle(0)
     for name in names:
         if not isinstance(name, str) or name not in Throttle.__members__:
             raise ValueError(f"{name!r} is no reason to throttle; valid: {', '.join(Throttle.__members__)}")
-        bits |= Throttle[name]
-    return int(bits)
+    return sum(Throttle[name] for name in set(names))
 
 
 def _ascending(points: tuple[tuple[float, Any], ...]) -> tuple[tuple[float, Any], ...]:
-    """Refuse a curve that goes back in time.
-
-    Raises:
-        ValueError: With the point.
-    """
+    """Refuse a curve that goes back in time."""
     for (before_s, _), (at_s, _) in pairwise(points):
         if at_s <= before_s:
             raise ValueError(f"the point at {at_s:g} s does not come after the one at {before_s:g} s")
@@ -163,15 +149,12 @@ class FakeCard(_Model):
 
     @model_validator(mode="after")
     def _fails_what_is_asked(self) -> Self:
+        valid = (*ANSWERS, "set_power_limit")  # that is not asked for, and can fail all the same
         for key in self.fails:
-            if key not in {*ANSWERS, SET_POWER_LIMIT}:
-                valid = ", ".join((*ANSWERS, SET_POWER_LIMIT))
-                raise ValueError(f"fails: {key!r} is nothing that is asked for; valid: {valid}")
+            if key not in valid:
+                raise ValueError(f"fails: {key!r} is nothing that is asked for; valid: {', '.join(valid)}")
         return self
 
-
-#: What is done to a card and not asked of it: it can fail all the same.
-SET_POWER_LIMIT: Final = "set_power_limit"
 
 #: The keys of a card that answer a question; QUESTIONS in script.h.
 ANSWERS: Final = tuple(FakeCard.model_fields)[list(FakeCard.model_fields).index("total_bytes") :]
@@ -221,17 +204,14 @@ def read_script(path: Path) -> Script:
 
 
 def _in_words(problem: ErrorDetails) -> str:
-    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
+    place = problem["loc"]
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
     if problem["type"] == "extra_forbidden":
-        key = str(problem["loc"][-1])
-        valid = _valid_keys(problem["loc"])
+        key = str(place[-1])
+        model: type[_Model] = FakeProcess if "processes" in place else FakeCard if len(place) > 1 else Script
+        valid = list(model.model_fields)
         near = get_close_matches(key, valid, n=1)
         return f"{where}: no such key; " + (f"did you mean {near[0]}?" if near else f"valid: {', '.join(valid)}")
     message = problem["msg"].removeprefix("Value error, ")
     message = (message[0].lower() + message[1:]).replace("tuple", "list")  # JSON has no tuples
     return f"{where}: {message}" if where else message
-
-
-def _valid_keys(place: tuple[int | str, ...]) -> list[str]:
-    model: type[_Model] = FakeProcess if "processes" in place else FakeCard if len(place) > 1 else Script
-    return list(model.model_fields)

@@ -8,8 +8,7 @@ changed, and the line begins anew. Does not know how much memory there is, nor d
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from workers.settings import Learned
 
@@ -27,11 +26,11 @@ _COVERS: Final = 2.5
 _FIRST_SPREAD: Final = 0.007
 _LEAST_SPREAD: Final = 0.0004
 
-#: A surprise beyond the margin is remembered whole and fades, to the e-th part in this time; one as large as no
-#: workspace is (a step that really changed) fades by a factor a step, because the line has followed it by then.
+#: A surprise beyond the margin is remembered whole and fades, to the e-th part in this time.
 _FADE_S: Final = 1500.0
+
+#: What deviates by more, as no workspace does, is a step that has changed.
 _JUMP: Final = 0.08
-_JUMP_FADES: Final = 0.97
 
 #: After a failure the margin is this much of what it was; never more than this in all.
 _SURPRISED: Final = 1.3
@@ -45,9 +44,8 @@ _SAME_PLACE: Final = 0.1
 _LEAST_GROWING_SHARE: Final = 0.05
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Footprint:
-    """Bytes of a step as a function of x = size^power."""
+class Footprint(NamedTuple):
+    """Bytes of a step as a function of x = size^power; an immutable value, changed with `_replace`."""
 
     here_x: float
     here_bytes: float
@@ -122,20 +120,13 @@ class Footprint:
     def surprised(self, x: float, limit_bytes: float) -> Footprint:
         """Return the line after a step of `x` did not fit into `limit_bytes`, although this line said it would."""
         beyond = limit_bytes / max(1.0, self.bytes_at(x)) - 1.0
-        return replace(self, surprise=min(_LARGEST_SURPRISE, max(self.margin, beyond) * _SURPRISED + _LEAST_SPREAD))
+        return self._replace(surprise=min(_LARGEST_SURPRISE, max(self.margin, beyond) * _SURPRISED + _LEAST_SPREAD))
 
 
 def first_footprint(x: float, peak_bytes: float, at_s: float = 0.0) -> Footprint:
     """Draw the line through one peak and the origin: it overestimates every larger step."""
     peak_bytes = max(1.0, peak_bytes)
-    return Footprint(
-        here_x=x,
-        here_bytes=peak_bytes,
-        far_x=x,
-        far_bytes=peak_bytes,
-        unit_bytes=peak_bytes / x,
-        at_s=at_s,
-    )
+    return Footprint(x, peak_bytes, x, peak_bytes, unit_bytes=peak_bytes / x, at_s=at_s)
 
 
 def footprint_of(learned: Learned, power: float) -> Footprint | None:
@@ -146,8 +137,7 @@ def footprint_of(learned: Learned, power: float) -> Footprint | None:
     here = max(1.0, learned.fixed_bytes + learned.unit_bytes * x)
     unit_bytes = max(learned.unit_bytes, _LEAST_GROWING_SHARE * here / x)
     far_x = x / 16
-    far = max(1.0, here - unit_bytes * (x - far_x))
-    return Footprint(here_x=x, here_bytes=here, far_x=far_x, far_bytes=far, unit_bytes=unit_bytes)
+    return Footprint(x, here, far_x, max(1.0, here - unit_bytes * (x - far_x)), unit_bytes)
 
 
 def measured(line: Footprint | None, x: float, peak_bytes: float, at_s: float) -> Footprint:
@@ -156,46 +146,35 @@ def measured(line: Footprint | None, x: float, peak_bytes: float, at_s: float) -
         return first_footprint(x, peak_bytes, at_s)
     peak_bytes = max(1.0, peak_bytes)
     deviation = peak_bytes / max(1.0, line.bytes_at(x)) - 1.0
+    has_slope = line.has_slope
     # While the slope is not known, only the very same size is the same place.
-    stayed = x == line.here_x or (line.has_slope and abs(x - line.here_x) <= _SAME_PLACE * line.here_x)
-    predicted = stayed or (line.has_slope and not line.is_beyond(x))  # what is larger than all before is only bounded
-    if predicted and abs(deviation) > _JUMP and line.has_slope:
+    stayed = x == line.here_x or (has_slope and abs(x - line.here_x) <= _SAME_PLACE * line.here_x)
+    predicted = stayed or (has_slope and not line.is_beyond(x))  # what is larger than all before is only bounded
+    if predicted and abs(deviation) > _JUMP and has_slope:
         # The workload has changed: neither of the two points holds any more.
-        return replace(first_footprint(x, peak_bytes, at_s), spread=line.spread)
-    here_x, here_bytes = x, peak_bytes
+        return first_footprint(x, peak_bytes, at_s)._replace(spread=line.spread)
+    here_bytes, far_x, far_bytes = peak_bytes, line.far_x, line.far_bytes
     if stayed:
         # Smoothed along the line, so that a place slightly larger is not mistaken for a larger need.
         along = line.here_bytes + line.unit_bytes * (x - line.here_x)
-        follow = max(_FOLLOW, 1.0 / (line.steps + 1))
-        here_bytes = max(1.0, along + follow * (peak_bytes - along))
-    far_x, far_bytes = line.far_x, line.far_bytes
-    if not stayed and _ratio(line.here_x, x) > _ratio(far_x, x):
+        here_bytes = max(1.0, along + max(_FOLLOW, 1.0 / (line.steps + 1)) * (peak_bytes - along))
+        if far_x == line.here_x:
+            far_x, far_bytes = x, here_bytes
+    elif _ratio(line.here_x, x) > _ratio(far_x, x):
         far_x, far_bytes = line.here_x, line.here_bytes
-    elif stayed and far_x == line.here_x:
-        far_x, far_bytes = here_x, here_bytes
     unit_bytes = line.unit_bytes
-    if _ratio(far_x, here_x) > 1.0 + _SAME_PLACE:
-        unit_bytes = (here_bytes - far_bytes) / (here_x - far_x)
-    most_x, most_bytes = (here_x, here_bytes) if here_x >= far_x else (far_x, far_bytes)
-    unit_bytes = min(max(unit_bytes, _LEAST_GROWING_SHARE * most_bytes / most_x), here_bytes / here_x)
+    if _ratio(far_x, x) > 1.0 + _SAME_PLACE:
+        unit_bytes = (here_bytes - far_bytes) / (x - far_x)
+    most_x, most_bytes = (x, here_bytes) if x >= far_x else (far_x, far_bytes)
+    unit_bytes = min(max(unit_bytes, _LEAST_GROWING_SHARE * most_bytes / most_x), here_bytes / x)
     spread = line.spread
-    left = max(0.0, 1.0 - (at_s - line.at_s) / _FADE_S)
-    surprise = line.surprise * (left if line.surprise < _JUMP else _JUMP_FADES)
+    surprise = line.surprise * max(0.0, 1.0 - (at_s - line.at_s) / _FADE_S)
     if predicted:
-        spread = max(_LEAST_SPREAD, spread + _SPREAD_FOLLOW * (min(abs(deviation), 4 * spread) - spread))
+        spread = max(_LEAST_SPREAD, spread + _SPREAD_FOLLOW * (abs(deviation) - spread))
         if deviation > line.margin:
             surprise = min(_LARGEST_SURPRISE, deviation)
-    return Footprint(
-        here_x=here_x,
-        here_bytes=here_bytes,
-        far_x=far_x,
-        far_bytes=far_bytes,
-        unit_bytes=unit_bytes,
-        spread=spread,
-        surprise=surprise,
-        steps=line.steps + 1 if stayed else 1,
-        at_s=at_s,
-    )
+    steps = line.steps + 1 if stayed else 1
+    return Footprint(x, here_bytes, far_x, far_bytes, unit_bytes, spread, surprise, steps, at_s)
 
 
 def _ratio(one: float, other: float) -> float:

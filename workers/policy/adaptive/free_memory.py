@@ -1,14 +1,13 @@
 """How much memory one step may use now, from samples of the device's free memory.
 
 Samples may be taken before every step, once a second, or never. The caller says whether they are exact. An exact sample
-taken for this step is used as it is. All others are smoothed, and a number of standard errors of the smoothed level is
-kept in reserve; that number is learned from failures. Does not know what a step needs.
+taken for this step is used as it is. All others are smoothed, and some standard errors of the smoothed level are kept
+in reserve. Does not know what a step needs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 #: Share of the way that one sample moves the smoothed level. At the best share, one miss says nothing about the next
 #: (Muth 1960, Mehra 1970); misses that go the same way twice raise it, misses that go to and fro lower it.
@@ -34,18 +33,12 @@ _LEAST_CUT: Final = 0.03
 #: A level smoothed over this many samples or more is as good as it gets.
 _MOST_SAMPLES: Final = 100
 
-#: Standard errors kept in reserve: a failure adds, each sample takes away so little that a reserve too small by nature
-#: fails once in ten minutes.
-_FIRST_RESERVE: Final = 2.0
-_LEAST_RESERVE: Final = 0.5
-_MOST_RESERVE: Final = 8.0
-_RESERVE_PER_FAILURE: Final = 0.6
-_RESERVE_PER_SAMPLE: Final = 1.0 / 1200.0
+#: Standard errors of the level that are kept in reserve.
+_RESERVE: Final = 2.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Level:
-    """What the samples so far say."""
+class Level(NamedTuple):
+    """What the samples so far say; an immutable value, changed with `_replace`."""
 
     level_bytes: float
     """Smoothed."""
@@ -56,23 +49,12 @@ class Level:
     miss: float = 0.0
     """The last one, signed; 0 after a cut."""
     gain: float = _FIRST_GAIN
-    reserve: float = _FIRST_RESERVE
-    """Standard errors kept in reserve under the level."""
     samples: int = 1
     """Samples that the level is smoothed over, up to a few."""
-    fresh: bool = True
-    """Whether the last sample was taken for the step that comes now, and the one before for the last step."""
-    alone: bool = True
-    """Whether there was no other sample yet, so that it is used as it is."""
-    exact_samples: bool = False
-    """Whether the caller says that a sample is exact at the moment when it is taken."""
+    exact: bool = False
+    """Whether the last sample is exact and was taken for the step that comes now, so that it is used as it is."""
     risen: bool = False
     """Whether the last sample alone lay far above the level."""
-
-    @property
-    def exact(self) -> bool:
-        """Whether the last sample is used as it is."""
-        return self.fresh and (self.exact_samples or self.alone)
 
     @property
     def error(self) -> float:
@@ -88,23 +70,13 @@ class Level:
     @property
     def usable_bytes(self) -> float:
         """What a step may count on."""
-        if self.exact:
-            return self.sample_bytes
-        usable_bytes = self.level_bytes * max(0.0, 1.0 - self.reserve * self.error)
-        return min(usable_bytes, self.sample_bytes) if self.fresh else usable_bytes
+        return self.sample_bytes if self.exact else self.level_bytes * max(0.0, 1.0 - _RESERVE * self.error)
 
 
-def sampled(level: Level | None, sample_bytes: float, *, every_step: bool, exact_samples: bool = False) -> Level:
-    """Return the level after a new sample.
-
-    Args:
-        level: Before it; `None` if it is the first.
-        sample_bytes: What is there.
-        every_step: Whether the last step had a sample of its own too.
-        exact_samples: Whether it is true to the byte.
-    """
+def sampled(level: Level | None, sample_bytes: float, *, exact: bool = False) -> Level:
+    """Return the level after a new sample; `None` is the level before the first. `exact`: true to the byte."""
     if level is None:
-        return Level(level_bytes=sample_bytes, sample_bytes=sample_bytes, exact_samples=exact_samples)
+        return Level(level_bytes=sample_bytes, sample_bytes=sample_bytes, exact=exact)
     miss = sample_bytes / max(1.0, level.level_bytes) - 1.0
     cut = max(_LEAST_CUT, _CUT * level.spread)
     spread, gain, samples, risen = level.spread, level.gain, level.samples + 1, False
@@ -126,17 +98,7 @@ def sampled(level: Level | None, sample_bytes: float, *, every_step: bool, exact
         spread=spread,
         miss=last,
         gain=gain,
-        reserve=level.reserve if level.exact else max(_LEAST_RESERVE, level.reserve - _RESERVE_PER_SAMPLE),
         samples=min(samples, _MOST_SAMPLES),
-        fresh=every_step or exact_samples,
-        alone=False,
-        exact_samples=exact_samples,
+        exact=exact,
         risen=risen,
     )
-
-
-def doubted(level: Level) -> Level:
-    """Return the level after a step that should have fitted and did not; an exact one is not to blame."""
-    if level.exact:
-        return level
-    return replace(level, reserve=min(_MOST_RESERVE, level.reserve + _RESERVE_PER_FAILURE))

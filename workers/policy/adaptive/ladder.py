@@ -22,11 +22,7 @@ _FINEST = 1 / 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ladder:
-    """Rungs in ascending order of memory.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Rungs in ascending order of memory; at least one."""
 
     units: tuple[int, ...]
     """Of each rung; strictly ascending."""
@@ -34,10 +30,6 @@ class Ladder:
     """From units, which must be those of a rung, to the step."""
     first: int | None = None
     """Rung of a gentle start; `None` where the ladder knows none."""
-
-    def __post_init__(self) -> None:
-        if not self.units:
-            raise ValueError("a ladder needs at least one rung")
 
     def within(self, limit_bytes: int, needed_bytes: Callable[[int, int], int | None]) -> int | None:
         """Return the units of the highest rung that is said to need no more than `limit_bytes`; `None`: not even one.
@@ -58,11 +50,8 @@ def ladder_of(memory: MemorySettings, workload: WorkloadSpec, growth: Growth) ->
     """Return the ladder of a workload: of bytes held where it fills its claim, else of sizes and batches.
 
     Raises:
-        ValueError: It fills its claim and does not say what a size needs; or a size or batch is below 1.
+        ValueError: It fills its claim and does not say what a size needs.
     """
-    for key, value in {"workload.size": workload.size, "workload.batch": workload.batch}.items():
-        if value < 1:
-            raise ValueError(f"{key} must be at least 1, not {value}")
     return _filling(memory, workload, growth) if growth.fills_claim else _stepping(memory, workload, growth)
 
 

@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, assert_never
 
+from workers.policy import base
 from workers.policy.adaptive import sizer
-from workers.policy.adaptive.bounds import Bounds
 from workers.policy.adaptive.footprint import Footprint
 from workers.policy.adaptive.ladder import ladder_of
-from workers.policy.adaptive.sizer import Asked, Failed, Sizer, Succeeded
+from workers.policy.adaptive.size_bounds import Bounds
+from workers.policy.adaptive.sizer import Sizer
 from workers.policy.base import Decision, Emergency, Event, Growth, Pressure, Release, Run, StepOk, StepOom
 from workers.settings import Learned, MemorySettings, Scalar, WorkloadSpec
 from workers.units import MIB
@@ -30,7 +31,6 @@ _PROVEN_SPREAD: Final = 0.002
 
 #: A step that shrinks by less leaves the device nothing worth having.
 _WORTH_RELEASING: Final = 0.03
-
 
 _MOST_BYTES: Final = 1 << 63
 
@@ -47,11 +47,7 @@ class AdaptiveState:
 
 
 class AdaptivePolicy:
-    """The largest step that fits.
-
-    Raises:
-        ValueError: Settings that leave no step at all.
-    """
+    """The largest step that fits; refuses settings that leave no step at all with a ValueError."""
 
     name: Final = "adaptive"
 
@@ -80,7 +76,7 @@ class AdaptivePolicy:
             return AdaptiveState(sizer=sizer.cold(self._bounds, learned), units=0)
         # The climb of progressive allocation was a calibration: a byte held takes a byte, and that many were there.
         start = Learned(size=claim_bytes) if learned is None else learned
-        sized = replace(sizer.cold(self._bounds, start), line=_filled(start.size, start.size))
+        sized = sizer.cold(self._bounds, start)._replace(line=_filled(start.size, start.size))
         return AdaptiveState(sizer=sized, units=0, calibrated=False)
 
     def decide(self, state: AdaptiveState, event: Event) -> tuple[AdaptiveState, Decision]:
@@ -90,13 +86,12 @@ class AdaptivePolicy:
             case Pressure():
                 return self._next(replace(state, units=0), event.at_s, event.allowed_bytes)
             case StepOk():
-                ended = Succeeded(event.at_s, state.units, event.peak_bytes)
-                sized = sizer.succeeded(state.sizer, bounds, ended)
+                sized = sizer.succeeded(state.sizer, bounds, event.at_s, state.units, event.peak_bytes)
                 if not state.calibrated:
-                    sized = replace(sized, line=_filled(ended.size, event.peak_bytes))
+                    sized = sized._replace(line=_filled(state.units, event.peak_bytes))
                 return self._next(AdaptiveState(sizer=sized, units=state.units), event.at_s, event.allowed_bytes)
             case StepOom():
-                sized = sizer.failed(state.sizer, bounds, Failed(event.at_s, state.units))
+                sized = sizer.failed(state.sizer, bounds, event.at_s, state.units)
                 return self._next(replace(state, sizer=sized, units=0), event.at_s, event.allowed_bytes)
             case _:
                 assert_never(event)
@@ -110,27 +105,21 @@ class AdaptivePolicy:
         size, line = state.sizer.bracket.good, state.sizer.line
         return {
             "policy": self.name,
-            "units": None if size is None else size,
+            "units": size,
             "fixed_bytes": None if line is None else line.fixed_bytes,
             "unit_bytes": None if line is None else line.unit_bytes,
         }
 
     def load(self, data: Mapping[str, Scalar]) -> AdaptiveState:
-        """Return the state that `dump` wrote.
-
-        Raises:
-            ValueError: `data` was written by another policy, or is damaged.
-        """
-        if data.get("policy") != self.name:
-            raise ValueError(f"this state was written by policy {data.get('policy')!r}, not by {self.name!r}")
-        if found := data.keys() ^ {"policy", "units", "fixed_bytes", "unit_bytes"}:
-            raise ValueError(f"the state of policy {self.name!r} has missing or unknown keys: {sorted(found)}")
-        units = data["units"]
-        if units is None:
-            return AdaptiveState(sizer=sizer.cold(self._bounds), units=0)
-        if isinstance(units, bool) or not isinstance(units, int) or units < 1:
-            raise ValueError(f"units must be a whole number above 0, not {units!r}")
-        learned = Learned(size=units, fixed_bytes=_bytes(data, "fixed_bytes"), unit_bytes=_bytes(data, "unit_bytes"))
+        """Return the state that `dump` wrote, see `Policy.load`."""
+        base.check_keys(data, self.name, ("units", "fixed_bytes", "unit_bytes"))
+        learned = None
+        if data["units"] is not None:
+            learned = Learned(
+                size=base.whole(data, "units", 1, _MOST_BYTES),
+                fixed_bytes=_bytes(data, "fixed_bytes"),
+                unit_bytes=_bytes(data, "unit_bytes"),
+            )
         return AdaptiveState(sizer=sizer.cold(self._bounds, learned), units=0)
 
     def _needed_bytes(self, run: Run) -> int | None:
@@ -149,7 +138,7 @@ class AdaptivePolicy:
         )
 
     def _next(self, state: AdaptiveState, at_s: float, allowed_bytes: int | None) -> tuple[AdaptiveState, Decision]:
-        sized, units = sizer.asked(state.sizer, self._bounds, Asked(at_s, allowed_bytes))
+        sized, units = sizer.asked(state.sizer, self._bounds, at_s, allowed_bytes)
         if units is None:
             return replace(state, sizer=sized, units=0), Emergency(reason=sized.reason)
         run = self._ladder.run(units)

@@ -1,4 +1,4 @@
-"""Bounds the size by experience: nothing as large as what failed lately, until that is forgotten.
+"""The sizes that are possible, and what experience allows of them: nothing as large as what failed lately.
 
 It bisects between the largest good size and the smallest bad one. After a bad size is forgotten, it grows in
 increasing steps. Probes above the largest good size may fail, so their number is limited. Uses neither needed nor free
@@ -7,20 +7,16 @@ memory: without a free-memory signal this is the only bound, and it holds also w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Final
-
-from workers.policy.adaptive.bounds import Bounds
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 #: Share of a good size that is kept after it fails, by the number of failures in a row. Each further failure is
 #: costly, so the share falls fast.
 _KEPT_AFTER: Final = (0.8, 0.6, 0.45, 0.3, 0.15)
 
-#: A known-bad size is forgotten after so long; found bad again at about the same size, it is remembered longer.
-_FORGET_S: Final = 20.0
-_FORGET_LONGER: Final = 1.5
-_FORGET_LATEST_S: Final = 90.0
-_ABOUT_THE_SAME: Final = 0.12
+#: A known-bad size is forgotten after so long.
+FORGET_S: Final = 20.0
 
 #: Bisection ends when the gap between good and bad is this share of the good size.
 _CLOSE_ENOUGH: Final = 0.03
@@ -36,15 +32,64 @@ _PROBES_SAVED: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bracket:
-    """What was good and what was bad."""
+class Bounds:
+    """The sizes that are possible, from the smallest to the largest, in steps or on given rungs.
+
+    Raises:
+        ValueError: There are none.
+    """
+
+    largest: int
+    smallest: int = 1
+    quantum: int = 1
+    """Sizes are multiples of this; `smallest` and `largest` themselves are always allowed."""
+    rungs: tuple[int, ...] = ()
+    """The only sizes there are, ascending, from `smallest` to `largest`; empty for all multiples of `quantum`."""
+    first: int | None = None
+    """Where a workload that was never measured begins; `None` for a small share of `largest`."""
+    power: float = 1.0
+    """Memory grows with size^power."""
+    worth_growing: float = 0.01
+    """A size grows only by this share or more, because a change has a cost."""
+    failures_per_minute: int = 6
+    """Never more within any 60 s."""
+    exact_samples: bool = False
+    """Whether samples of free memory are true to the byte when they are taken; else they are smoothed."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.smallest <= self.largest:
+            raise ValueError(f"sizes must be 1 <= smallest <= largest, not {self.smallest} and {self.largest}")
+        for name, value in {"quantum": self.quantum, "failures_per_minute": self.failures_per_minute}.items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        if self.power <= 0:
+            raise ValueError(f"power must be above 0, not {self.power}")
+
+    def down(self, size: float) -> int:
+        """Return the largest size there is that is no larger; `smallest` at least."""
+        if size >= self.largest:
+            return self.largest
+        if self.rungs:
+            return self.rungs[max(0, bisect_right(self.rungs, size) - 1)]
+        return max(self.smallest, int(size) // self.quantum * self.quantum)
+
+    def up(self, size: int) -> int:
+        """Return the next larger size there is; `largest` at most."""
+        if size >= self.largest:
+            return self.largest
+        if self.rungs:
+            return self.rungs[bisect_right(self.rungs, size)]
+        return min(self.largest, (size // self.quantum + 1) * self.quantum)
+
+
+class Bracket(NamedTuple):
+    """What was good and what was bad; an immutable value, changed with `_replace`."""
 
     good: int | None = None
     """The size of the last step that ended well, or what is hoped for after that failed."""
     bad: int | None = None
     """The smallest size that failed lately."""
     bad_until_s: float = 0.0
-    forget_s: float = _FORGET_S
     gallop: float = _DOUBLING
     """The next probe beyond all that is known is this share larger."""
     probes: float = _PROBES_SAVED
@@ -57,96 +102,65 @@ class Bracket:
 
     def may_probe(self, now_s: float) -> bool:
         """Whether a failure above what is known to be good can be afforded."""
-        return self.probes + max(0.0, now_s - self.probes_at_s) / _PROBE_EVERY_S >= 1.0
+        return self._saved(now_s) >= 1.0
 
+    def allowed(self, good: int, bounds: Bounds, now_s: float, *, promised: bool) -> int:
+        """Return the largest size to try now; `good` is `self.good`, which must be known.
 
-def allowed(bracket: Bracket, good: int, bounds: Bounds, now_s: float, *, promised: bool) -> int:
-    """Return the largest size to try now.
+        `promised`: something else bounds the size from above. Then what is not forbidden is allowed, and between good
+        and bad it is no probe that must be earned.
+        """
+        if self.in_row or self.untried:
+            return good
+        bad = self.bad
+        if bad is None or now_s >= self.bad_until_s:
+            if promised:
+                return bounds.largest
+            bolder = max(bounds.up(good), bounds.down(good * (1.0 + self.gallop)))
+            return bolder if self.may_probe(now_s) else good
+        below = bounds.down(bad - 1)
+        if good >= bad:
+            return below
+        if bad - good <= _CLOSE_ENOUGH * good or not (promised or self.may_probe(now_s)):
+            return good
+        return min(below, max(bounds.up(good), bounds.down((good * bad) ** 0.5)))
 
-    Args:
-        bracket: So far.
-        good: `bracket.good`, which must be known.
-        bounds: The sizes there are.
-        now_s: The time of the question.
-        promised: Whether something else bounds the size from above: then what is not forbidden is allowed, and between
-            good and bad it is no probe that must be earned.
-    """
-    if bracket.in_row or bracket.untried:
-        return good
-    bad = bracket.bad
-    if bad is None or now_s >= bracket.bad_until_s:
-        if promised:
-            return bounds.largest
-        bolder = max(bounds.up(good), bounds.down(good * (1.0 + bracket.gallop)))
-        return bolder if bracket.may_probe(now_s) else good
-    below = bounds.down(bad - 1)
-    if good >= bad:
-        return below
-    if bad - good <= _CLOSE_ENOUGH * good or not (promised or bracket.may_probe(now_s)):
-        return good
-    return min(below, max(bounds.up(good), bounds.down((good * bad) ** 0.5)))
+    def ended_well(self, size: int, now_s: float) -> Bracket:
+        """Return the bracket after a step that ended well."""
+        if size == self.good and self.bad is None and not (self.in_row or self.untried):
+            return self
+        over = self.bad is not None and (size >= self.bad or now_s >= self.bad_until_s)
+        bad, gallop = None if over else self.bad, self.gallop
+        if bad is None and (self.good is None or size > self.good):
+            gallop = min(_DOUBLING, gallop * _GALLOP)
+        return self._replace(good=size, bad=bad, gallop=gallop, in_row=0, untried=False)
 
+    def ran_out(self, bounds: Bounds, size: int, now_s: float) -> Bracket:
+        """Return the bracket after a step that ran out of memory."""
+        probe = self.good is not None and size > self.good and self.in_row == 0
+        kept = _KEPT_AFTER[min(self.in_row, len(_KEPT_AFTER) - 1)]
+        return Bracket(
+            good=self.good if probe else bounds.down(min(size * kept, size - 1)),
+            bad=size,
+            bad_until_s=now_s + FORGET_S,
+            gallop=_FIRST_PROBE,
+            probes=max(0.0, min(_PROBES_SAVED, self._saved(now_s)) - 1.0),
+            probes_at_s=now_s,
+            in_row=self.in_row + 1,
+        )
 
-def ended_well(bracket: Bracket, size: int, now_s: float) -> Bracket:
-    """Return the bracket after a step that ended well."""
-    if size == bracket.good and bracket.bad is None and not (bracket.in_row or bracket.untried):
-        return bracket
-    bad, gallop, forget_s = bracket.bad, bracket.gallop, bracket.forget_s
-    grew = bracket.good is None or size > bracket.good
-    if bad is not None and (size >= bad or now_s >= bracket.bad_until_s):
-        bad = None
-        if grew:
-            forget_s = _FORGET_S
-    if grew and bad is None:
-        gallop = min(_DOUBLING, gallop * _GALLOP)
-    return Bracket(
-        good=size,
-        bad=bad,
-        bad_until_s=bracket.bad_until_s,
-        forget_s=forget_s,
-        gallop=gallop,
-        probes=bracket.probes,
-        probes_at_s=bracket.probes_at_s,
-    )
+    def forgiven(self) -> Bracket:
+        """Return the bracket without its bad size: memory was taken, the size itself is not to blame."""
+        return self._replace(bad=None, untried=False)
 
+    def rested(self, rest_s: float) -> Bracket:
+        """Return the bracket after a time in which nothing ran: nothing was forgotten in it, and no probe earned."""
+        return self._replace(bad_until_s=self.bad_until_s + rest_s, probes_at_s=self.probes_at_s + rest_s)
 
-def ran_out(bracket: Bracket, bounds: Bounds, size: int, now_s: float) -> Bracket:
-    """Return the bracket after a step that ran out of memory."""
-    probe = bracket.good is not None and size > bracket.good and bracket.in_row == 0
-    again = bracket.bad is not None and abs(size - bracket.bad) <= _ABOUT_THE_SAME * bracket.bad
-    forget_s = min(_FORGET_LATEST_S, bracket.forget_s * _FORGET_LONGER) if probe and again else _FORGET_S
-    kept = _KEPT_AFTER[min(bracket.in_row, len(_KEPT_AFTER) - 1)]
-    saved = min(_PROBES_SAVED, bracket.probes + max(0.0, now_s - bracket.probes_at_s) / _PROBE_EVERY_S)
-    return Bracket(
-        good=bracket.good if probe else bounds.down(min(size * kept, size - 1)),
-        bad=size,
-        bad_until_s=now_s + forget_s,
-        forget_s=forget_s,
-        gallop=_FIRST_PROBE,
-        probes=max(0.0, saved - 1.0),
-        probes_at_s=now_s,
-        in_row=bracket.in_row + 1,
-    )
-
-
-def forgiven(bracket: Bracket) -> Bracket:
-    """Return the bracket without its bad size: memory was taken, the size itself is not to blame."""
-    return Bracket(
-        good=bracket.good,
-        bad_until_s=bracket.bad_until_s,
-        forget_s=bracket.forget_s,
-        gallop=bracket.gallop,
-        probes=bracket.probes,
-        probes_at_s=bracket.probes_at_s,
-        in_row=bracket.in_row,
-    )
+    def _saved(self, now_s: float) -> float:
+        return self.probes + max(0.0, now_s - self.probes_at_s) / _PROBE_EVERY_S
 
 
 def started_at(size: int) -> Bracket:
     """Return the bracket of a worker that remembers this size from an earlier run."""
     return Bracket(good=size, gallop=_FIRST_PROBE, untried=True)
-
-
-def rested(bracket: Bracket, rest_s: float) -> Bracket:
-    """Return the bracket after a time in which nothing ran: nothing was forgotten in it, and no probe earned."""
-    return replace(bracket, bad_until_s=bracket.bad_until_s + rest_s, probes_at_s=bracket.probes_at_s + rest_s)

@@ -126,7 +126,6 @@ def after_reading(
             that need no time.
         paused: Whether nothing runs, so that the temperature says nothing about the duty: it is followed, not answered.
         alarmed: Whether the hardware complains.
-
     """
     passed_s = 0.0 if state.at_s is None else min(_LONGEST_STEP_S, max(0.0, at_s - state.at_s))
     change = 0.0

@@ -21,14 +21,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Final, TypeAlias, assert_never
+from typing import Final
 
 from workers.policy.thermal import alarms as alarm_rules
 from workers.policy.thermal import duty as duty_law
-from workers.policy.thermal.alarms import AlarmState, BandwidthMeasured, ThermalAlarm
+from workers.policy.thermal.alarms import AlarmState, ThermalAlarm
 from workers.policy.thermal.duty import DutyBounds, DutyState
 from workers.readings import SensorReading
-from workers.settings import _COLDEST_C, _HOTTEST_C, ThermalSettings
+from workers.settings import COLDEST_C, HOTTEST_C, ThermalSettings
 
 #: The last reading of a silent sensor stays valid for so long: a missed reading ends no pause.
 _SILENCE_S: Final = 10.0
@@ -43,15 +43,6 @@ class ThermalBand(StrEnum):
     WARM = "WARM"
     HOT = "HOT"
     CRITICAL = "CRITICAL"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SensorsRead:
-    """The sensors of the card were read."""
-
-    at_s: float
-    """Monotonic seconds."""
-    reading: SensorReading
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +80,6 @@ class ThermalState:
     """When the temperature was critical last."""
 
 
-ThermalEvent: TypeAlias = SensorsRead | BandwidthMeasured
-
-
 class ThermalGovernor:
     """Turns sensor readings into a duty; a pure reducer, like the memory policies."""
 
@@ -106,48 +94,48 @@ class ThermalGovernor:
         """Return the state before the first reading."""
         return ThermalState()
 
-    def decide(self, state: ThermalState, event: ThermalEvent) -> tuple[ThermalState, ThermalDecision]:
-        """Return the state after `event` and what to do until the next one; equal arguments give equal results."""
+    def after_bandwidth(
+        self, state: ThermalState, bytes_per_s: float, clock_mhz: int, at_s: float
+    ) -> tuple[ThermalState, ThermalDecision]:
+        """Return the state after a measurement of the memory's bandwidth, and what to do; see `after_reading`."""
         if self._settings.off:
             return state, _OFF
-        match event:
-            case SensorsRead():
-                return self._after_reading(state, event.reading, event.at_s)
-            case BandwidthMeasured():
-                drop = self._settings.alarming_bandwidth_drop
-                known, alarms = alarm_rules.after_bandwidth(state.alarms, event, drop)
-                state = replace(state, alarms=known)
-                return state, self._decision(state, alarms)
-            case _:
-                assert_never(event)
+        drop = self._settings.alarming_bandwidth_drop
+        known, alarms = alarm_rules.after_bandwidth(state.alarms, bytes_per_s, clock_mhz, at_s, drop)
+        state = replace(state, alarms=known)
+        return state, self._decision(state, alarms)
 
-    def _after_reading(
+    def after_reading(
         self, state: ThermalState, reading: SensorReading, at_s: float
     ) -> tuple[ThermalState, ThermalDecision]:
+        """Return the state after a reading at `at_s` (monotonic seconds), and what to do until the next one.
+
+        Equal arguments give equal results.
+        """
+        if self._settings.off:
+            return state, _OFF
         known, alarms = alarm_rules.after_reading(state.alarms, reading, at_s)
-        temperature_c = _believed(reading.temperature_c)
-        if temperature_c is None and state.told_at_s is not None and at_s - state.told_at_s >= _SILENCE_S:
-            state = ThermalState(duty=self._duty_in_the_dark(state))
-        state = replace(state, alarms=known)
+        bounds, told_c = self._bounds, reading.temperature_c
+        # A temperature that no running card can have, NaN included, is unknown.
+        temperature_c = told_c if told_c is not None and COLDEST_C < told_c < HOTTEST_C else None
         if temperature_c is not None:
             before = state.band
             state = self._in_band(state, temperature_c, at_s)
-            if state.band is ThermalBand.CRITICAL and before is not ThermalBand.CRITICAL and self._bounds:
-                state = replace(state, duty=duty_law.lowered(state.duty, self._bounds))
-        if self._bounds and (temperature_c is not None or state.temperature_c is None):
+            if state.band is ThermalBand.CRITICAL and before is not ThermalBand.CRITICAL:
+                state = replace(state, duty=duty_law.lowered(state.duty, bounds))
+        elif state.told_at_s is not None and at_s - state.told_at_s >= _SILENCE_S:
+            # The sensor has gone silent, and a hot card may still be hot.
+            hot = state.band is ThermalBand.CRITICAL
+            duty = duty_law.restarted(state.duty, bounds) if hot else state.duty
+            state = ThermalState(duty=replace(duty, smooth_c=None))
+        if temperature_c is not None or state.temperature_c is None:
             paused = state.band is ThermalBand.CRITICAL
             duty = duty_law.after_reading(
-                state.duty, self._bounds, temperature_c, at_s, paused=paused, alarmed=known.complains
+                state.duty, bounds, temperature_c, at_s, paused=paused, alarmed=known.complains
             )
             state = replace(state, duty=duty)
+        state = replace(state, alarms=known)
         return state, self._decision(state, alarms)
-
-    def _duty_in_the_dark(self, state: ThermalState) -> DutyState:
-        """Return the duty to continue with when the sensor has gone silent: a hot card may still be hot."""
-        duty = state.duty
-        if self._bounds is not None and state.band is ThermalBand.CRITICAL:
-            duty = duty_law.restarted(duty, self._bounds)
-        return replace(duty, smooth_c=None)
 
     def _in_band(self, state: ThermalState, temperature_c: float, at_s: float) -> ThermalState:
         """Return the state with the band of a new temperature."""
@@ -159,22 +147,19 @@ class ThermalGovernor:
             patience_s = settings.longest_pause_s
             if patience_s is None or at_s - state.critical_at_s < patience_s:
                 return state
-            duty = state.duty if self._bounds is None else duty_law.restarted(state.duty, self._bounds)
-            state = replace(state, duty=duty)
-        if self._at_least(temperature_c, settings.hot_c, stays=state.band is ThermalBand.HOT):
-            return replace(state, band=ThermalBand.HOT)
-        if self._at_least(temperature_c, settings.warm_c, stays=state.band in {ThermalBand.HOT, ThermalBand.WARM}):
-            return replace(state, band=ThermalBand.WARM)
+            state = replace(state, duty=duty_law.restarted(state.duty, self._bounds))
+        hot, warm = state.band is ThermalBand.HOT, state.band is ThermalBand.WARM
+        for band, from_c, stays in (
+            (ThermalBand.HOT, settings.hot_c, hot),
+            (ThermalBand.WARM, settings.warm_c, hot or warm),
+        ):
+            if from_c is not None and temperature_c >= from_c - (settings.hysteresis_c if stays else 0.0):
+                return replace(state, band=band)
         return replace(state, band=ThermalBand.NORMAL)
-
-    def _at_least(self, temperature_c: float, threshold_c: float | None, *, stays: bool) -> bool:
-        if threshold_c is None:
-            return False
-        return temperature_c >= threshold_c - (self._settings.hysteresis_c if stays else 0.0)
 
     def _decision(self, state: ThermalState, alarms: tuple[ThermalAlarm, ...]) -> ThermalDecision:
         band = state.band
-        duty = 0.0 if band is ThermalBand.CRITICAL else state.duty.duty if self._bounds else 1.0
+        duty = 0.0 if band is ThermalBand.CRITICAL else state.duty.duty
         if state.alarms.complains and band is not ThermalBand.CRITICAL:
             band = ThermalBand.HOT
         return ThermalDecision(band=band, duty=duty, reason=self._reason(state, duty), alarms=alarms)
@@ -185,30 +170,24 @@ class ThermalGovernor:
         words = told
         if state.band is ThermalBand.CRITICAL:
             words = f"paused at {told}, goes on below {self._resume_c:g} C"
-        elif self._bounds and duty <= 1.001 * settings.smallest_duty < 1.0:
+        elif duty <= 1.001 * settings.smallest_duty < 1.0:
             words = f"{told} at the smallest duty of {duty:.0%}: other work heats the card, or its cooling fails"
-        elif self._bounds and duty < 1.0 and state.temperature_c is not None:
+        elif duty < 1.0 and state.temperature_c is not None:
             words = f"{told}, duty {duty:.0%} to hold {duty_law.aim_c(state.duty, self._bounds):.1f} C"
         elif duty < 1.0:
             words = f"{told}, duty {duty:.0%}"
-        return "; ".join((words, *state.alarms.names))
+        return "; ".join((words, *state.alarms.standing))
 
 
 _OFF: Final = ThermalDecision(band=None, duty=1.0, reason="thermal limits are off")
 
 
-def _bounds(settings: ThermalSettings) -> DutyBounds | None:
-    if settings.hot_c is None:
-        return None
-    ceiling_c = settings.hot_c + _HOT_BAND_C if settings.critical_c is None else settings.critical_c
+def _bounds(settings: ThermalSettings) -> DutyBounds:
+    """Return what to hold; where the duty is never reduced, its smallest value is all of the time."""
+    hot_c = HOTTEST_C if settings.hot_c is None else settings.hot_c
     return DutyBounds(
-        hot_c=settings.hot_c,
-        ceiling_c=ceiling_c,
+        hot_c=hot_c,
+        ceiling_c=hot_c + _HOT_BAND_C if settings.critical_c is None else settings.critical_c,
         margin_c=settings.margin_c,
-        smallest_duty=settings.smallest_duty,
+        smallest_duty=1.0 if settings.hot_c is None else settings.smallest_duty,
     )
-
-
-def _believed(temperature_c: float | None) -> float | None:
-    """Return a temperature that a running card can have; `None` for anything else, NaN included."""
-    return temperature_c if temperature_c is not None and _COLDEST_C < temperature_c < _HOTTEST_C else None

@@ -1,0 +1,100 @@
+"""Small files that are not trusted, or that several processes write: read with care, replaced as a whole, locked.
+
+Another user may have replaced such a file by a pipe, a link or a disk image: that is refused without waiting, and is
+not read. Does not cover what the text means.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+#: Opening does not wait for a pipe's other end, follow a link, or make a terminal the controlling one; no child of this
+#: process gets to hold the file.
+_CAREFULLY: Final = os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
+_LOOK_EVERY_S: Final = 0.005
+
+
+def read_small(path: Path, most_bytes: int) -> str:
+    """Return the text of a regular file of at most `most_bytes`.
+
+    Raises:
+        FileNotFoundError: There is none.
+        OSError: It cannot be read; where it is no regular file, or too large (EFBIG), `strerror` says so.
+        UnicodeDecodeError: It is no text.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | _CAREFULLY)
+    except OSError as failure:
+        if failure.errno in {errno.ELOOP, errno.ENXIO}:  # a link, a socket
+            raise _refusal(path) from failure
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise _refusal(path)
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            content = file.read(most_bytes + 1)
+    finally:
+        os.close(descriptor)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {most_bytes // 1024} KiB", str(path))
+    return content.decode("utf-8")
+
+
+def replace_whole(path: Path, text: str) -> None:
+    """Replace a file, or make it, atomically and durably, readable only by this user. One writer at a time.
+
+    Raises:
+        OSError: It cannot be written; then it is as it was.
+    """
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.unlink(missing_ok=True)  # of a writer that was killed
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CAREFULLY, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(text.encode("utf-8"))
+            file.flush()
+            os.fsync(file.fileno())  # else a power cut may leave an empty file under the old name
+        fresh.replace(path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def locked(lock: Path, patience_s: float) -> Iterator[None]:
+    """Keep others out who lock the same file. It is made, with its folder, and stays: else there could be two of them.
+
+    Raises:
+        TimeoutError: Another process has held it for so long.
+        OSError: It cannot be made.
+    """
+    lock.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | _CAREFULLY, 0o600)
+    until_s = time.monotonic() + patience_s
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= until_s:
+                    told = f"another process has kept it locked for {patience_s:g} s"
+                    raise TimeoutError(errno.ETIMEDOUT, told, str(lock)) from None
+                time.sleep(_LOOK_EVERY_S)
+        yield
+    finally:
+        # Not left to `close`: a child that was forked meanwhile may hold the descriptor open.
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def _refusal(path: Path) -> OSError:
+    return OSError(errno.EINVAL, "it is no regular file", str(path))
