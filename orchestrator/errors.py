@@ -1,14 +1,15 @@
 """Errors of the head, each with the exit code the program ends with.
 
-Covers what stops the head before or between runs. Does not cover what happens to a worker: that is a value in its
-report, never an exception. Every error can be pickled, and its text says what the user can do.
+What happens to a worker is no error but a value in its report. Each can be pickled, and says what the user can do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
+
+AnyProblem = TypeVar("AnyProblem")
 
 
 def one_line(text: str) -> str:
@@ -31,7 +32,6 @@ class Problem:
     """What may be typed instead; `None` when nothing can be listed."""
 
     def __str__(self) -> str:
-        """Return the problem as one line, `cluster.yaml:7: nodes.pc1.workers: 0 is too small; valid: …`."""
         source = _shortened(self.source)
         place = source if self.line is None else f"{source}:{self.line}"
         parts = [place, self.text] if self.key is None else [place, _shortened(self.key), self.text]
@@ -48,9 +48,8 @@ class OrchestratorError(Exception):
     """Base of all errors that end a command of the head with a sentence instead of a traceback."""
 
     exit_code: ClassVar[int] = 1
-    """What the process returns to the shell."""
-    retryable: ClassVar[bool] = False
-    """Whether the same command may succeed later with nothing changed in its arguments or files."""
+    """What the process returns to the shell. 2: what was typed or written must change. 3: a retry may succeed, once the
+    cluster or the missing node is there."""
 
 
 class UsageError(OrchestratorError):
@@ -64,59 +63,47 @@ class ArchiveError(OrchestratorError):
 
     exit_code = 2
 
+    def __str__(self) -> str:
+        return one_line(super().__str__())
+
 
 class NothingStoredError(ArchiveError):
     """A run folder without a record: its head ended, or was killed, before the work began."""
 
-    def __init__(self, folder: object, name: str) -> None:
-        self.folder = folder
-        self.name = name
-        super().__init__(folder, name)
-
     def __str__(self) -> str:
-        """Return the sentence."""
+        folder, name = self.args
         return one_line(
-            f"{self.folder} holds no record of a run ({self.name}): its head ended before the work began; what it said "
+            f"{folder} holds no record of a run ({name}): its head ended before the work began; what it said "
             f"is in summary.json, events.jsonl and ray.log there, as far as they exist"
         )
 
 
-class ConfigError(OrchestratorError):
-    """The configuration cannot be used; carries every problem found, not just the first."""
+class _ProblemsError(OrchestratorError, Generic[AnyProblem]):
+    """An error that carries every problem found, not just the first, and shows each on a line of its own."""
 
-    exit_code = 2
-    problems: tuple[Problem, ...]
+    problems: tuple[AnyProblem, ...]
 
-    def __init__(self, problems: Iterable[Problem]) -> None:
+    def __init__(self, problems: Iterable[AnyProblem]) -> None:
         self.problems = tuple(problems)
         super().__init__(self.problems)
 
     def __str__(self) -> str:
-        """Return one line for each problem."""
-        return "\n".join(str(problem) for problem in self.problems)
+        return "\n".join(one_line(str(problem)) for problem in self.problems)
+
+
+class ConfigError(_ProblemsError[Problem]):
+    """The configuration cannot be used."""
+
+    exit_code = 2
 
 
 class NoClusterError(OrchestratorError):
     """No Ray cluster answers at the configured address; starting one is enough."""
 
     exit_code = 3
-    retryable = True
 
 
-class PreflightError(OrchestratorError):
-    """The cluster is there but is not what the configuration plans; carries one sentence for each difference.
-
-    Retryable, because the usual difference is a node that has not joined yet.
-    """
+class PreflightError(_ProblemsError[str]):
+    """The cluster is there but is not what the configuration plans; carries one sentence for each difference."""
 
     exit_code = 3
-    retryable = True
-    problems: tuple[str, ...]
-
-    def __init__(self, problems: Iterable[str]) -> None:
-        self.problems = tuple(problems)
-        super().__init__(self.problems)
-
-    def __str__(self) -> str:
-        """Return one line for each problem."""
-        return "\n".join(one_line(problem) for problem in self.problems)

@@ -10,11 +10,11 @@ Covers which number types a card can do and the plan of runs. Does not run anyth
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import IntEnum
 
-from orchestrator.config.gpu_architectures import ARCHITECTURES
+from orchestrator.config.gpu_specs import ARCHITECTURES
 from orchestrator.config.schema import Config, WorkloadConfig
 
 #: The guides' "60+ minutes continuous" and `--phase=2 --duration=60`.
@@ -60,16 +60,11 @@ class Take:
 
 
 def number_types(device: str, compute_capability: tuple[int, int] | None) -> tuple[str, ...]:
-    """Return the number types to try on a device: those it has units for, all of them on an unknown card.
-
-    Args:
-        device: `cuda` or `cpu`.
-        compute_capability: Of the card, such as (8, 6); `None` if it is unknown.
-    """
+    """Return the number types to try on a `cuda` or `cpu` device: those it has units for, all on an unknown card."""
     if device == "cpu":
         return _PROCESSOR_TYPES
     known = None if compute_capability is None else ARCHITECTURES.get(compute_capability)
-    return _TYPES if known is None else tuple(name for name in _TYPES if getattr(known, name) is not None)
+    return _TYPES if known is None else tuple(name for name in _TYPES if name in known.multiply_adds)
 
 
 def takes(
@@ -79,17 +74,16 @@ def takes(
 
     Args:
         config: As loaded.
-        types: Of each node, as `number_types` says; `nodes` of the configuration or another set of names, which then
-            stands for all of them (`--local` has a node of its own).
+        types: Of each node, as `number_types` says; other names than the configuration's stand for all of its nodes
+            (`--local` has a node of its own).
         heat_s: Length of the second phase; the others are never longer.
         wanted: Which phases.
     """
     planned: list[Take] = []
-    if Phase.CAPS in wanted:
-        for dtype in _TYPES:
-            able = {node for node, known in types.items() if dtype in known}
-            if able:
-                planned.append(_precision(config, dtype, able, min(heat_s, _PRECISION_S)))
+    for dtype in _TYPES if Phase.CAPS in wanted else ():
+        able = {node for node, known in types.items() if dtype in known}
+        if able:
+            planned.append(_precision(config, dtype, able, min(heat_s, _PRECISION_S)))
     if Phase.HEAT in wanted:
         heat = _changed(config, heat_s, workload=_matmul(config), nodes=_sized(config), compute_share_mode="none")
         planned.append(Take(phase=Phase.HEAT, config=heat))
@@ -99,19 +93,16 @@ def takes(
     return tuple(planned)
 
 
-def _precision(config: Config, dtype: str, able: Collection[str], length_s: float) -> Take:
+def _precision(config: Config, dtype: str, able: Set[str], length_s: float) -> Take:
     """Return the run of one number type, on the nodes that can do it."""
-    data = config.model_dump()
-    names = [name for name in data["nodes"] if name in able] or list(data["nodes"])
     sized = _sized(config)
-    nodes = {name: {**sized[name], "dtype": None} for name in names}
-    head = config.cluster.head if config.cluster.head in nodes else None
+    nodes = {name: {**sized[name], "dtype": None} for name in sized if name in able or able.isdisjoint(sized)}
     changed = _changed(
         config,
         length_s,
         workload={**_matmul(config), "dtype": dtype},
         verify={"share": max(config.verify.share, _DENSE_SHARE)},
-        cluster={"head": head},
+        cluster={"head": config.cluster.head if config.cluster.head in nodes else None},
         nodes=nodes,
     )
     return Take(phase=Phase.CAPS, config=changed, dtype=dtype)

@@ -5,18 +5,26 @@ The keys of the object are a promise to scripts: names and order stay, `schema` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from orchestrator.burn.phases import Phase, Take
-from orchestrator.burn.verdict import GUIDES, Check, Finding, Judged, Verdict, overall, verdict_of
+from orchestrator.burn.verdict import GUIDES, Check, Judged, Verdict, overall, verdict_of
 from orchestrator.watch.model import finite
 from orchestrator.watch.summary import SCHEMA
 
-_EXIT_INTERRUPTED = 130
+EXIT_INTERRUPTED = 130
+
+#: Of a worker, in their order; the verdicts on each check follow.
+_WORKER_KEYS = (
+    "slot", "node", "dtype_asked", "dtype", "gpu_name", "device", "verdict", "cap_bytes", "vram_held_pct", "steps_ok",
+    "steps_oom", "steps_error", "emergency_count", "emergency_pct", "restarts", "verify_checks", "verify_errors",
+    "temperature_max_c", "hot_longest_s", "hot_pct", "slowed_pct", "throttle_max_pct", "tflops_mean", "tflops_cv_pct",
+    "tflops_drop_pct",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +70,6 @@ class PhaseResult:
         """Whether every run of it ran to its end."""
         return all(taken.whole for taken in self.taken)
 
-    def nodes(self) -> Iterator[tuple[str, tuple[Judged, ...]]]:
-        """Yield each node with its workers of all runs."""
-        names = dict.fromkeys(worker.row.node for worker in self.workers)
-        for name in names:
-            yield name, tuple(worker for worker in self.workers if worker.row.node == name)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BurnResult:
@@ -88,9 +90,10 @@ class BurnResult:
     @property
     def not_judged(self) -> tuple[Check, ...]:
         """What could not be judged of some worker in some phase."""
-        findings = [finding for phase in self.phases for worker in phase.workers for finding in worker.findings]
-        unknown = {finding.check for finding in findings if finding.verdict is Verdict.NOT_JUDGED}
-        return tuple(check for check in Check if check in unknown)
+        workers = [worker for phase in self.phases for worker in phase.workers]
+        return tuple(
+            check for check in Check if any(worker.findings[check].verdict is Verdict.NOT_JUDGED for worker in workers)
+        )
 
     @property
     def outcome(self) -> str:
@@ -101,8 +104,16 @@ class BurnResult:
     def exit_code(self) -> int:
         """0 for a pass and for nothing else."""
         if self.interrupted:
-            return _EXIT_INTERRUPTED
+            return EXIT_INTERRUPTED
         return 0 if self.verdict is Verdict.PASS else 1
+
+
+def by_node(workers: Iterable[Judged]) -> Iterator[tuple[str, list[Judged]]]:
+    """Yield the workers of each node, the nodes in the order in which they are first met."""
+    nodes: dict[str, list[Judged]] = {}
+    for worker in workers:
+        nodes.setdefault(worker.row.node, []).append(worker)
+    yield from nodes.items()
 
 
 def by_phase(taken: Sequence[Taken]) -> tuple[PhaseResult, ...]:
@@ -120,12 +131,7 @@ def result_dict(result: BurnResult) -> dict[str, Any]:
         "started_at": result.started_at,
         "mode": result.mode,
         "not_judged": [check.value for check in result.not_judged],
-        "vram_held_least_pct": 100 * GUIDES.vram_held_share,
-        "temperature_limit_c": GUIDES.temperature_c,
-        "sustained_s": GUIDES.sustained_s,
-        "sustained_pct": 100 * GUIDES.sustained_share,
-        "throughput_cv_most_pct": 100 * GUIDES.throughput_cv,
-        "throughput_drop_most_pct": 100 * GUIDES.throughput_drop,
+        **asdict(GUIDES),
         "phases": [_phase_dict(phase) for phase in result.phases],
     }
 
@@ -149,48 +155,27 @@ def _phase_dict(phase: PhaseResult) -> dict[str, Any]:
         ],
         "nodes": [
             {"node": name, "verdict": verdict_of(phase.phase, workers, whole=phase.whole).value}
-            for name, workers in phase.nodes()
+            for name, workers in by_node(phase.workers)
         ],
         "workers": [_worker_dict(phase.phase, taken, worker) for taken in phase.taken for worker in taken.workers],
     }
 
 
 def _worker_dict(phase: Phase, taken: Taken, worker: Judged) -> dict[str, Any]:
-    row, figures = worker.row, worker.figures
-    return {
-        "slot": row.slot,
-        "node": row.node,
+    row = worker.row
+    known = {
+        **{
+            name: getattr(row, name)
+            for name in ("slot", "node", "dtype", "gpu_name", "device", "cap_bytes", "restarts")
+        },
+        **asdict(row.counts),
+        **{name: finite(value) for name, value in asdict(worker.figures).items()},
         "dtype_asked": taken.take.dtype,
-        "dtype": row.dtype,
-        "gpu_name": row.gpu_name,
-        "device": row.device,
         "verdict": verdict_of(phase, [worker], whole=taken.whole).value,
-        "cap_bytes": row.cap_bytes,
-        "vram_held_pct": _pct(figures.vram_held_share),
-        "steps_ok": row.counts.steps_ok,
-        "steps_oom": row.counts.steps_oom,
-        "steps_error": row.counts.steps_error,
-        "emergency_count": row.counts.emergency_count,
-        "emergency_pct": _pct(figures.emergency_share),
-        "restarts": row.restarts,
-        "verify_checks": row.counts.verify_checks,
-        "verify_errors": row.counts.verify_errors,
-        "temperature_max_c": finite(figures.temperature_max_c),
-        "hot_longest_s": finite(figures.hot_longest_s),
-        "hot_pct": _pct(figures.hot_share),
-        "slowed_pct": _pct(figures.slowed_share),
-        "throttle_max_pct": finite(figures.throttle_max_pct),
-        "tflops_mean": finite(figures.tflops_mean),
-        "tflops_cv_pct": _pct(figures.tflops_cv),
-        "tflops_drop_pct": _pct(figures.tflops_drop),
-        **{f"{finding.check}_verdict": finding.verdict.value for finding in worker.findings},
-        "reasons": [_reason(finding) for finding in worker.findings if finding.verdict is not Verdict.PASS],
     }
-
-
-def _reason(finding: Finding) -> str:
-    return f"{finding.check}: {finding.text}"
-
-
-def _pct(share: float | None) -> float | None:
-    return None if share is None else finite(100 * share)
+    findings = worker.findings.items()
+    return {
+        **{key: known[key] for key in _WORKER_KEYS},
+        **{f"{check}_verdict": finding.verdict.value for check, finding in findings},
+        "reasons": [f"{check}: {finding.text}" for check, finding in findings if finding.verdict is not Verdict.PASS],
+    }

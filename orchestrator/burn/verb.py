@@ -9,64 +9,64 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeAlias
 
 from rich.console import Console
 
 from orchestrator.burn import phases
 from orchestrator.burn.drawing import result_lines
 from orchestrator.burn.phases import Phase, Take
-from orchestrator.burn.results import BurnResult, Taken, by_phase, result_dict
-from orchestrator.burn.sampler import Sampler
-from orchestrator.burn.verdict import judge
-from orchestrator.cluster import local_gpus
+from orchestrator.burn.results import EXIT_INTERRUPTED, BurnResult, Taken, by_phase, result_dict
+from orchestrator.burn.verdict import Measured, Sample, judge
 from orchestrator.config.duration import format_duration
 from orchestrator.config.gpu_specs import PROFILES, match_profile
 from orchestrator.config.schema import Config
 from orchestrator.errors import ArchiveError, OrchestratorError, one_line
 from orchestrator.run import runner as runs
 from orchestrator.run.environment import Environment, Mode
-from orchestrator.run.signals import Interrupts
+from orchestrator.run.terminal import Interrupts
 from orchestrator.watch.archive import read_events
 from orchestrator.watch.cells import glyphs_for
+from orchestrator.watch.model import Row, Snapshot
 from orchestrator.watch.summary import summary_text, write_summary
+from workers.host.gpu_facts import visible_cards
 
-_INTERRUPTED = 130
+#: Samples of a long run with a thousand workers must fit into memory.
+_SAMPLES_MOST = 600
 
+_SAMPLE_EVERY_S = 1.0
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """What the user asks for."""
-
-    config: Config
-    make_environment: Callable[[Config], Environment]
-    """From a configuration to its target: the cluster, a rehearsal, or this machine."""
-    heat_s: float
-    phases: Collection[Phase]
-    json: bool
-    plain: bool
-    fake_sensors: Path | None
-    apply_power_limit: bool
+MakeEnvironment: TypeAlias = Callable[[Config], Environment]
+"""From a configuration to its target: the cluster, a rehearsal, or this machine."""
 
 
-def burn(wish: Wish) -> int:
+def burn(
+    config: Config,
+    make_environment: MakeEnvironment,
+    heat_s: float,
+    wanted: Collection[Phase],
+    options: runs.Options,
+) -> int:
     """Run the phases, print the result, and return the exit code: 0 only if all of them passed.
+
+    The second phase takes `heat_s`; the others are never longer.
 
     Raises:
         OrchestratorError: Nothing could be run. What ends a later run is a failure of its phase.
     """
     started = datetime.now(UTC)
-    mode, types = _surveyed(wish.make_environment(wish.config))
-    planned = phases.takes(wish.config, types, wish.heat_s, wish.phases)
+    mode, types = _surveyed(make_environment(config))
+    planned = phases.takes(config, types, heat_s, wanted)
     taken: list[Taken] = []
     interrupts = Interrupts()
     interrupts.install()
     try:
         for take in planned:
-            taken.append(_taken(take, wish, is_first=not taken))
+            taken.append(_taken(take, make_environment, options, is_first=not taken))
             if interrupts.asked or not taken[-1].whole:
                 break
     finally:
@@ -78,13 +78,13 @@ def burn(wish: Wish) -> int:
         # Also between two runs.
         interrupted=taken[-1].interrupted or (interrupts.asked and len(taken) < len(planned)),
     )
-    _tell(result, Path(wish.config.run.dir) / f"burn-{started:%Y%m%d-%H%M%S}.json", wish)
+    _tell(result, Path(config.run.dir) / f"burn-{started:%Y%m%d-%H%M%S}.json", as_json=options.json)
     return result.exit_code
 
 
 def _surveyed(environment: Environment) -> tuple[Mode, dict[str, tuple[str, ...]]]:
     """Return the target, and the number types of each node on it."""
-    here = local_gpus.cards() if environment.mode is not Mode.CLUSTER else ()
+    here = visible_cards() if environment.mode is not Mode.CLUSTER else ()
     devices = {plan.spec.node: plan.spec.device for plan in environment.plans}
     types: dict[str, tuple[str, ...]] = {}
     for name, node in environment.config.nodes.items():
@@ -94,43 +94,32 @@ def _surveyed(environment: Environment) -> tuple[Mode, dict[str, tuple[str, ...]
     return environment.mode, types
 
 
-def _taken(take: Take, wish: Wish, *, is_first: bool) -> Taken:
-    """Run a run and judge it.
-
-    Raises:
-        OrchestratorError: It could not be run, and it is the first one.
-    """
+def _taken(take: Take, make_environment: MakeEnvironment, options: runs.Options, *, is_first: bool) -> Taken:
+    """Run a run and judge it. What cannot be run is an error of the verb for the first one, else of its phase."""
     length_s = take.config.run.duration_s
     what = "" if take.dtype is None else f", {take.dtype}"
-    if not wish.json:
+    if not options.json:
         _say(f"Phase {take.phase.value} of 3, {take.phase.title}{what}: {format_duration(length_s)}")
     sampler = Sampler(length_s)
-    options = runs.Options(
-        json=wish.json,
-        plain=wish.plain,
-        wait_for_nodes=False,
-        fake_sensors=wish.fake_sensors,
-        apply_power_limit=wish.apply_power_limit,
-        judge=sampler,
-    )
     code, error = 1, None
     try:
-        environment = wish.make_environment(take.config)
+        environment = make_environment(take.config)
         # The lines about scaling are printed by the first run only.
-        code = runs.run(environment if is_first else replace(environment, lines=()), options)
+        shown = environment if is_first else replace(environment, lines=())
+        code = runs.run(shown, replace(options, judge=sampler))
     except OrchestratorError as failure:
         if is_first:
             raise
         error = str(failure)
     except KeyboardInterrupt:  # the second Ctrl-C: the run is torn down, and what was measured is still reported
-        code = _INTERRUPTED
+        code = EXIT_INTERRUPTED
     folder = None if sampler.last is None else Path(take.config.run.dir) / sampler.last.run_id
     return Taken(
         take=take,
         workers=tuple(judge(measured) for measured in sampler.measured(*told(folder))),
         folder=folder,
         elapsed_s=0.0 if sampler.last is None else sampler.last.elapsed_s,
-        interrupted=code == _INTERRUPTED,
+        interrupted=code == EXIT_INTERRUPTED,
         error=error,
     )
 
@@ -153,7 +142,7 @@ def told(folder: Path | None) -> tuple[dict[str, list[str]], dict[str, str]]:
     return alarms, unchecked
 
 
-def _tell(result: BurnResult, path: Path, wish: Wish) -> None:
+def _tell(result: BurnResult, path: Path, *, as_json: bool) -> None:
     """Print the result, and keep it beside the run folders."""
     told = result_dict(result)
     place = str(path)
@@ -162,7 +151,7 @@ def _tell(result: BurnResult, path: Path, wish: Wish) -> None:
     except OSError as error:
         place = f"not written, {path}: {error.strerror}"
     with contextlib.suppress(OSError, ValueError):  # the terminal may be gone; the exit code and the file are not
-        if wish.json:
+        if as_json:
             print(summary_text(told), flush=True)  # noqa: T201 - the answer
             return
         console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
@@ -174,3 +163,56 @@ def _tell(result: BurnResult, path: Path, wish: Wish) -> None:
 def _say(line: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)  # noqa: T201 - the terminal
+
+
+class Sampler:
+    """Keeps what the verdict on a run of this planned length needs: samples of every worker, and the last snapshot.
+
+    A watcher beside the one that shows the run. It sees nothing that the snapshot does not show.
+    """
+
+    def __init__(self, length_s: float) -> None:
+        self._length_s = length_s
+        self._every_s = max(_SAMPLE_EVERY_S, length_s / _SAMPLES_MOST)
+        self._due_s = 0.0
+        self._samples: dict[str, list[Sample]] = {}
+        self.last: Snapshot | None = None
+        """The latest picture of the run; `None` if it never came to one."""
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Take a sample of every worker, if one is due and the planned time has begun."""
+        self.last = snapshot
+        if 0.0 < snapshot.elapsed_s < snapshot.duration_s and snapshot.elapsed_s >= self._due_s:
+            self._due_s = snapshot.elapsed_s + self._every_s
+            for row in snapshot.rows:
+                self._samples.setdefault(row.slot, []).append(_sample(row, snapshot.elapsed_s))
+
+    def close(self, snapshot: Snapshot) -> None:
+        """Take the run as it ended."""
+        self.last = snapshot
+
+    def measured(self, alarms: Mapping[str, Sequence[str]], unchecked: Mapping[str, str]) -> tuple[Measured, ...]:
+        """Return what was seen of every worker; by slot, which alarms were raised, and why checks ended."""
+        rows = () if self.last is None else self.last.rows
+        return tuple(
+            Measured(
+                row=row,
+                length_s=self._length_s,
+                samples=tuple(self._samples.get(row.slot, ())),
+                alarms=tuple(dict.fromkeys(alarms.get(row.slot, ()))),
+                unchecked=unchecked.get(row.slot),
+            )
+            for row in rows
+        )
+
+
+def _sample(row: Row, at_s: float) -> Sample:
+    return Sample(
+        at_s=at_s,
+        state=row.state,
+        tflops=row.tflops,
+        reserved_bytes=row.reserved_bytes,
+        # Temperatures that are hot for a card are normal for a processor.
+        temperature_c=row.temperature_c if row.temperature_of == "card" else None,
+        throttle_pct=row.throttle_pct,
+    )

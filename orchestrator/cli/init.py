@@ -14,9 +14,9 @@ from pathlib import Path
 from orchestrator.cluster.connect import connected, head_address
 from orchestrator.config.load import config_from_text
 from orchestrator.config.template import NodeChoice, choose, render
-from orchestrator.core.node_facts import NodeAnswer
+from orchestrator.core.fleet import NodeAnswer
 from orchestrator.errors import NoClusterError, UsageError, one_line
-from orchestrator.run.stdio import own_screen
+from orchestrator.run.terminal import own_screen
 from workers.host.machine import look_around
 
 #: Name of a machine that has none yet; the README's name for the first PC.
@@ -27,11 +27,7 @@ _NODE_NAME = re.compile(r"[a-z0-9](?:[a-z0-9_.-]{0,61}[a-z0-9])?")
 
 
 def write_config(output: str, *, force: bool) -> Iterator[str]:
-    """Write a configuration to `output` and yield what to tell the user.
-
-    Args:
-        output: The file.
-        force: Replace it if it is there.
+    """Write a configuration to the file `output`, which `force` replaces, and yield what to tell the user.
 
     Raises:
         UsageError: It is there, or cannot be written; or no node of the cluster can be used.
@@ -64,15 +60,13 @@ def _nodes() -> tuple[dict[str, NodeChoice], int | None, list[str]]:
     """Return a choice for each node of the running cluster and its port, or one for this machine; and remarks."""
     try:
         address = head_address("auto")
-    except NoClusterError as error:
-        return _this_machine(), None, [f"{error}: the file is for this machine alone"]
-    try:
         with own_screen(None), connected(address, "token"):
             from orchestrator.cluster.inventory import survey  # noqa: PLC0415 - imports ray
 
             answers = survey()
     except NoClusterError as error:
-        return _this_machine(), None, [one_line(f"{error}: the file is for this machine alone")]
+        here = {_FIRST_NAME: choose(look_around(with_torch=False))}
+        return here, None, [one_line(f"{error}: the file is for this machine alone")]
     # The first node of the file is the head.
     is_head, _, port = address.rpartition(":")
     answers = tuple(sorted(answers, key=lambda answer: answer.address != is_head))
@@ -85,10 +79,6 @@ def _nodes() -> tuple[dict[str, NodeChoice], int | None, list[str]]:
     if not nodes:
         raise UsageError("\n".join(["no node of the cluster can be used:", *remarks]))
     return nodes, int(port), remarks
-
-
-def _this_machine() -> dict[str, NodeChoice]:
-    return {_FIRST_NAME: choose(look_around())}
 
 
 def _why_left_out(answer: NodeAnswer) -> str | None:

@@ -1,7 +1,7 @@
 """What `limits` prints: what workers have learned about the sizes that fit, and what was deleted.
 
-Covers wording and layout. Does not cover keeping and matching (`workers/learned_limits/store.py`,
-`workers/learned_limits/limits.py`). Text from the store passes through `Glyphs.clean`: it may steer a terminal.
+Does not keep and match them (`workers/learned_limits/`). Text from the store passes through `Glyphs.clean`: it may
+steer a terminal. A store that cannot be read or written is an `ArchiveError`.
 """
 
 from __future__ import annotations
@@ -14,21 +14,17 @@ from typing import Any
 from rich.text import Text
 
 from orchestrator.config.duration import format_duration
-from orchestrator.errors import ArchiveError, UsageError, one_line
+from orchestrator.errors import ArchiveError, UsageError
 from orchestrator.watch.cells import UNICODE, Glyphs, aligned, flow, number, whole
 from orchestrator.watch.phrases import counted
 from orchestrator.watch.summary import SCHEMA, summary_text
 from workers.learned_limits.limits import is_about, to_plain
-from workers.learned_limits.store import LimitStore
+from workers.learned_limits.store import EXPIRY_S, LimitStore
 from workers.settings import StoredLimit
 from workers.units import GIB, MIB
 
 _TITLES = ("card", "driver", "torch", "type", "workload", "cap", "size", "per unit", "age", "expires in")
 _WORDS = frozenset({"card", "driver", "torch", "type", "workload"})
-
-_DAY_S = 86_400
-_HOUR_S = 3_600
-_MINUTE_S = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,23 +39,25 @@ class Selection:
     workload: str | None = None
 
     def __post_init__(self) -> None:
-        for option, typed in (("--card", self.card), ("--workload", self.workload)):
-            if typed is not None and not typed.strip():
+        for option, typed in self._typed():
+            if not typed.strip():
                 raise UsageError(f"{option} needs a part of a name; leave it out to mean all")
 
     @property
     def is_all(self) -> bool:
         """Whether it chooses nothing."""
-        return self.card is None and self.workload is None
+        return not self._typed()
 
     def of(self, limits: Sequence[StoredLimit]) -> list[StoredLimit]:
         """Return the limits meant, in the same order."""
         return [limit for limit in limits if is_about(limit, card=self.card, workload=self.workload)]
 
     def __str__(self) -> str:
-        """Return it as typed."""
+        return " ".join(f"{option} {typed}" for option, typed in self._typed())
+
+    def _typed(self) -> list[tuple[str, str]]:
         options = (("--card", self.card), ("--workload", self.workload))
-        return " ".join(f"{option} {typed}" for option, typed in options if typed is not None)
+        return [(option, typed) for option, typed in options if typed is not None]
 
 
 def limits_text(
@@ -67,15 +65,7 @@ def limits_text(
 ) -> str:
     """Return a line for each limit, the newest first; a few lines each where the terminal is too narrow for that.
 
-    Args:
-        store: Where they are.
-        selection: Which of them to show.
-        now_unix_s: The time.
-        width: Cells of a line of the terminal; `None` if it is none, so that no line is too long.
-        glyphs: `glyphs_for(stream.encoding)` of the stream it will be printed to.
-
-    Raises:
-        ArchiveError: The store cannot be read.
+    `width` is in cells; `None` if there is no terminal, so that no line is too long.
     """
     known = _known(store, now_unix_s)
     limits = selection.of(known)
@@ -83,7 +73,7 @@ def limits_text(
         return glyphs.clean(f"nothing is learned yet; what runs learn about the sizes that fit is kept in {store.path}")
     if not limits:
         return glyphs.clean(f"none of the {counted(len(known), 'learned limit')} matches {selection}")
-    rows = [_cells(limit, store, now_unix_s, glyphs) for limit in limits]
+    rows = [_cells(limit, now_unix_s, glyphs) for limit in limits]
     lines = list(aligned([_TITLES, *rows], _WORDS))
     if width is not None and max(map(len, lines)) > width:
         lines = [line for row in rows for line in _block(row, width, glyphs)]
@@ -91,28 +81,13 @@ def limits_text(
 
 
 def limits_json(store: LimitStore, selection: Selection, now_unix_s: float) -> str:
-    """Return the same as one JSON object; `null` is unknown.
-
-    Raises:
-        ArchiveError: The store cannot be read.
-    """
-    limits = selection.of(_known(store, now_unix_s))
-    return summary_text(
-        {
-            "schema": SCHEMA,
-            "path": str(store.path),
-            "expiry_s": store.expiry_s,
-            "limits": [_object(limit, store, now_unix_s) for limit in limits],
-        }
-    )
+    """Return the same as one JSON object; `null` is unknown."""
+    limits = [_object(limit, now_unix_s) for limit in selection.of(_known(store, now_unix_s))]
+    return summary_text({"schema": SCHEMA, "path": str(store.path), "expiry_s": EXPIRY_S, "limits": limits})
 
 
 def cleared_text(store: LimitStore, selection: Selection, now_unix_s: float, glyphs: Glyphs = UNICODE) -> str:
-    """Delete the selected limits, and say how many there were.
-
-    Raises:
-        ArchiveError: The store cannot be read or written.
-    """
+    """Delete the selected limits, and say how many there were."""
     count, moved = _clear(store, selection, now_unix_s)
     if moved is not None:
         return glyphs.clean(f"what was in {store.path} could not be read and is now {moved}; runs will learn again")
@@ -123,26 +98,16 @@ def cleared_text(store: LimitStore, selection: Selection, now_unix_s: float, gly
 
 
 def cleared_json(store: LimitStore, selection: Selection, now_unix_s: float) -> str:
-    """Do the same and say so in one JSON object.
-
-    Raises:
-        ArchiveError: The store cannot be read or written.
-    """
+    """Do the same and say so in one JSON object."""
     count, moved = _clear(store, selection, now_unix_s)
-    return summary_text(
-        {
-            "schema": SCHEMA,
-            "path": str(store.path),
-            "cleared": count,
-            "set_aside_path": None if moved is None else str(moved),
-        }
-    )
+    aside = None if moved is None else str(moved)
+    return summary_text({"schema": SCHEMA, "path": str(store.path), "cleared": count, "set_aside_path": aside})
 
 
 def _known(store: LimitStore, now_unix_s: float) -> tuple[StoredLimit, ...]:
     known = store.all(now_unix_s)
     if store.problem is not None:
-        raise ArchiveError(one_line(store.problem))
+        raise ArchiveError(store.problem)
     return known
 
 
@@ -152,11 +117,11 @@ def _clear(store: LimitStore, selection: Selection, now_unix_s: float) -> tuple[
     problem = store.problem
     moved = store.set_aside() if problem is not None and selection.is_all else None
     if problem is not None and moved is None:
-        raise ArchiveError(one_line(problem))
+        raise ArchiveError(problem)
     return count, moved
 
 
-def _cells(limit: StoredLimit, store: LimitStore, now_unix_s: float, glyphs: Glyphs) -> tuple[str, ...]:
+def _cells(limit: StoredLimit, now_unix_s: float, glyphs: Glyphs) -> tuple[str, ...]:
     key, age_s = limit.key, now_unix_s - limit.learned_at_unix_s
     cells = (
         key.card,
@@ -168,28 +133,26 @@ def _cells(limit: StoredLimit, store: LimitStore, now_unix_s: float, glyphs: Gly
         whole(limit.learned.size),
         _bytes(limit.learned.unit_bytes),
         _roughly(age_s),
-        _roughly(store.expiry_s - age_s),
+        _roughly(EXPIRY_S - age_s),
     )
     return tuple(glyphs.missing if cell is None else glyphs.clean(cell) for cell in cells)
 
 
 def _block(row: Sequence[str], width: int, glyphs: Glyphs) -> Iterator[str]:
-    """Yield the cells of one limit, each with its title, as lines that are broken between two of them."""
     titled = [Text(row[0]), *(Text(f"{title} {cell}") for title, cell in zip(_TITLES[1:], row[1:], strict=True))]
-    indent = "  "
-    for index, line in enumerate(flow(titled, width - len(indent), glyphs.separator)):
-        yield f"{indent if index else ''}{line.plain}"
+    for index, line in enumerate(flow(titled, width - 2, glyphs.separator)):
+        yield f"{'  ' if index else ''}{line.plain}"
 
 
-def _object(limit: StoredLimit, store: LimitStore, now_unix_s: float) -> dict[str, Any]:
+def _object(limit: StoredLimit, now_unix_s: float) -> dict[str, Any]:
     age_s = now_unix_s - limit.learned_at_unix_s
-    return {**to_plain(limit), "age_s": age_s, "expires_in_s": store.expiry_s - age_s}
+    return {**to_plain(limit), "age_s": age_s, "expires_in_s": EXPIRY_S - age_s}
 
 
 def _roughly(seconds: float) -> str:
     """Return a length of time with its two largest units at most; one in the future is no age."""
     known_s = max(0, int(seconds))
-    grain_s = _HOUR_S if known_s >= _DAY_S else _MINUTE_S if known_s >= _HOUR_S else 1
+    grain_s = 3_600 if known_s >= 86_400 else 60 if known_s >= 3_600 else 1
     return format_duration(known_s // grain_s * grain_s)
 
 

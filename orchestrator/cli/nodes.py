@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -21,7 +22,7 @@ import psutil
 from orchestrator.config.schema import Config
 from orchestrator.core.node_commands import NODE_MARK, NodeCommand, node_command
 from orchestrator.errors import UsageError
-from orchestrator.watch.head_process import NOTE_NAME, head_of
+from orchestrator.watch.archive import NOTE_NAME, head_of
 
 #: How long processes get to end by themselves before they are killed.
 _GRACE_S = 10.0
@@ -35,15 +36,12 @@ def command_for(config: Config, node: str, head_address: str | None) -> NodeComm
     """
     address = head_address or (config.cluster.address if config.cluster.address != "auto" else None)
     address = address or config.nodes[config.head_node].host or _own_address()
-    return node_command(config, node, address if _has_port(address) else f"{address}:{config.cluster.port}")
+    has_port = ":" in address and address.rpartition(":")[2].isdigit()
+    return node_command(config, node, address if has_port else f"{address}:{config.cluster.port}")
 
 
 def execute(command: NodeCommand) -> int:
-    """Run the token steps and `ray start`; return its exit status.
-
-    Raises:
-        UsageError: Ray is not installed beside this Python.
-    """
+    """Run the token steps and `ray start`; return its exit status. `UsageError` where Ray is not installed."""
     # The steps are ours, without anything the user typed but the head's quoted address.
     for step in command.token_steps:
         if not step.startswith("#"):
@@ -77,34 +75,21 @@ def stop_runs(run_dir: str) -> Iterator[str]:
 
 def stop_node(node: str) -> Iterator[str]:
     """End the Ray processes on this PC that `up NODE` started, with their children; yield a line for each."""
-    marked = [process for process in psutil.process_iter() if _is_marked(process, node)]
-    family = {child for process in marked for child in _with_children(process)}
+    family: set[psutil.Process] = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # another user's, or gone
+            if process.environ().get(NODE_MARK) == node and process.pid != os.getpid():
+                family.add(process)
+                family.update(process.children(recursive=True))
     for number in (signal.SIGTERM, signal.SIGKILL):
-        alive = [process for process in family if not _has_ended(process)]
-        for process in alive:
-            _signal(process, number)
-        _await_end(alive)
+        for process in family:
+            with suppress(psutil.Error):  # it ended by itself
+                if not _has_ended(process):
+                    process.send_signal(number)
+        deadline_s = time.monotonic() + _GRACE_S
+        while time.monotonic() < deadline_s and not all(map(_has_ended, family)):
+            time.sleep(0.05)
     yield f"ended {len(family)} processes of node {node}" if family else f"no process of node {node} runs here"
-
-
-def _is_marked(process: psutil.Process, node: str) -> bool:
-    try:
-        return process.environ().get(NODE_MARK) == node and process.pid != os.getpid()
-    except psutil.Error:
-        return False  # another user's, or gone
-
-
-def _with_children(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return [process, *process.children(recursive=True)]
-    except psutil.Error:
-        return [process]
-
-
-def _await_end(processes: list[psutil.Process]) -> None:
-    deadline_s = time.monotonic() + _GRACE_S
-    while time.monotonic() < deadline_s and not all(_has_ended(process) for process in processes):
-        time.sleep(0.05)
 
 
 def _has_ended(process: psutil.Process) -> bool:
@@ -115,21 +100,10 @@ def _has_ended(process: psutil.Process) -> bool:
         return True
 
 
-def _signal(process: psutil.Process, number: int) -> None:
-    try:
-        process.send_signal(number)
-    except psutil.Error:
-        return  # it ended by itself
-
-
 def _path_with_ray() -> dict[str, str]:
     """This environment, with the folder of this Python's scripts first."""
     scripts = str(Path(sys.executable).parent)
     return {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ.get('PATH', '')}"}
-
-
-def _has_port(address: str) -> bool:
-    return address.rpartition(":")[2].isdigit() and ":" in address
 
 
 def _own_address() -> str:

@@ -1,34 +1,74 @@
-"""Options that several verbs share, in one wording. Does not say which verb has which (`app` does)."""
+"""All options, each in one wording for the verbs that have it. Does not say which verb has which (`app` does)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
-ConfigPath = Annotated[str, typer.Option("--config", "-c", help="The configuration.", metavar="FILE")]
+Text = str | None
+
+# Of several verbs.
+ConfigPath = Annotated[str, Option("--config", "-c", help="The configuration.", metavar="FILE")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Override any key, such as workload.size=4096. May be repeated.", metavar="KEY=VALUE"),
+    Option("--set", help="Override any key, such as workload.size=4096. May be repeated.", metavar="KEY=VALUE"),
 ]
-RunDir = Annotated[str | None, typer.Option(help="Where run folders are. Default: run.dir.", metavar="DIR")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, and nothing else there.")]
-Local = Annotated[bool, typer.Option("--local", help="This machine alone, with what it really has.")]
+RunDir = Annotated[Text, Option(help="Where run folders are. Default: run.dir.", metavar="DIR")]
+AsJson = Annotated[bool, Option("--json", help="One JSON object on standard output, and nothing else there.")]
+Local = Annotated[bool, Option("--local", help="This machine alone, with what it really has.")]
 Rehearse = Annotated[
-    bool, typer.Option("--rehearse", help="Every node as a small copy on this machine: real Ray, real failures.")
+    bool, Option("--rehearse", help="Every node as a small copy on this machine: real Ray, real failures.")
 ]
-Debug = Annotated[
-    bool, typer.Option("--debug", help="One worker in this process, without Ray: breakpoints in your workload work.")
-]
-Plain = Annotated[bool, typer.Option("--plain", help="Lines instead of a live table.")]
-NewRunDir = Annotated[str | None, typer.Option(help="Where run folders go. Default: run.dir.", metavar="DIR")]
+Plain = Annotated[bool, Option("--plain", help="Lines instead of a live table.")]
+NewRunDir = Annotated[Text, Option(help="Where run folders go. Default: run.dir.", metavar="DIR")]
 FakeSensors = Annotated[
     Path | None,
-    typer.Option(
-        help="Of a rehearsal: temperatures and alarms by a script, such as scripts/heat.json.", metavar="FILE"
-    ),
+    Option(help="Of a rehearsal: temperatures and alarms by a script, such as scripts/heat.json.", metavar="FILE"),
 ]
 ApplyPowerLimit = Annotated[
-    bool, typer.Option("--apply-power-limit", help="Set power_limit_w on the cards until the run ends; as root.")
+    bool, Option("--apply-power-limit", help="Set power_limit_w on the cards until the run ends; as root.")
 ]
+
+# Of `run`.
+Duration = Annotated[Text, Option(help="Minutes, or 30s, 2h, 1h30m. Default: run.duration.", metavar="TIME")]
+Debug = Annotated[
+    bool, Option("--debug", help="One worker in this process, without Ray: breakpoints in your workload work.")
+]
+Scale = Annotated[float | None, Option(help="Of bytes in a rehearsal; sizes by its root. Default: 1/16 on a CPU.")]
+Workload = Annotated[Text, Option(help="matmul, or your own package.module:Class.", metavar="NAME")]
+Policy = Annotated[Text, Option(help="How sizes follow memory: adaptive or classic.", metavar="NAME")]
+WaitForNodes = Annotated[bool, Option("--wait-for-nodes", help="Start on what is there; nodes may join later.")]
+Resume = Annotated[Text, Option(help="Resume a run whose head was killed or interrupted.", metavar="RUN_ID")]
+Chaos = Annotated[Text, Option(help='Inject faults, such as "oom:rate=0.05;kill:every=20s".', metavar="FAULTS")]
+ChaosSeed = Annotated[int, Option(help="Of --chaos: the same seed, the same faults.")]
+YesReally = Annotated[bool, Option("--yes-really", help="Allow --chaos on a real cluster, not only in a rehearsal.")]
+
+# Of `burn`.
+HeatDuration = Annotated[
+    Text,
+    Option(help="Of the heat phase, minutes or 30s, 2h; the others are never longer. Default: 60.", metavar="TIME"),
+]
+Phases = Annotated[
+    list[int] | None,
+    Option(help="1 caps and precision, 2 heat, 3 full load. Default: all.", metavar="NUMBER", min=1, max=3),
+]
+
+# Of `up`, `stop` and `doctor`.
+NodeToStart = Annotated[str, Argument(help="A key under nodes: in the configuration.")]
+HeadAddress = Annotated[
+    Text, Option(help="How other PCs reach the head. Default: what is configured, else this PC.", metavar="HOST[:PORT]")
+]
+Execute = Annotated[bool, Option("--exec", help="Run the commands instead of printing them.")]
+NodeToEnd = Annotated[Text, Option(help="Also end the Ray node that `up NODE` started on this PC.", metavar="NODE")]
+NodeHere = Annotated[Text, Option(help="Which node of the configuration this PC is.", metavar="NODE")]
+
+# Of `report`, `limits` and `init`.
+RunId = Annotated[str, Argument(help="As `runs` shows it, or its end. Default: the newest.", metavar="RUN_ID")]
+AsText = Annotated[bool, Option("--text", help="In words: this is the default.")]
+Clear = Annotated[bool, Option("--clear", help="Forget them, or those that match.")]
+CardLike = Annotated[Text, Option(help="Only of cards whose name contains this.", metavar="TEXT")]
+WorkloadLike = Annotated[Text, Option(help="Only of workloads whose name contains this.", metavar="TEXT")]
+Output = Annotated[str, Option("--output", "-o", help="Where to.", metavar="FILE")]
+Force = Annotated[bool, Option("--force", help="Replace that file if it is there.")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from orchestrator.config.schema import Config
@@ -26,37 +26,30 @@ def plan_json(config: Config) -> str:
 
 def plan_text(config: Config) -> str:
     """Return the plan as a table for people."""
-    rows: list[tuple[str, ...]] = [_HEADINGS]
-    sums: list[str] = []
-    for budget in _budgets(config):
-        rows += _rows(budget, config.nodes[budget.node].gpu)
-        sums.append(_sum_line(budget))
+    budgets = _budgets(config)
+    rows = [_HEADINGS, *(row for budget in budgets for row in _rows(_node(budget, config)))]
     note = "The cap is the budget less the CUDA context, about 0.3 GiB; each worker measures its own."
-    return "\n".join([*aligned(rows, _WORDS), "", *sums, note])
+    return "\n".join([*aligned(rows, _WORDS), "", *map(_sum_line, budgets), note])
 
 
-def _rows(budget: NodeBudget, gpu: str) -> Iterator[tuple[str, ...]]:
-    for index in range(budget.workers):
+def _rows(node: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    for worker in node["workers"]:
         yield (
-            f"{budget.node}/{index}",
-            f"{gpu} #{index // budget.workers_per_card}" if budget.gpus else "CPU",
-            f"{budget.gpu_fraction:.4f}",
-            str(budget.cpus_per_worker),
-            f"cores/{budget.workers}",
-            f"{budget.budget_bytes / GIB:.2f} GiB",
-            f"{_cap_about(budget) / GIB:.2f} GiB",
-            "–" if budget.duty is None else f"{budget.duty:.0%}",  # noqa: RUF001 - the sign for an unknown value
-            str(budget.size),
-            str(budget.batch),
+            worker["slot"],
+            "CPU" if worker["card"] is None else f"{node['gpu']} #{worker['card']}",
+            f"{worker['gpu_fraction']:.4f}",
+            str(worker["cpus"]),
+            f"cores/{len(node['workers'])}",
+            f"{worker['budget_bytes'] / GIB:.2f} GiB",
+            f"{worker['cap_about_bytes'] / GIB:.2f} GiB",
+            "–" if worker["duty"] is None else f"{worker['duty']:.0%}",  # noqa: RUF001 - the sign for an unknown value
+            str(worker["size"]),
+            str(worker["batch"]),
         )
 
 
 def _budgets(config: Config) -> list[NodeBudget]:
     return [node_budget(name, node, config) for name, node in config.nodes.items()]
-
-
-def _cap_about(budget: NodeBudget) -> int:
-    return max(0, budget.budget_bytes - (_USUAL_CONTEXT_BYTES if budget.gpus else 0))
 
 
 def _sum_line(budget: NodeBudget) -> str:
@@ -85,7 +78,7 @@ def _node(budget: NodeBudget, config: Config) -> dict[str, Any]:
             "threads": None,
             "budget_bytes": budget.budget_bytes,
             "cap_bytes": None,
-            "cap_about_bytes": _cap_about(budget),
+            "cap_about_bytes": max(0, budget.budget_bytes - (_USUAL_CONTEXT_BYTES if budget.gpus else 0)),
             "duty": budget.duty,
             "size": budget.size,
             "batch": budget.batch,

@@ -1,7 +1,7 @@
 """What `runs` and `report` print: the list of runs, and one run told again from its store.
 
-Covers wording and layout. Does not cover finding and reading (`watch/folders.py`, `watch/archive.py`), nor the health
-table, which is that of a live run. Text from a store passes through `Glyphs.clean`: it may steer a terminal.
+Does not find and read (`watch/folders.py`, `watch/archive.py`). Text from a store passes through `Glyphs.clean`: it may
+steer a terminal. A run or a folder that cannot be read, and a run that left nothing behind, is an `ArchiveError`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -36,16 +36,18 @@ _FALLEN = frozenset({HeadState.RESTARTING, HeadState.QUARANTINED, HeadState.LOST
 _TOLD = ("state", "node_left", "node_joined", "workload_error")
 
 _TITLES = ("run", "started", "mode", "outcome", "exit", "worked", "workers", "steps ok", "good %", "OOM", "restarts")
+#: Of a run in `runs --json`.
+_KEYS = (
+    "run_id", "started_at_unix_s", "mode", "outcome", "exit_code", "elapsed_s", "duration_s", "remaining_s", "heads",
+    "workers", "steps_ok", "steps_lost_upper_bound", "success_rate", "oom_count", "restart_count", "incomplete",
+    "error",
+)  # fmt: skip
 _DEFAULT_RUNS_DIR = Path(RunConfig.model_fields["dir"].default)
 _LEFT = frozenset({"run", "started", "mode", "outcome"})
 
 
 def runs_text(runs_dir: Path, glyphs: Glyphs = UNICODE) -> str:
-    """Return a line for each run, the newest first, and how to resume the newest one if it has time left.
-
-    Raises:
-        ArchiveError: The folder cannot be read.
-    """
+    """Return a line for each run, the newest first, and how to resume the newest one if it has time left."""
     listed = list_runs(runs_dir)
     if not listed:
         return glyphs.clean(f"there is no run in {runs_dir}; `python -m orchestrator run` makes one")
@@ -57,37 +59,25 @@ def runs_text(runs_dir: Path, glyphs: Glyphs = UNICODE) -> str:
 
 
 def runs_json(runs_dir: Path) -> str:
-    """Return the same as one JSON object: `schema` and `runs`; `null` is unknown.
-
-    Raises:
-        ArchiveError: The folder cannot be read.
-    """
+    """Return the same as one JSON object: `schema` and `runs`; `null` is unknown."""
     return summary_text({"schema": SCHEMA, "runs": [_run_object(one) for one in list_runs(runs_dir)]})
 
 
 def report_text(folder: Path, width: int, glyphs: Glyphs = UNICODE) -> str:
-    """Return one run in words: how it ended, its health table, and what happened to it.
-
-    Args:
-        folder: Of the run.
-        width: Cells of a line of the terminal.
-        glyphs: `glyphs_for(stream.encoding)` of the stream it will be printed to.
-
-    Raises:
-        ArchiveError: It left nothing behind, or nothing that can be read.
-    """
+    """Return one run in words: how it ended, its health table within `width` cells, and what happened to it."""
     try:
         run = read_run(folder)
     except NothingStoredError:
-        return _text_of_summary(folder, width, glyphs)
-    snapshot = run.snapshot()
-    events = read_events(run.folder, _TOLD)
-    lines = [*_header(run, glyphs), "", *_table(snapshot, width, glyphs), "", *closing_lines(snapshot, glyphs)]
-    if (lost := snapshot.steps_lost_upper_bound) is not None:
-        lines.append(f"{counted(snapshot.counts.steps_ok, 'good step')} counted, at most {whole(lost)} lost")
-    lines += _section("what happened", _happenings(events), glyphs)
-    lines += _section("errors of the workload", _errors(events), glyphs)
-    lines += _section("injected faults", iter(fault_lines(run.faults)), glyphs)
+        lines = _lines_of_summary(folder, width, glyphs)
+    else:
+        snapshot = run.snapshot()
+        events = read_events(run.folder, _TOLD)
+        lines = [*_header(run, glyphs), *_table(snapshot, width, glyphs)]
+        if (lost := snapshot.steps_lost_upper_bound) is not None:
+            lines.append(f"{counted(snapshot.counts.steps_ok, 'good step')} counted, at most {whole(lost)} lost")
+        lines += _section("what happened", _happenings(events), glyphs)
+        lines += _section("errors of the workload", _errors(events), glyphs)
+        lines += _section("injected faults", fault_lines(run.faults), glyphs)
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -95,21 +85,18 @@ def report_json(folder: Path) -> str:
     """Return the summary of a run: the one it wrote itself, else the same object made from its store.
 
     `exit_code` is `null` where the run never ended by itself.
-
-    Raises:
-        ArchiveError: It left nothing behind, or nothing that can be read.
     """
     written = summary_of(folder)
     if written is not None:
         return json.dumps(written, indent=2)
     run = read_run(folder)
-    began = datetime.fromtimestamp(run.facts.started_at_unix_s, UTC).isoformat(timespec="milliseconds")
-    made = summary_dict(run.snapshot(), run.outcome, run.exit_code or 0, began, run.error, faults=run.faults)
-    return json.dumps({**made, "exit_code": run.exit_code}, indent=2)
+    began = _moment(run.facts.started_at_unix_s)
+    iso = "" if began is None else began.astimezone(UTC).isoformat(timespec="milliseconds")
+    made = summary_dict(run.snapshot(), run.outcome, run.exit_code or 0, iso, run.error, faults=run.faults)
+    return json.dumps({**made, "exit_code": run.exit_code, "started_at": iso or None}, indent=2)
 
 
-def _text_of_summary(folder: Path, width: int, glyphs: Glyphs) -> str:
-    """Report a run that has no store, from its summary."""
+def _lines_of_summary(folder: Path, width: int, glyphs: Glyphs) -> list[str]:
     summary = summary_of(folder)
     if summary is None:
         raise NothingStoredError(folder, STORE_NAME)
@@ -117,59 +104,54 @@ def _text_of_summary(folder: Path, width: int, glyphs: Glyphs) -> str:
     try:
         snapshot = snapshot_from_summary(summary)
     except ValueError as failure:
-        return "\n".join([*lines, glyphs.clean(f"the rest of summary.json cannot be read: {failure}")])
-    if snapshot.rows:
-        lines += ["", *_table(snapshot, width, glyphs), "", *closing_lines(snapshot, glyphs)]
-    return "\n".join(line.rstrip() for line in lines)
+        return [*lines, glyphs.clean(f"the rest of summary.json cannot be read: {failure}")]
+    return [*lines, *(_table(snapshot, width, glyphs) if snapshot.rows else ())]
 
 
 def _run_cells(one: Listed, glyphs: Glyphs) -> tuple[str, ...]:
-    started = one.started_at_unix_s
-    cells: list[str | None] = [one.run_id, None if started is None else _local(started)]
-    run = one.run
-    exit_code = None if one.exit_code is None else str(one.exit_code)
-    if run is None:
-        cells += [None, glyphs.clean(one.outcome), exit_code, *[None] * 6]
-    else:
-        snapshot = run.snapshot()
-        counts = snapshot.counts
-        cells += [
-            glyphs.clean(run.facts.mode),
-            glyphs.clean(one.outcome),
-            exit_code,
-            f"{clock(run.elapsed_s)}/{clock(run.facts.duration_s)}",
-            str(len(run.slots)),
-            whole(counts.steps_ok),
-            share_pct(counts.success_rate),
-            whole(counts.oom_count),
-            whole(snapshot.restart_count),
-        ]
+    told = _run_object(one)
+    started, exit_code, workers = told["started_at_unix_s"], told["exit_code"], told["workers"]
+    cells = (
+        one.run_id,
+        None if started is None else _local(started),
+        glyphs.clean(told["mode"] or ""),
+        glyphs.clean(one.outcome),
+        None if exit_code is None else str(exit_code),
+        None if workers is None else f"{clock(told['elapsed_s'])}/{clock(told['duration_s'])}",
+        None if workers is None else str(workers),
+        whole(told["steps_ok"]),
+        share_pct(told["success_rate"]),
+        whole(told["oom_count"]),
+        whole(told["restart_count"]),
+    )
     return tuple(cell or glyphs.missing for cell in cells)
 
 
 def _run_object(one: Listed) -> dict[str, Any]:
-    run = one.run
-    snapshot = None if run is None else run.snapshot()
-    counts = None if snapshot is None else snapshot.counts
-    return {
+    told: dict[str, Any] = {
         "run_id": one.run_id,
         "started_at_unix_s": one.started_at_unix_s,
-        "mode": None if run is None else run.facts.mode,
         "outcome": one.outcome,
         "exit_code": one.exit_code,
-        "elapsed_s": None if run is None else run.elapsed_s,
-        "duration_s": None if run is None else run.facts.duration_s,
-        "remaining_s": None if run is None else run.remaining_s,
-        "heads": None if run is None else run.heads,
-        "workers": None if run is None else len(run.slots),
-        "steps_ok": None if counts is None else counts.steps_ok,
-        "steps_lost_upper_bound": None if snapshot is None else snapshot.steps_lost_upper_bound,
-        "success_rate": None if counts is None else counts.success_rate,
-        "oom_count": None if counts is None else counts.oom_count,
-        "restart_count": None if snapshot is None else snapshot.restart_count,
-        "incomplete": None if run is None else run.incomplete,
         "error": one.error,
     }
+    if (run := one.run) is not None:
+        snapshot = run.snapshot()
+        told |= {
+            "mode": run.facts.mode,
+            "elapsed_s": run.elapsed_s,
+            "duration_s": run.facts.duration_s,
+            "remaining_s": run.remaining_s,
+            "heads": run.heads,
+            "workers": len(run.slots),
+            "steps_ok": snapshot.counts.steps_ok,
+            "steps_lost_upper_bound": snapshot.steps_lost_upper_bound,
+            "success_rate": snapshot.counts.success_rate,
+            "oom_count": snapshot.counts.oom_count,
+            "restart_count": snapshot.restart_count,
+            "incomplete": run.incomplete,
+        }
+    return {key: told.get(key) for key in _KEYS}
 
 
 def _header(run: StoredRun, glyphs: Glyphs) -> Iterator[str]:
@@ -206,7 +188,6 @@ def _outcome_words(run: StoredRun) -> str:
 
 
 def _verdict(ended: Mapping[str, Any]) -> str:
-    """Say how a run ended that said so itself."""
     words = {
         "good": "it ran to its end and every worker did its work",
         "degraded": "it ran to its end, but not every worker did its work well",
@@ -221,7 +202,7 @@ def _verdict(ended: Mapping[str, Any]) -> str:
 def _table(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[str]:
     stream = io.StringIO()
     Console(file=stream, width=width, color_system=None).print(health_table(snapshot, width, None, glyphs))
-    return stream.getvalue().splitlines()
+    return ["", *stream.getvalue().splitlines(), "", *closing_lines(snapshot, glyphs)]
 
 
 def _happenings(events: Sequence[StoredEvent]) -> Iterator[str]:
@@ -247,7 +228,7 @@ def _last_words(traceback: str) -> str:
     return behind[0] if behind else "an error without words"
 
 
-def _section(title: str, said: Iterator[str], glyphs: Glyphs) -> list[str]:
+def _section(title: str, said: Iterable[str], glyphs: Glyphs) -> list[str]:
     lines = [f"  {glyphs.clean(line)}" for line in said]
     if not lines:
         return []
@@ -256,11 +237,16 @@ def _section(title: str, said: Iterator[str], glyphs: Glyphs) -> list[str]:
     return ["", title, *more, *lines[-_LINES_MOST:]]
 
 
-def _local(unix_s: float) -> str:
+def _moment(unix_s: float) -> datetime | None:
     try:
-        return datetime.fromtimestamp(unix_s, tz=UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        return datetime.fromtimestamp(unix_s, tz=UTC).astimezone()
     except (ValueError, OverflowError, OSError):
-        return f"at second {unix_s:.0f}"  # no calendar goes that far
+        return None  # no calendar goes that far
+
+
+def _local(unix_s: float) -> str:
+    moment = _moment(unix_s)
+    return f"at second {unix_s:.0f}" if moment is None else moment.strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _local_of(at: str) -> str:

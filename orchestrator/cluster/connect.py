@@ -2,6 +2,10 @@
 
 Covers finding the address, the token and the connection. Does not start anything (`local_cluster.py` does) and does not
 judge whether the cluster fits the plan (`placement.py`).
+
+Ray 2.60 switches token authentication on by itself in some processes and not in others (a head with a token file, but
+not the nodes that join it), so that a cluster may refuse its own nodes. Hence it is set for every process that this
+project starts, before ray is imported: Ray reads these variables once. A token is never shown.
 """
 
 from __future__ import annotations
@@ -9,12 +13,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
-from orchestrator.cluster import auth
-from orchestrator.core.fleet import Fleet, NodePower
+from orchestrator.cluster.raylets import Raylets
+from orchestrator.core.fleet import Fleet
 from orchestrator.errors import NoClusterError
 
 #: Long enough for a LAN, short enough not to be mistaken for a hang.
@@ -26,27 +32,27 @@ _ADDRESS_FILE = "ray_current_cluster"
 
 @contextlib.contextmanager
 def connected(address: str, auth_mode: str) -> Iterator[Fleet]:
-    """Connect this process to the cluster at `address` and disconnect at the end.
-
-    Args:
-        address: `auto` for the cluster this machine belongs to, or `host:port` of its head.
-        auth_mode: `token` or `none`.
+    """Connect to the cluster at `address` (`host:port`, or `auto`: this machine's), and disconnect at the end.
 
     Raises:
         NoClusterError: There is none, it cannot be reached, or it does not let us in.
     """
     found = head_address(address)
-    _reach(found)
-    has_token = auth.use_user_token(auth_mode)
+    host, _, port = found.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_REACH_S).close()
+    except (OSError, ValueError) as error:
+        raise NoClusterError(f"the Ray head at {found} cannot be reached ({error})") from error
+    has_token = use_user_token(auth_mode)
     with driver(found, has_token=has_token) as fleet:
         yield fleet
 
 
 @contextlib.contextmanager
-def driver(address: str, *, has_token: bool, power: NodePower | None = None) -> Iterator[Fleet]:
+def driver(address: str, *, has_token: bool, raylets: Raylets | None = None) -> Iterator[Fleet]:
     """Be a Ray driver of the cluster at `address`; the environment must say how to authenticate.
 
-    `power` ends and starts its nodes; `None` for a cluster whose nodes do not belong to this run.
+    `raylets` are its nodes, where they belong to this run.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Ray delays the failure of a call by a second, in case it learns that the actor is dead for good. Ours never are,
@@ -66,7 +72,7 @@ def driver(address: str, *, has_token: bool, power: NodePower | None = None) -> 
         )
     except Exception as error:  # Ray raises a dozen unrelated types here
         raise NoClusterError(_refused(address, error, has_token=has_token)) from error
-    fleet = RayFleet(address, power)
+    fleet = RayFleet(address, raylets)
     try:
         yield fleet
     finally:
@@ -75,11 +81,7 @@ def driver(address: str, *, has_token: bool, power: NodePower | None = None) -> 
 
 
 def head_address(address: str) -> str:
-    """Return `host:port` for `auto` too.
-
-    Raises:
-        NoClusterError: This machine belongs to no cluster.
-    """
+    """Return `host:port` for `auto` too; `NoClusterError` where this machine belongs to no cluster."""
     if address != "auto":
         return address
     if named := os.environ.get("RAY_ADDRESS"):
@@ -94,17 +96,36 @@ def head_address(address: str) -> str:
     return found
 
 
-def _reach(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=_REACH_S).close()
-    except (OSError, ValueError) as error:
-        raise NoClusterError(f"the Ray head at {address} cannot be reached ({error})") from error
-
-
 def _refused(address: str, error: Exception, *, has_token: bool) -> str:
     text = " ".join(str(error).split())[:300]
     if "uthenticat" in type(error).__name__ + text or "token" in text:
         mine = "the one in ~/.ray/auth_token is not the head's" if has_token else "there is none in ~/.ray/auth_token"
         return f"the Ray head at {address} asks for a token, and {mine}; copy that file from the head"
     return f"the Ray head at {address} refused the connection: {type(error).__name__}: {text}"
+
+
+def use_private_token(folder: Path) -> None:
+    """Make a token for this process's own clusters and use it; only this user can read it."""
+    path = folder / "auth_token"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.write(descriptor, _own_token().encode("ascii"))
+    finally:
+        os.close(descriptor)
+    os.environ.pop("RAY_AUTH_TOKEN", None)  # it would win over the path
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)
+    os.environ["RAY_AUTH_MODE"] = "token"
+
+
+def use_user_token(mode: str) -> bool:
+    """Use the user's token if there is one and `mode` (`cluster.auth`) is `token`; return whether it is used."""
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    has_token = mode == "token" and (bool(os.environ.get("RAY_AUTH_TOKEN")) or path.is_file())
+    os.environ["RAY_AUTH_MODE"] = "token" if has_token else "disabled"
+    return has_token
+
+
+@cache
+def _own_token() -> str:
+    """One for all clusters that this process starts, one after the other: Ray keeps the first it has read."""
+    return secrets.token_hex(32)

@@ -14,7 +14,6 @@ from bdb import BdbQuit
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from orchestrator.cluster import local_gpus
 from orchestrator.cluster.actor import load_engine
 from orchestrator.core.fleet import (
     DeathCause,
@@ -27,6 +26,7 @@ from orchestrator.core.fleet import (
     SliceReported,
 )
 from orchestrator.errors import UsageError
+from workers.host.gpu_facts import visible_cards
 from workers.messages import Directive, Report
 from workers.settings import WorkerSpec
 
@@ -38,13 +38,6 @@ class InProcessFleet:
     """See `orchestrator.core.fleet.Fleet`."""
 
     def __init__(self, node: str, *, cpus: float, gpus: float) -> None:
-        """Be a cluster of one node.
-
-        Args:
-            node: Its name in the configuration.
-            cpus: What it offers.
-            gpus: What it offers.
-        """
         self._node = NodeFact(name=node, node_id="this process", address="localhost", cpus=cpus, gpus=gpus)
         self._specs: dict[str, WorkerSpec] = {}
         self._run_slice: dict[str, Callable[[Directive], Report]] = {}
@@ -52,91 +45,65 @@ class InProcessFleet:
         self._queue: deque[tuple[str, Directive]] = deque()
 
     def nodes(self) -> tuple[NodeFact, ...]:
-        """See `Fleet.nodes`."""
         return (self._node,)
 
     def address(self) -> str:
-        """See `Fleet.address`."""
         return self._node.address
 
     def count_cards(self, node: str) -> int:
-        """See `Fleet.count_cards`. Asks the driver from this process."""
+        """Asks the driver from this process."""
         del node
-        return len(local_gpus.cards())
+        return len(visible_cards())
 
     def place(self, reservation: Reservation, spec: WorkerSpec) -> None:
-        """See `Fleet.place`."""
         self._specs[reservation.slot] = spec
 
     def submit(self, slot: str, directive: Directive) -> None:
-        """See `Fleet.submit`."""
         if slot not in self._specs:
             raise KeyError(slot)
         self._queue.append((slot, directive))
 
     def wait(self, timeout_s: float) -> tuple[SliceEnded, ...]:
-        """See `Fleet.wait`. Runs the next slice, however long that takes.
-
-        Raises:
-            BdbQuit: The user left the debugger by `quit`.
-        """
+        """Runs the next slice, however long that takes; `BdbQuit` if the user left the debugger by `quit`."""
         del timeout_s
         if not self._queue:
             return ()
         slot, directive = self._queue.popleft()
         try:
-            run_slice = self._loaded(slot)
+            if slot not in self._run_slice:
+                self._run_slice[slot] = load_engine(self._specs[slot]).run_slice
         except Exception as error:  # noqa: BLE001 - torch raises many types where it cannot be loaded
-            return (
-                SliceFailed(
-                    slot=slot,
-                    incarnation=directive.incarnation,
-                    sequence=directive.sequence,
-                    failure=SliceFailure.UNBUILDABLE,
-                    text=f"{type(error).__name__}: {error}",
-                ),
-            )
-        report = run_slice(directive)
+            text = f"{type(error).__name__}: {error}"
+            return (SliceFailed.of(slot, directive, SliceFailure.UNBUILDABLE, text),)
+        report = self._run_slice[slot](directive)
         if report.error is not None and report.error.rstrip().endswith(_DEBUGGER_QUIT):
             raise BdbQuit
         return (SliceReported(report=report),)
 
     def forget(self, slot: str) -> None:
-        """See `Fleet.forget`. What has not begun never runs."""
+        """What has not begun never runs."""
         self._queue = deque(each for each in self._queue if each[0] != slot)
 
     def restart(self, slot: str) -> None:
-        """See `Fleet.restart`. The process stays; the slot gets a fresh engine."""
-        self._drop(slot)
+        """The process stays; the slot gets a fresh engine, and its memory is released."""
+        if self._run_slice.pop(slot, None) is not None:
+            gc.collect()
 
     def abandon(self, slot: str) -> None:
-        """See `Fleet.abandon`."""
         self.forget(slot)
-        self._drop(slot)
+        self.restart(slot)
         self._specs.pop(slot, None)
 
     def why_ended(self, slot: str) -> DeathCause | None:
-        """See `Fleet.why_ended`. No process ended."""
+        """No process ended."""
         del slot
         return None
 
     def end_node(self, node: str) -> None:
-        """See `Fleet.end_node`."""
         raise UsageError(f"{node} is this process; only a rehearsal can end its nodes")
 
     def start_node(self, node: str) -> None:
-        """See `Fleet.start_node`."""
         raise UsageError(f"{node} is this process; only a rehearsal can start its nodes")
-
-    def _loaded(self, slot: str) -> Callable[[Directive], Report]:
-        if slot not in self._run_slice:
-            self._run_slice[slot] = load_engine(self._specs[slot]).run_slice
-        return self._run_slice[slot]
-
-    def _drop(self, slot: str) -> None:
-        """Release a slot's engine, and the memory that its workload holds."""
-        if self._run_slice.pop(slot, None) is not None:
-            gc.collect()
 
 
 @contextlib.contextmanager

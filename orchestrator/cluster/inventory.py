@@ -16,8 +16,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.cluster.ray_fleet import NODE_LABEL
-from orchestrator.core.node_facts import NodeAnswer
+from orchestrator.cluster.ray_fleet import NODE_LABEL, in_a_line
+from orchestrator.core.fleet import NodeAnswer
 from workers.host.facts import MachineFacts
 from workers.host.machine import look_around
 
@@ -32,11 +32,7 @@ _DOOR_S = 2.0
 
 
 def survey(answer_s: float = _ANSWER_S) -> tuple[NodeAnswer, ...]:
-    """Return the answer of every live node, those without a label too, in the order of their names.
-
-    Args:
-        answer_s: How long they may take, all of them together.
-    """
+    """Return each live node's answer, those without a label too, by name; they have `answer_s` together."""
     live = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]  # no types here
     doors = {node["NodeID"]: f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}" for node in live}
     deadline_s = time.monotonic() + answer_s
@@ -62,7 +58,7 @@ def _answer(
     except GetTimeoutError:
         return NodeAnswer(name=name, address=address, error="nothing came back in time; see: ray status")
     except RayError as error:
-        return NodeAnswer(name=name, address=address, error=_last_line(str(error)))
+        return NodeAnswer(name=name, address=address, error=in_a_line(error))
     clock: tuple[float, float] | None = None
     with contextlib.suppress(RayError):  # a node that is slow once has answered nevertheless
         clock = _clock_offset(where)
@@ -96,7 +92,6 @@ def _on(where: NodeAffinitySchedulingStrategy, function: Any) -> Any:  # noqa: A
 
 
 def _unix_time_s() -> float:
-    """Run on the node: tell what time it is there."""
     return time.time()
 
 
@@ -112,8 +107,3 @@ def _opens(door: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "no reason given"

@@ -26,8 +26,6 @@ _ATTEMPT_S = 2.5
 
 @dataclass(slots=True)
 class _Door:
-    """What is known of one raylet."""
-
     answered_at_s: float | None = None
     refusals: int = 0
     attempt: socket.socket | None = None
@@ -45,10 +43,7 @@ class Pulse:
         """Return the nodes that used to answer and no longer do.
 
         A node that never answered is not among them: a firewall may be in the way, and then only Ray knows.
-
-        Args:
-            addresses: Node id -> address and port of its raylet; nodes that are no longer named are forgotten.
-            now_s: Monotonic seconds.
+        `addresses` are those of the raylets by node id; nodes that are no longer named are forgotten. Monotonic time.
         """
         if self._looked_at_s is not None and now_s - self._looked_at_s > _ATTEMPT_S:
             # This process was suspended, so missing answers say nothing about the nodes.
@@ -63,7 +58,11 @@ class Pulse:
             if door.attempt is None:
                 _knock(door, address, now_s)
                 _look(door, now_s)
-        return frozenset(node for node, door in self._doors.items() if _is_silent(door, now_s))
+        return frozenset(
+            node
+            for node, door in self._doors.items()
+            if self.refuses(node) or (door.answered_at_s is not None and now_s - door.answered_at_s > _SILENT_AFTER_S)
+        )
 
     def refuses(self, node: str) -> bool:
         """Say whether the node's machine refuses the connection: its raylet has ended."""
@@ -74,12 +73,6 @@ class Pulse:
         """Give up the attempts under way."""
         for door in self._doors.values():
             _close(door)
-
-
-def _is_silent(door: _Door, now_s: float) -> bool:
-    if door.answered_at_s is None:
-        return False
-    return door.refusals >= _REFUSALS or now_s - door.answered_at_s > _SILENT_AFTER_S
 
 
 def _knock(door: _Door, address: tuple[str, int], now_s: float) -> None:

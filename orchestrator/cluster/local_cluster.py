@@ -21,8 +21,8 @@ from pathlib import Path
 
 import psutil
 
-from orchestrator.cluster import auth, orphan_reaper
-from orchestrator.cluster.connect import driver
+from orchestrator.cluster import orphan_reaper
+from orchestrator.cluster.connect import driver, use_private_token
 from orchestrator.cluster.raylets import RayletPlan, Raylets
 from orchestrator.core.fleet import Fleet
 from orchestrator.errors import NoClusterError
@@ -41,41 +41,18 @@ _END_TIMEOUT_S = 10.0
 
 @contextlib.contextmanager
 def rehearsed(plans: Sequence[RayletPlan]) -> Iterator[Fleet]:
-    """Start the raylets, connect, and tear everything down again whatever happens in between.
-
-    Args:
-        plans: The first becomes the head.
-
-    Raises:
-        NoClusterError: Ray cannot be started here.
-    """
+    """Start the raylets, the head first, connect, and tear all down in any case; `NoClusterError` if Ray fails."""
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    _adopt_orphans()
-    folder = Path(tempfile.mkdtemp(prefix="orch-", dir=_short_folder()))
+    # Become the parent of workers whose raylet has died, so that they are found, ended and reaped.
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    usual = tempfile.gettempdir()
+    short = usual if len(usual) <= _LONGEST_FOLDER else "/tmp"  # noqa: S108 - mkdtemp makes it private
+    folder = Path(tempfile.mkdtemp(prefix="orch-", dir=short))
     saved = {name: os.environ.get(name) for name in _ENVIRONMENT}
-    reaper = _start_orphan_reaper(folder)
-    raylets = Raylets(plans, folder)
-    try:
-        auth.use_private_token(folder)
-        # For workers on the CPU: with one heap for all threads, what a worker releases is really given back, and what
-        # one thread frees another can use (glibc, mallopt(3), M_ARENA_MAX). Too late once a process runs.
-        os.environ.setdefault("MALLOC_ARENA_MAX", "1")
-        for plan in plans:
-            raylets.start(plan.name)
-        with driver(raylets.gcs_address, has_token=True, power=raylets) as fleet:
-            _await_nodes(fleet, {plan.name for plan in plans})
-            yield fleet
-    finally:
-        raylets.end_all()
-        _end_descendants(except_pids={*before, reaper.pid})
-        shutil.rmtree(folder, ignore_errors=True)
-        reaper.communicate("bye\n")
-        _restore(saved)
-
-
-def _start_orphan_reaper(folder: Path) -> subprocess.Popen[str]:
-    """Start what cleans up if this process is killed; out of reach of the terminal's Ctrl-C."""
-    return subprocess.Popen(  # noqa: S603 - our own file, with a folder we made
+    # Cleans up if this process is killed; out of reach of the terminal's Ctrl-C.
+    reaper = subprocess.Popen(  # noqa: S603 - our own file, with a folder we made
         [sys.executable, "-I", orphan_reaper.__file__, str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -83,10 +60,26 @@ def _start_orphan_reaper(folder: Path) -> subprocess.Popen[str]:
         start_new_session=True,
         text=True,
     )
-
-
-def _descendants(except_pids: set[int]) -> list[psutil.Process]:
-    return [child for child in psutil.Process().children(recursive=True) if child.pid not in except_pids]
+    raylets = Raylets(plans, folder)
+    try:
+        use_private_token(folder)
+        # For workers on the CPU: with one heap for all threads, what a worker releases is really given back, and what
+        # one thread frees another can use (glibc, mallopt(3), M_ARENA_MAX). Too late once a process runs.
+        os.environ.setdefault("MALLOC_ARENA_MAX", "1")
+        for plan in plans:
+            raylets.start(plan.name)
+        with driver(raylets.gcs_address, has_token=True, raylets=raylets) as fleet:
+            _await_nodes(fleet, {plan.name for plan in plans})
+            yield fleet
+    finally:
+        raylets.end_all()
+        _end_descendants(except_pids={*before, reaper.pid})
+        shutil.rmtree(folder, ignore_errors=True)
+        reaper.communicate("bye\n")
+        for name, value in saved.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _await_nodes(fleet: Fleet, names: set[str]) -> None:
@@ -97,23 +90,10 @@ def _await_nodes(fleet: Fleet, names: set[str]) -> None:
         time.sleep(0.02)
 
 
-def _short_folder() -> str:
-    usual = tempfile.gettempdir()
-    return usual if len(usual) <= _LONGEST_FOLDER else "/tmp"  # noqa: S108 - mkdtemp makes it private
-
-
-def _adopt_orphans() -> None:
-    """Become the parent of workers whose raylet has died, so that they are found, ended and reaped."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
 def _end_descendants(except_pids: set[int]) -> None:
-    """End every descendant of this process that the rehearsal brought, and reap it."""
     deadline = time.monotonic() + _END_TIMEOUT_S
     while time.monotonic() < deadline:
-        alive = _descendants(except_pids)
+        alive = [child for child in psutil.Process().children(recursive=True) if child.pid not in except_pids]
         if not alive:
             return
         for child in alive:
@@ -121,18 +101,6 @@ def _end_descendants(except_pids: set[int]) -> None:
                 if child.status() != psutil.STATUS_ZOMBIE:
                     child.kill()
         psutil.wait_procs(alive, timeout=0.2)
-        _reap({child.pid for child in alive})
-
-
-def _reap(pids: set[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ChildProcessError, ProcessLookupError):
-            os.waitpid(pid, os.WNOHANG)
-
-
-def _restore(environment: dict[str, str | None]) -> None:
-    for name, value in environment.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+        for child in alive:
+            with contextlib.suppress(ChildProcessError, ProcessLookupError):
+                os.waitpid(child.pid, os.WNOHANG)

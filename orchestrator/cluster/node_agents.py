@@ -15,9 +15,8 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from orchestrator.cluster.ray_fleet import NODE_LABEL
-from workers.node_agent.client import AgentClient, AgentError
-from workers.node_agent.protocol import AgentOrders, AgentOutcome
+from orchestrator.cluster.ray_fleet import NODE_LABEL, in_a_line
+from workers.node_agent.protocol import AgentClient, AgentError, AgentOrders, AgentOutcome
 
 #: A process that starts, one before it that ends, a daemon that starts: each has its own, shorter patience.
 _OUTCOME_S = 60.0
@@ -37,7 +36,7 @@ class NodeAgentActor:
             self._agent = AgentClient(orders)
             self._outcome = self._agent.outcome()
         except (OSError, ValueError, AgentError) as error:
-            self._outcome = failed(orders, str(error))
+            self._outcome = orders.failed(str(error))
 
     def outcome(self) -> AgentOutcome:
         """Return what was done to the node."""
@@ -48,24 +47,13 @@ class NodeAgentActor:
         return () if self._agent is None else self._agent.end()
 
 
-def failed(orders: AgentOrders, why: str) -> AgentOutcome:
-    """Return the outcome of orders that were not carried out."""
-    text = f"{orders.node}: {why}"
-    return AgentOutcome(
-        mps_problem=text if orders.mps else None, power_problem=None if orders.power_limit_w is None else text
-    )
-
-
 @contextlib.contextmanager
 def with_agents(
     orders: Mapping[str, AgentOrders], ended: Ended, interrupted: Callable[[], bool]
 ) -> Iterator[dict[str, AgentOutcome]]:
-    """Hold the nodes' agents until the end of the block, and yield what was done to each node.
+    """Hold the nodes' agents until the end of the block, and yield what was done to each node; each must be there.
 
-    Args:
-        orders: By node; each must be there.
-        ended: Called for each node when its agent has ended, however the block did.
-        interrupted: Whether the user wants to stop; asked while agents start.
+    `ended` is called for each node, however the block ends, and `interrupted` is asked while agents start.
 
     Raises:
         KeyboardInterrupt: The user stopped before every agent had answered.
@@ -104,9 +92,9 @@ def _outcome(orders: AgentOrders, ref: Any) -> AgentOutcome:  # noqa: ANN401 - R
     try:
         return ray.get(ref, timeout=0)  # type: ignore[no-any-return]  # what `NodeAgentActor.outcome` returns
     except GetTimeoutError:
-        return failed(orders, f"nothing came back in {_OUTCOME_S:.0f} s; see what holds it: ray status")
+        return orders.failed(f"nothing came back in {_OUTCOME_S:.0f} s; see what holds it: ray status")
     except RayError as error:
-        return failed(orders, _last_line(str(error)))
+        return orders.failed(in_a_line(error))
 
 
 def _sentences(node: str, ref: Any | None) -> tuple[str, ...]:  # noqa: ANN401 - Ray's reference type has no name
@@ -115,8 +103,3 @@ def _sentences(node: str, ref: Any | None) -> tuple[str, ...]:  # noqa: ANN401 -
             return ray.get(ref, timeout=0)  # type: ignore[no-any-return]  # what `NodeAgentActor.end` returns
     # Its agent learns it by the pipe.
     return (f"{node}: cannot be asked what was put back; its agent process does that by itself",)
-
-
-def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "no reason given"

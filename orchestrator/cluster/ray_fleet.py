@@ -1,7 +1,6 @@
 """The fleet on Ray: actors, slices in flight, and Ray's errors as values of `core.fleet`.
 
-Needs a connection (`connect.py`, `local_cluster.py`) and decides nothing: every method does one thing to
-Ray.
+Needs a connection (`connect.py`, `local_cluster.py`) and decides nothing: every method does one thing to Ray.
 """
 
 from __future__ import annotations
@@ -21,14 +20,12 @@ from ray.exceptions import (
     RuntimeEnvSetupError,
 )
 
-from orchestrator.cluster import local_gpus
 from orchestrator.cluster.actor import WorkerActor
-from orchestrator.cluster.exit_cause import cause_of_death
 from orchestrator.cluster.liveness import Pulse
+from orchestrator.cluster.raylets import Raylets
 from orchestrator.core.fleet import (
     DeathCause,
     NodeFact,
-    NodePower,
     Reservation,
     SliceEnded,
     SliceFailed,
@@ -36,6 +33,7 @@ from orchestrator.core.fleet import (
     SliceReported,
 )
 from orchestrator.errors import PreflightError, UsageError
+from workers.host.gpu_facts import visible_cards
 from workers.messages import Directive, Report
 from workers.settings import WorkerSpec
 
@@ -55,12 +53,16 @@ _UNAVAILABLE = {
 #: A process that only asks the driver starts in a second or two, on a busy PC in ten.
 _PROBE_TIMEOUT_S = 60.0
 
+#: Name of Ray's exit type for a process that its memory monitor has killed (ray/protobuf/common.proto).
+_OUT_OF_HOST_MEMORY = "NODE_OUT_OF_MEMORY"
+
+_CAUSE_CHARS = 500
+
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
     slot: str
-    incarnation: int
-    sequence: int
+    directive: Directive
     given_up: bool = False
     """Its failure is no longer returned. A report that still arrives is, to be refused and logged."""
 
@@ -68,14 +70,9 @@ class _Flight:
 class RayFleet:
     """See `orchestrator.core.fleet.Fleet`."""
 
-    def __init__(self, address: str, power: NodePower | None) -> None:
-        """Take over the connection of this process.
-
-        Args:
-            address: Of the head, as connected to.
-            power: Ends and starts nodes; `None` where they do not belong to this run.
-        """
-        self._power = power
+    def __init__(self, address: str, raylets: Raylets | None) -> None:
+        """Take over the connection of this process to the head at `address`; `raylets` are this run's own nodes."""
+        self._raylets = raylets
         self._address = address
         self._pulse = Pulse()
         self._last_nodes: tuple[NodeFact, ...] = ()
@@ -86,7 +83,7 @@ class RayFleet:
         """Process of each slot, as of its last report."""
 
     def nodes(self) -> tuple[NodeFact, ...]:
-        """See `Fleet.nodes`. While Ray's own store does not answer, what it last said still stands."""
+        """While Ray's own store does not answer, what it last said still stands."""
         try:
             live = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]  # no types here
         except Exception:  # noqa: BLE001 - Ray raises many types when its store restarts
@@ -110,11 +107,9 @@ class RayFleet:
         return self._last_nodes
 
     def address(self) -> str:
-        """See `Fleet.address`."""
         return self._address
 
     def count_cards(self, node: str) -> int:
-        """See `Fleet.count_cards`."""
         count = ray.remote(_count_cards).options(num_cpus=0, label_selector={NODE_LABEL: node}).remote()
         try:
             return int(ray.get(count, timeout=_PROBE_TIMEOUT_S))
@@ -124,11 +119,8 @@ class RayFleet:
             ) from error
 
     def place(self, reservation: Reservation, spec: WorkerSpec) -> None:
-        """See `Fleet.place`.
-
-        Ray hands the constructor's arguments to each new process of the actor. It restarts without a limit and never
-        repeats a call: counting and waiting are the head's.
-        """
+        # Ray hands the arguments to each new process of the actor, restarts it without a limit and never repeats a
+        # call: counting and waiting are the head's.
         self._reservations[reservation.slot] = reservation
         actor_class = ray.remote(WorkerActor)
         self._actors[reservation.slot] = actor_class.options(
@@ -140,12 +132,10 @@ class RayFleet:
         ).remote(spec)
 
     def submit(self, slot: str, directive: Directive) -> None:
-        """See `Fleet.submit`."""
         ref = self._actors[slot].run_slice.remote(directive)
-        self._flights[ref] = _Flight(slot, directive.incarnation, directive.sequence)
+        self._flights[ref] = _Flight(slot, directive)
 
     def wait(self, timeout_s: float) -> tuple[SliceEnded, ...]:
-        """See `Fleet.wait`."""
         if not self._flights:
             return ()
         # In order of submission, so that two reports of one slot are never swapped.
@@ -159,29 +149,26 @@ class RayFleet:
         return tuple(each for flight, each in ended if isinstance(each, SliceReported) or not flight.given_up)
 
     def forget(self, slot: str) -> None:
-        """See `Fleet.forget`. Without `ray.cancel`: a queued slice would run nevertheless (seen with Ray 2.60)."""
+        """Without `ray.cancel`: a queued slice would run nevertheless (seen with Ray 2.60)."""
         for ref, flight in self._flights.items():
             if flight.slot == slot:
                 self._flights[ref] = replace(flight, given_up=True)
 
     def restart(self, slot: str) -> None:
-        """See `Fleet.restart`."""
         ray.kill(self._actors[slot], no_restart=False)
 
     def abandon(self, slot: str) -> None:
-        """See `Fleet.abandon`."""
         actor = self._actors.pop(slot, None)
         self.forget(slot)
         if actor is not None:
             ray.kill(actor, no_restart=True)
 
     def why_ended(self, slot: str) -> DeathCause | None:
-        """See `Fleet.why_ended`."""
         node = self._reservations[slot].node
         address = next((fact.address for fact in self._last_nodes if fact.name == node), None)
         if address is None or slot not in self._pids:
             return None
-        cause = cause_of_death(self._pids[slot], address)
+        cause = _cause_of_death(self._pids[slot], address)
         if cause is not None:
             del self._pids[slot]  # told once: the next process to end is another one
         return cause
@@ -191,36 +178,56 @@ class RayFleet:
         self._pulse.close()
 
     def end_node(self, node: str) -> None:
-        """See `Fleet.end_node`."""
-        self._switch(node).end(node)
+        self._own_raylets(node).end(node)
 
     def start_node(self, node: str) -> None:
-        """See `Fleet.start_node`."""
-        self._switch(node).start_again(node)
+        self._own_raylets(node).start_again(node)
 
-    def _switch(self, node: str) -> NodePower:
-        if self._power is None:
+    def _own_raylets(self, node: str) -> Raylets:
+        if self._raylets is None:
             raise UsageError(f"{node} belongs to the cluster; only a rehearsal can end and start its nodes")
-        return self._power
+        return self._raylets
 
     def _ended(self, ref: Any, flight: _Flight) -> SliceEnded:  # noqa: ANN401 - Ray's reference type has no name
         try:
             report: Report = ray.get(ref)
         except RayError as error:
-            return SliceFailed(
-                slot=flight.slot,
-                incarnation=flight.incarnation,
-                sequence=flight.sequence,
-                failure=_failure(error),
-                text=_first_line(str(error)),
-            )
+            return SliceFailed.of(flight.slot, flight.directive, _failure(error), in_a_line(error))
         if report.device is not None and not flight.given_up:
             self._pids[flight.slot] = report.device.pid
         return SliceReported(report=report)
 
 
 def _count_cards() -> int:
-    return len(local_gpus.cards())
+    return len(visible_cards())
+
+
+def _cause_of_death(pid: int, address: str) -> DeathCause | None:
+    """Return why the process with this id on the node at `address` ended; `None` if Ray does not say.
+
+    An actor that Ray restarts fails its calls with "the actor was restarted" and no cause (Ray 2.60). The cause is in
+    the table of worker processes that Ray's head keeps. The public way to it needs a running dashboard.
+    """
+    try:
+        from ray._private.state import state  # noqa: PLC0415 - private: its absence must not break the fleet
+        from ray.core.generated import gcs_pb2  # noqa: PLC0415 - as above
+
+        table = state._connect_and_get_accessor().get_worker_table()
+        kind: Any = vars(gcs_pb2)["WorkerTableData"]  # made at run time, and nowhere declared
+        entries = [kind.FromString(entry) for entry in table]
+        names = kind.DESCRIPTOR.fields_by_name["exit_type"].enum_type.values_by_number
+        dead = [
+            entry
+            for entry in entries
+            if not entry.is_alive and entry.pid == pid and entry.worker_address.ip_address == address
+        ]
+        if not dead:
+            return None
+        last = max(dead, key=lambda entry: int(entry.end_time_ms))
+        text = " ".join(str(last.exit_detail).split())[:_CAUSE_CHARS]
+        return DeathCause(host_memory=names[last.exit_type].name == _OUT_OF_HOST_MEMORY, text=text)
+    except Exception:  # noqa: BLE001 - an internal of Ray that may change with any release
+        return None
 
 
 def _failure(error: RayError) -> SliceFailure:
@@ -234,6 +241,7 @@ def _failure(error: RayError) -> SliceFailure:
     return SliceFailure.UNBUILDABLE if isinstance(error, unbuildable) else SliceFailure.DIED
 
 
-def _first_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:300] if lines and lines[0].startswith(("ray::", "\x1b")) else (lines[0][:300] if lines else "")
+def in_a_line(error: RayError) -> str:
+    """Return what an error of Ray says: of a traceback from a worker the last line, of other texts the first."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no reason given"]
+    return lines[-1 if lines[0].startswith(("ray::", "\x1b")) else 0][:300]

@@ -36,12 +36,7 @@ class Raylets:
     """One raylet for each node of the configuration, all on this machine; the first carries the head."""
 
     def __init__(self, plans: Sequence[RayletPlan], folder: Path) -> None:
-        """Prepare; nothing is started before `start`.
-
-        Args:
-            plans: The first becomes the head.
-            folder: Where Ray may put all that it puts anywhere.
-        """
+        """Prepare; nothing is started before `start`. `folder` is where Ray may put all that it puts anywhere."""
         self._plans = {plan.name: plan for plan in plans}
         self._folder = folder
         self._nodes: dict[str, Any] = {}
@@ -57,11 +52,7 @@ class Raylets:
         return str(next(iter(self._nodes.values())).gcs_address)
 
     def start(self, name: str) -> None:
-        """Start the raylet of one node, and wait until its processes run.
-
-        Raises:
-            NoClusterError: Ray cannot be started here.
-        """
+        """Start the raylet of one node, and wait until its processes run; `NoClusterError` where Ray cannot."""
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         from ray._private.node import Node  # noqa: PLC0415 - ray reads the token settings when it is imported
         from ray._private.parameter import RayParams  # noqa: PLC0415

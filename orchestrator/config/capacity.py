@@ -6,24 +6,18 @@ Does not cover what each worker gets (`core.budget`). Pure: no clock, no files.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from orchestrator.config.gpu_specs import PROFILES
+from orchestrator.config.schema import NodeConfig
 from workers.units import GIB
-
-if TYPE_CHECKING:
-    from orchestrator.config.schema import NodeConfig
-
 
 #: Up to here a card holds exactly as many workers as planned. Beyond, Ray's steps are too coarse: of 150 planned
 #: workers each gets 66 steps, and 151 of those fit.
 MAX_WORKERS_PER_CARD = 100
 
-
 #: Of all nodes together. The head asks each worker about once a second. Without a bound, a file of a few KiB could
 #: plan millions of workers.
 MAX_WORKERS = 10_000
-
 
 #: Edge of the square matrices where neither the workload nor the node says: the 3070 guide's size.
 DEFAULT_SIZE = 4096
@@ -86,11 +80,11 @@ def overbooked(node: NodeConfig) -> Overbooked | None:
 
 def _two_gib(asked_bytes: int, allowed_bytes: int) -> tuple[str, str]:
     """Return both in GiB with as many digits as it takes to distinguish them."""
-    for digits in (2, 4):
+    for digits in (2, 4, 10):
         asked, allowed = f"{asked_bytes / GIB:.{digits}f}", f"{allowed_bytes / GIB:.{digits}f}"
         if asked != allowed:
-            return asked, allowed
-    return f"{asked_bytes / GIB:.10f}", f"{allowed_bytes / GIB:.10f}"
+            break
+    return asked, allowed
 
 
 def _floor_text(gib: float) -> str:

@@ -23,18 +23,14 @@ _WITH_UNITS = re.compile(
 
 
 def parse_duration(text: str | int | float) -> float:
-    """Return the seconds that `text` means; a plain number is minutes.
-
-    Raises:
-        ValueError: not a duration, not above zero, or longer than a year; the text says what is valid.
-    """
+    """Return the seconds that `text` means, a plain number minutes; `ValueError` says what would be valid."""
     seconds = _seconds(text)
     if seconds is None or math.isnan(seconds):
-        raise ValueError(f"{_shown(text)} is not a duration; valid: {VALID_DURATION}")
+        raise ValueError(f"{shown(text)} is not a duration; valid: {VALID_DURATION}")
     if seconds <= 0:
-        raise ValueError(f"{_shown(text)} is not longer than nothing; valid: {VALID_DURATION}")
+        raise ValueError(f"{shown(text)} is not longer than nothing; valid: {VALID_DURATION}")
     if seconds > MAX_DURATION_S:
-        raise ValueError(f"{_shown(text)} is longer than a year; valid: {VALID_DURATION}")
+        raise ValueError(f"{shown(text)} is longer than a year; valid: {VALID_DURATION}")
     return seconds
 
 
@@ -57,28 +53,28 @@ def format_duration(seconds: float) -> str:
     return " ".join(parts)
 
 
+def shown(value: object) -> str:
+    """Return a value of a configuration for a refusal, short enough for a line."""
+    # Python refuses the repr of a longer int.
+    if isinstance(value, int) and abs(value) >= 10**18:
+        return "a number of more than 18 digits"
+    whole = repr(value)
+    return whole if len(whole) <= 60 else f"{whole[:57]}…"
+
+
 def _seconds(text: str | int | float) -> float | None:
-    """Return the seconds meant, out of range or not; `None` where nothing can be read."""
     if isinstance(text, bool):
         return None
-    if isinstance(text, int):
+    if not isinstance(text, str):
         # Beyond these bounds it is refused anyway, and too large an int does not convert.
-        return float(min(max(text, -1), int(MAX_DURATION_S))) * 60.0
-    if isinstance(text, float):
-        return text * 60.0
-    return _seconds_typed(text.strip().lower())
-
-
-def _seconds_typed(typed: str) -> float | None:
+        return float(min(max(text, -1), MAX_DURATION_S)) * 60.0
+    typed = text.strip().lower()
     # No duration needs 60 characters; the bound keeps hostile text away from the pattern.
-    found = _WITH_UNITS.fullmatch(typed) if 0 < len(typed) <= 60 else None
-    if found is not None:
-        return sum(float(count) * _UNITS_S[unit] for unit, count in found.groupdict().items() if count is not None)
-    return float(typed) * 60.0 if len(typed) <= 60 and _PLAIN.fullmatch(typed) else None
-
-
-def _shown(text: str | int | float) -> str:
-    if isinstance(text, int) and abs(text) >= 10**18:
-        return "a number of more than 18 digits"
-    whole = repr(text)
-    return whole if len(whole) <= 40 else f"{whole[:37]}…"
+    if not 0 < len(typed) <= 60:
+        return None
+    if _PLAIN.fullmatch(typed):
+        return float(typed) * 60.0
+    found = _WITH_UNITS.fullmatch(typed)
+    if found is None:
+        return None
+    return sum(float(count) * _UNITS_S[unit] for unit, count in found.groupdict().items() if count is not None)

@@ -1,46 +1,46 @@
-"""Reads cluster.yaml with its overrides into a `Config`, and writes a `Config` as text again.
+"""Reads cluster.yaml with its overrides (`--set a.b=value`) into a `Config`, and writes a `Config` as text again.
 
-Does not cover the models (`schema`), the reading of YAML with its lines (`yaml_source`), nor the words of a refusal
-(`validation`).
+Does not cover the models (`schema`), the lines of YAML (`yaml_source`), nor words of a refusal (`validation`), which
+names an override as it was typed. Every function that reads raises `ConfigError` with every problem at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import yaml
 
-from orchestrator.config.overrides import apply_overrides
-from orchestrator.config.schema import Config, NodeConfig
+from orchestrator.config.schema import Config
 from orchestrator.config.validation import validated
-from orchestrator.config.yaml_source import YamlSource, plain_source, read_yaml_file, read_yaml_text
+from orchestrator.config.yaml_source import (
+    KeyPath,
+    YamlSource,
+    cut,
+    listed,
+    read_yaml_file,
+    read_yaml_text,
+    refusal,
+)
+from orchestrator.errors import ConfigError
+
+#: The deepest key has four parts, one of which may be a node name of up to 32 words with dots between.
+_MAX_WORDS = 64
 
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration in the file at `path` with `overrides` (`a.b=value`) applied.
-
-    Raises:
-        ConfigError: with every problem of the file and the overrides at once.
-    """
-    return _checked(apply_overrides(read_yaml_file(path), overrides))
+    """Return the configuration in the file at `path` with `overrides` (`a.b=value`) applied."""
+    return validated(_with_overrides(read_yaml_file(path), overrides))
 
 
 def config_from_data(data: Mapping[str, object], name: str = "config") -> Config:
-    """Return the configuration in plain `data`; problems are named after `name`.
-
-    Raises:
-        ConfigError: with every problem at once.
-    """
-    return _checked(plain_source(name, dict(data)))
+    """Return the configuration in plain `data`; problems are named after `name`."""
+    return validated(YamlSource(name=name, data=dict(data)))
 
 
 def config_from_text(text: str, name: str) -> Config:
-    """Return the configuration in YAML `text`, as `dump_config` writes it; problems are named after `name`.
-
-    Raises:
-        ConfigError: with every problem at once.
-    """
-    return _checked(read_yaml_text(text, name))
+    """Return the configuration in YAML `text`, as `dump_config` writes it; problems are named after `name`."""
+    return validated(read_yaml_text(text, name))
 
 
 def dump_config(config: Config) -> str:
@@ -48,5 +48,69 @@ def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True)
 
 
-def _checked(source: YamlSource) -> Config:
-    return validated(source, Config, NodeConfig)
+def _with_overrides(source: YamlSource, overrides: Sequence[str]) -> YamlSource:
+    """Return `source` with each `a.b=value` put into its data; values are read as YAML.
+
+    An override that cannot be applied becomes one of the problems and changes nothing.
+    """
+    for typed in overrides:
+        try:
+            source = _with_override(source, typed)
+        except ConfigError as error:
+            source = replace(source, problems=(*source.problems, *error.problems))
+    return source
+
+
+def _with_override(source: YamlSource, typed: str) -> YamlSource:
+    name = f"--set {typed}"
+    dotted, equals, text = typed.partition("=")
+    words = [word.strip() for word in dotted.split(".")]
+    if not equals or not all(words) or len(words) > _MAX_WORDS:
+        raise refusal(name, "is not KEY=VALUE", "--set workload.size=4096, with the keys joined by dots")
+    path = _path_of(words, source.data)
+    value = _override_value(text, name, path)
+    data = _put(source.data, path, value, name)
+    lines = {where: line for where, line in source.lines.items() if where[: len(path)] != path}
+    kept = {where: word for where, word in source.overrides.items() if where[: len(path)] != path}
+    return replace(source, data=data, lines=lines, overrides={**kept, path: name})
+
+
+def _override_value(text: str, name: str, path: KeyPath) -> object:
+    """Return what the right-hand side means; nothing after the `=` is null, as in a file."""
+    if not text.strip():
+        return None
+    try:
+        value = read_yaml_text(text, name)
+        problems = value.problems
+    except ConfigError as error:
+        problems = error.problems
+    if problems:
+        # Lines and keys were counted inside the override, so they mean nothing to the user.
+        raise ConfigError(replace(problem, line=None, key=".".join(path)) for problem in problems)
+    return value.data
+
+
+def _path_of(words: Sequence[str], data: object) -> KeyPath:
+    """Return the key path of dotted `words`; a key that itself holds dots (`pc1.lan`) is found if it exists."""
+    path: list[str] = []
+    rest = list(words)
+    while rest:
+        keys = data if isinstance(data, dict) else {}
+        length = next((n for n in range(len(rest), 1, -1) if ".".join(rest[:n]) in keys), 1)
+        path.append(".".join(rest[:length]))
+        data = keys.get(path[-1])
+        rest = rest[length:]
+    return tuple(path)
+
+
+def _put(data: object, path: KeyPath, value: object, name: str, done: KeyPath = ()) -> object:
+    """Return `data` with `value` at `path`; what lies beside the path is shared, not copied."""
+    if not path:
+        return value
+    here = ".".join(done)
+    if data is not None and not isinstance(data, dict):
+        raise refusal(name, f"{cut(here) or 'the file'} holds a single value or a list, no keys", None)
+    branch: dict[str, object] = data or {}
+    if done == ("nodes",) and path[0] not in branch:
+        raise refusal(name, f"there is no node {cut(path[0])}", listed(branch) or "no node is configured")
+    return {**branch, path[0]: _put(branch.get(path[0]), path[1:], value, name, (*done, path[0]))}

@@ -1,8 +1,7 @@
 """cluster.yaml as frozen models, and the checks between keys that one field alone cannot make.
 
-Covers which keys exist, their bounds and defaults, loading and writing back. Does not cover reading the text
-(`yaml_source`, `overrides`), wording the refusals (`validation`) nor the sums (`core.budget`). The reason for
-each number is in the commented cluster.yaml at the root.
+Does not cover reading and writing the text (`load`), wording the refusals (`validation`) nor the sums (`core.budget`).
+The reason for each number is in the commented cluster.yaml at the root.
 """
 
 from __future__ import annotations
@@ -162,21 +161,15 @@ class ThermalConfig(_Section):
     @model_validator(mode="after")
     def _ordered(self) -> ThermalConfig:
         """Refuse thresholds that contradict each other."""
-        self.settings()
+        try:
+            self.settings()
+        except ValueError as error:
+            raise ValueError(f"{error}; valid: warm_c < hot_c < critical_c and resume_c < critical_c") from None
         return self
 
     def settings(self) -> ThermalSettings:
-        """Return what a worker's governor gets.
-
-        Raises:
-            ValueError: The thresholds are not in ascending order.
-        """
-        try:
-            return ThermalSettings(
-                warm_c=self.warm_c, hot_c=self.hot_c, critical_c=self.critical_c, resume_c=self.resume_c
-            )
-        except ValueError as error:
-            raise ValueError(f"{error}; valid: warm_c < hot_c < critical_c and resume_c < critical_c") from None
+        """Return what a worker's governor gets."""
+        return ThermalSettings(**self.model_dump())
 
 
 class VerifyConfig(_Section):

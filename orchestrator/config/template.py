@@ -1,15 +1,14 @@
 """A commented cluster.yaml that fits the machines it is for: facts in, text out. Pure.
 
 The comments are those of the cluster.yaml that comes with the program, without the sums of the two reference PCs.
-Values that were chosen for a machine have their reason beside them. Does not inspect machines nor write files
-(`cli.init` does).
+Values that were chosen for a machine have their reason beside them. `cli.init` inspects machines and writes files.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import yaml
 
@@ -61,16 +60,10 @@ class NodeChoice:
     reasons: Mapping[str, str]
     """Why a key has its value, by key; whole sentences."""
     summary: str
-    """The machine and what its workers get, in words."""
 
 
 def choose(facts: MachineFacts, host: str | None = None) -> NodeChoice:
-    """Return a node that uses a machine well, and whose budgets pass every check.
-
-    Args:
-        facts: Of the machine.
-        host: How other PCs reach it; `None` leaves that to Ray.
-    """
+    """Return a node that uses a machine well, and whose budgets pass every check; `host` is how other PCs reach it."""
     usable = [card for card in facts.visible_cards if card.total_bytes >= _LEAST_CARD_BYTES]
     # Every worker of a node has the same budget: a small card for the display must not set that of the large one.
     largest_bytes = max((card.total_bytes for card in usable), default=0)
@@ -79,39 +72,27 @@ def choose(facts: MachineFacts, host: str | None = None) -> NodeChoice:
 
 
 def render(template: str, nodes: Mapping[str, NodeChoice], port: int | None = None) -> str:
-    """Return cluster.yaml with these nodes, commented.
+    """Return the cluster.yaml that comes with the program (`template`) with these nodes by name, the head first.
 
-    Args:
-        template: The cluster.yaml that comes with the program.
-        nodes: By name; the first one is the head.
-        port: On which the head listens; `None` for the usual one.
+    `port` is where the head listens; `None` keeps the usual one.
     """
-    lines = template.splitlines()
     if port is not None:
-        lines[next(at for at, line in enumerate(lines) if line.startswith("  port: "))] = f"  port: {port}"
-    start = lines.index("nodes:")
-    end = next(at for at in range(start + 1, len(lines)) if lines[at] and not lines[at].startswith(" "))
-    while not lines[end - 1].strip():
-        end -= 1
-    header = lines.index("")
-    comments = _comments(lines[start + 1 : end])
-    written = [one_line(f"#   {name}: {choice.summary}") for name, choice in nodes.items()]
+        template = re.sub(r"(?m)^  port: .*$", f"  port: {port}", template, count=1)
+    parts = re.fullmatch(r"(.*?\n)(\n.*?\nnodes:\n)(.*?\n)(\n\S.*)", template, re.DOTALL)
+    assert parts is not None, "the template has a header and nodes"  # noqa: S101 - it comes with the program
+    header, before, block, after = parts.groups()
+    comments = _comments(block.splitlines())
+    written = ["#", "# Written by `python -m orchestrator init` for:"]
+    written += [one_line(f"#   {name}: {choice.summary}") for name, choice in nodes.items()]
     body = [line for at, (name, choice) in enumerate(nodes.items()) for line in _node(name, choice, comments, at == 0)]
-    head = [
-        *lines[:header],
-        "#",
-        "# Written by `python -m orchestrator init` for:",
-        *written,
-        *lines[header : start + 1],
-    ]
-    return "\n".join([*head, *body, *lines[end:], ""])
+    return "".join([header, *(f"{line}\n" for line in written), before, *(f"{line}\n" for line in body), after])
 
 
 def _with_cards(facts: MachineFacts, cards: Sequence[CardFacts], host: str | None) -> NodeChoice:
     # Every worker of a node has the same budget, so the smallest card sets it.
     card = min(cards, key=lambda card: card.total_bytes)
-    profiles = {match_profile(each.name, each.total_bytes) for each in cards}
-    profile = profiles.pop() if len(profiles) == 1 else None
+    profile, *others = {match_profile(each.name, each.total_bytes) for each in cards}
+    profile = None if others else profile
     why_desktop = _why_desktop(facts, cards)
     total_gib = min(card.total_bytes / GIB, _MOST_GIB)
     advice = _advice(profile, card, total_gib, is_desktop=why_desktop is not None)
@@ -120,32 +101,24 @@ def _with_cards(facts: MachineFacts, cards: Sequence[CardFacts], host: str | Non
     config = NodeConfig(
         gpu=key_of(card.name) if profile is None else profile.key,
         gpus=len(cards),
-        workers=workers,
         cpus_per_worker=_cpus_per_worker(facts, workers),
-        gpu_share=advice.gpu_share,
-        vram_per_worker_gib=advice.vram_per_worker_gib,
-        memory_fraction=advice.memory_fraction,
-        size=advice.size,
-        dtype=None if advice.dtype == "fp16" else advice.dtype,  # type: ignore[arg-type]  # a word of the same table
         vram_gib=believed_gib,
         host=host,
+        **{**asdict(advice), "workers": workers},
     )
     held_gib = advice.workers * advice.vram_per_worker_gib
-    share = f"{held_gib / total_gib:.0%}"
     reasons = {
         "gpu": f"Found: {', '.join(each.name for each in cards)}.{_left_out(facts, cards)}",
         "vram_per_worker_gib": f"{advice.workers} x {advice.vram_per_worker_gib:.2f} = {held_gib:.2f} of the "
-        f"{total_gib:.2f} GiB that this card shows ({share}).",
+        f"{total_gib:.2f} GiB that this card shows ({held_gib / total_gib:.0%}).",
     }
     if why_desktop is not None:
         reasons["memory_fraction"] = f"{why_desktop}, so a part of the card is left to it."
     if believed_gib is not None:
         reasons["vram_gib"] = "As the card itself says."
-    each = f"{advice.workers} workers" if advice.workers > 1 else "1 worker"
-    summary = f"{len(cards)} x {card.name}: {each} x {advice.vram_per_worker_gib:.2f} GiB on each card"
-    return NodeChoice(
-        config=config, reasons=reasons, summary=summary if len(cards) > 1 else summary.split(" on each", maxsplit=1)[0]
-    )
+    where = " on each card" if len(cards) > 1 else ""
+    summary = f"{len(cards)} x {card.name}: {_counted(advice.workers)} x {advice.vram_per_worker_gib:.2f} GiB{where}"
+    return NodeChoice(config=config, reasons=reasons, summary=summary)
 
 
 def _left_out(facts: MachineFacts, cards: Sequence[CardFacts]) -> str:
@@ -158,7 +131,6 @@ def _left_out(facts: MachineFacts, cards: Sequence[CardFacts]) -> str:
 
 
 def _advice(profile: GpuProfile | None, card: CardFacts, total_gib: float, *, is_desktop: bool) -> Advice:
-    """Return the profile's advice if it fits what the card really has, else what the formula says."""
     known = None if profile is None else (profile.desktop if is_desktop else None) or profile.alone
     if known is not None and _fits(total_gib, known):
         return known
@@ -166,13 +138,7 @@ def _advice(profile: GpuProfile | None, card: CardFacts, total_gib: float, *, is
 
 
 def by_formula(total_gib: float, *, is_desktop: bool = False, capability: tuple[int, int] | None = None) -> Advice:
-    """Return how to divide a card of which nothing more is known.
-
-    Args:
-        total_gib: As the card shows it.
-        is_desktop: Whether a display is connected to it.
-        capability: CUDA's name for its generation; `None` if it does not report it; then it is assumed to be recent.
-    """
+    """Return how to divide a card of which nothing more is known; without a `capability` it counts as a recent one."""
     fraction = _FRACTION_DESKTOP if is_desktop else _FRACTION_ALONE
     workers = max(1, min(_MOST_WORKERS, int(total_gib * fraction / _WORKER_GIB)))
     return Advice(
@@ -180,20 +146,12 @@ def by_formula(total_gib: float, *, is_desktop: bool = False, capability: tuple[
         vram_per_worker_gib=_floor(_floor(total_gib) * (fraction - _UNSURE_SHARE) / workers),
         memory_fraction=fraction,
         size=8192 if total_gib >= _LARGE_CARD_GIB else 4096,
-        dtype="fp32" if capability is not None and capability < _FIRST_TENSOR_UNITS else "fp16",
+        dtype="fp32" if capability is not None and capability < _FIRST_TENSOR_UNITS else None,
     )
 
 
 def _fits(total_gib: float, advice: Advice) -> bool:
-    """Say whether the budget check lets this advice pass on a card of this size."""
-    node = NodeConfig(
-        gpu="card",
-        workers=advice.workers,
-        vram_per_worker_gib=advice.vram_per_worker_gib,
-        memory_fraction=advice.memory_fraction,
-        vram_gib=total_gib,
-    )
-    return overbooked(node) is None
+    return overbooked(NodeConfig(gpu="card", vram_gib=total_gib, **asdict(advice))) is None
 
 
 def _why_desktop(facts: MachineFacts, cards: Sequence[CardFacts]) -> str | None:
@@ -219,7 +177,6 @@ def _without_card(facts: MachineFacts, host: str | None) -> NodeChoice:
         size=2048,
         host=host,
     )
-    named = f"{workers} workers" if workers > 1 else "1 worker"
     return NodeChoice(
         config=config,
         reasons={
@@ -228,8 +185,12 @@ def _without_card(facts: MachineFacts, host: str | None) -> NodeChoice:
             "vram_per_worker_gib": f"Here of the PC's own memory: {workers} x {each_gib:.2f} of the "
             f"{facts.ram_available_bytes / GIB:.1f} GiB that were free.",
         },
-        summary=f"no NVIDIA card: {named} x {each_gib:.2f} GiB on the processor",
+        summary=f"no NVIDIA card: {_counted(workers)} x {each_gib:.2f} GiB on the processor",
     )
+
+
+def _counted(workers: int) -> str:
+    return f"{workers} workers" if workers > 1 else "1 worker"
 
 
 def _cpus_per_worker(facts: MachineFacts, workers: int) -> int:
@@ -256,8 +217,7 @@ def _comments(block: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _general(line: str) -> str:
-    sentences = re.split(r"(?<=\.) +", line)
-    kept = (text for text in sentences if _REFERENCE_SUM.search(text) or not _REFERENCE.search(text))
+    kept = (text for text in re.split(r"(?<=\.) +", line) if _REFERENCE_SUM.search(text) or not _REFERENCE.search(text))
     return " ".join(kept)
 
 

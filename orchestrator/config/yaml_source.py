@@ -1,15 +1,13 @@
 """Reads YAML into plain data and remembers where every value came from: a line of the file, or an override.
 
-Covers the file, the text and the tree. Does not cover `--set` itself (`overrides`) nor what the values mean
-(`schema`).
-Hostile input (binary, huge, deeply nested, exploding aliases, custom tags) is refused in bounded time and
-memory, with the line.
+Does not cover `--set` itself (`load`) nor what the values mean (`schema`). Hostile input (binary, huge, deeply nested,
+exploding aliases, custom tags) is refused in bounded time and memory, with the line.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -41,13 +39,12 @@ class YamlSource:
     """Plain data with the origin of each part of it."""
 
     name: str
-    """The file as the user named it."""
     data: Any
-    lines: Mapping[KeyPath, int]
-    """Line of each key in the file, counted from 1."""
-    overrides: Mapping[KeyPath, str]
+    lines: Mapping[KeyPath, int] = field(default_factory=dict)
+    """Line of each key in the file, counted from 1; none of data that came from no text."""
+    overrides: Mapping[KeyPath, str] = field(default_factory=dict)
     """Each overridden path with the override as typed, `--set a.b=c`; the later of two comes last."""
-    problems: tuple[Problem, ...]
+    problems: tuple[Problem, ...] = ()
     """Errors in the text that did not prevent reading the rest."""
 
     def problem(self, path: KeyPath, text: str, valid: str | None, related: Sequence[KeyPath] = ()) -> Problem:
@@ -55,7 +52,6 @@ class YamlSource:
 
         `related` are the paths that a sum was made of: an override among them is the likelier cause, so it is named.
         """
-        key = ".".join(path) or None
         # A key that the file does not have was made by an override of something below it.
         made = path not in self.lines
         culprits = [
@@ -63,49 +59,39 @@ class YamlSource:
             for where, typed in self.overrides.items()
             if where in related or (made and where[: len(path)] == path)
         ]
+        name, line = self.name, None
+        for where in (path[:length] for length in range(len(path) + 1)):
+            if where in self.lines:
+                name, line = self.name, self.lines[where]
+            if where in self.overrides:
+                name, line = self.overrides[where], None
         if culprits:
-            return Problem(culprits[-1], None, key, text, valid)
-        for length in range(len(path), -1, -1):
-            if path[:length] in self.overrides:
-                return Problem(self.overrides[path[:length]], None, key, text, valid)
-            if path[:length] in self.lines:
-                return Problem(self.name, self.lines[path[:length]], key, text, valid)
-        return Problem(self.name, None, key, text, valid)
-
-
-def plain_source(name: str, data: object) -> YamlSource:
-    """Return `data` that came from no text, so that its problems are named after `name` alone."""
-    return YamlSource(name=name, data=data, lines={}, overrides={}, problems=())
+            name, line = culprits[-1], None
+        return Problem(name, line, ".".join(path) or None, text, valid)
 
 
 def read_yaml_file(path: str) -> YamlSource:
-    """Read the YAML file at `path`.
-
-    Raises:
-        ConfigError: the file is missing, unreadable, too large, not text, not YAML, or empty.
-    """
+    """Read a file; `ConfigError` if it is missing, unreadable, too large, not text, not YAML, or empty."""
     try:
         with Path(path).open("rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
-        made = (
-            f"--config PATH with the path of a cluster.yaml, or write one: python -m orchestrator init --output {path}"
-        )
-        raise _refusal(path, None, "no such file", made) from None
+        valid = "--config PATH with the path of a cluster.yaml, or write one: python -m orchestrator init --output "
+        raise refusal(path, "no such file", f"{valid}{path}") from None
     except IsADirectoryError:
-        raise _refusal(path, None, "is a directory", f"--config {path.rstrip('/')}/cluster.yaml") from None
+        raise refusal(path, "is a directory", f"--config {path.rstrip('/')}/cluster.yaml") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise _refusal(path, None, f"cannot be read: {reason}", "--config PATH with a file you may read") from None
+        raise refusal(path, f"cannot be read: {reason}", "--config PATH with a file you may read") from None
     if len(raw) > MAX_FILE_BYTES:
-        raise _refusal(path, None, "is larger than 1 MiB", "--config PATH with a cluster.yaml")
+        raise refusal(path, "is larger than 1 MiB", "--config PATH with a cluster.yaml")
     if b"\0" in raw:
-        raise _refusal(path, None, "is a binary file", "a YAML text file in UTF-8")
+        raise refusal(path, "is a binary file", "a YAML text file in UTF-8")
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        raise _refusal(path, line, "is not UTF-8 text", "the file saved again with the encoding UTF-8") from None
+        raise refusal(path, "is not UTF-8 text", "the file saved again with the encoding UTF-8", line) from None
     return read_yaml_text(text, path)
 
 
@@ -125,12 +111,12 @@ def read_yaml_text(text: str, name: str) -> YamlSource:
         # PyYAML hands an escape such as "\UFFFFFFFF" and the digits of %YAML to Python as they are.
         line = None if loader is None else loader.line + 1
         reason = "is not YAML: an escape or a version number in it is too large"
-        raise _refusal(name, line, reason, "characters up to \\U0010FFFF, and no %YAML line") from None
+        raise refusal(name, reason, "characters up to \\U0010FFFF, and no %YAML line", line) from None
     if root is None:
-        raise _refusal(name, None, "is empty", "start from the cluster.yaml that comes with the program")
+        raise refusal(name, "is empty", "start from the cluster.yaml that comes with the program")
     walk = _Walk(name)
     data = walk.value(root, (), 0)
-    return YamlSource(name=name, data=data, lines=walk.lines, overrides={}, problems=tuple(walk.problems))
+    return YamlSource(name=name, data=data, lines=walk.lines, problems=tuple(walk.problems))
 
 
 class _GuardedLoader(yaml.SafeLoader):
@@ -145,17 +131,15 @@ class _GuardedLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         self._depth += 1
         self._nodes += 1
+        too_much = f"has more than {MAX_VALUES} keys and values" if self._nodes > MAX_VALUES else None
         if self._depth > MAX_DEPTH:
-            raise self._refusal(f"is nested deeper than {MAX_DEPTH} levels")
-        if self._nodes > MAX_VALUES:
-            raise self._refusal(f"has more than {MAX_VALUES} keys and values")
+            too_much = f"is nested deeper than {MAX_DEPTH} levels"
+        if too_much is not None:
+            event = self.peek_event()  # type: ignore[no-untyped-call]  # types-PyYAML leaves it bare
+            raise refusal(self._source, too_much, None, event.start_mark.line + 1)
         node: yaml.Node | None = super().compose_node(parent, index)
         self._depth -= 1
         return node
-
-    def _refusal(self, text: str) -> ConfigError:
-        event = self.peek_event()  # type: ignore[no-untyped-call]  # types-PyYAML leaves it bare
-        return _refusal(self._source, event.start_mark.line + 1, text, None)
 
 
 class _Walk:
@@ -175,19 +159,15 @@ class _Walk:
         self._values += 1
         # Aliases make a small text a large tree, or an endless one.
         if self._values > MAX_VALUES:
-            raise _refusal(
-                self._name, line, f"has more than {MAX_VALUES} values once aliases (*name) are expanded", None
-            )
+            text = f"has more than {MAX_VALUES} values once aliases (*name) are expanded"
+            raise refusal(self._name, text, None, line)
         if depth > MAX_DEPTH:
-            raise _refusal(self._name, line, "has an alias (*name) inside the value it stands for", None)
+            raise refusal(self._name, "has an alias (*name) inside the value it stands for", None, line)
         if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
             return self._mapping(node, path, depth)
         if isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
             return [self.value(item, (*path, str(n)), depth + 1) for n, item in enumerate(node.value)]
-        if isinstance(node, yaml.ScalarNode):
-            return self._scalar(node, path)
-        self._note(self.lines[path], path, f"has the tag {_tag_text(node)}", "plain values, without tags")
-        return None
+        return self._scalar(node, path)
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath, depth: int) -> dict[str, object]:
         found: dict[str, object] = {}
@@ -207,7 +187,6 @@ class _Walk:
         return found
 
     def _key(self, node: yaml.Node, path: KeyPath) -> str | None:
-        """Return the key, or record a problem and return `None`."""
         line = node.start_mark.line + 1
         if node.tag == _TAG + "merge":
             self._note(line, path, "has a merge key <<", "the keys written out")
@@ -221,10 +200,11 @@ class _Walk:
             return text if isinstance(text, str) else None
         return None
 
-    def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> object:
+    def _scalar(self, node: yaml.Node, path: KeyPath) -> object:
         line = self.lines.get(path, node.start_mark.line + 1)
-        if node.tag not in _SCALAR_TAGS:
-            self._note(line, path, f"has the tag {_tag_text(node)}", "plain values, without tags")
+        if not isinstance(node, yaml.ScalarNode) or node.tag not in _SCALAR_TAGS:
+            tag = cut(str(node.tag).replace(_TAG, "!!"))
+            self._note(line, path, f"has the tag {tag}", "plain values, without tags")
             return None
         try:
             node.value.encode("utf-8")
@@ -252,19 +232,14 @@ def listed(names: Iterable[str]) -> str:
     return shown if len(every) <= _MOST_LISTED else f"{shown} and {len(every) - _MOST_LISTED} more"
 
 
-def _tag_text(node: yaml.Node) -> str:
-    return cut(str(node.tag).replace(_TAG, "!!"))
-
-
-def _refusal(source: str, line: int | None, text: str, valid: str | None) -> ConfigError:
+def refusal(source: str, text: str, valid: str | None, line: int | None = None) -> ConfigError:
+    """Return the error for one problem of a whole source, or of a line of it."""
     return ConfigError([Problem(source, line, None, text, valid)])
 
 
 def _syntax_refusal(error: yaml.YAMLError, text: str, name: str) -> ConfigError:
     """Return the error for text that is not YAML, at the line where reading stopped."""
-    line = None
-    reason = "is not YAML"
-    valid = None
+    line, reason, valid = None, "is not YAML", None
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         line = error.problem_mark.line + 1
         reason = f"is not YAML: {cut(str(error.problem))}"
@@ -274,6 +249,5 @@ def _syntax_refusal(error: yaml.YAMLError, text: str, name: str) -> ConfigError:
             reason, valid = "holds a second document", "one document, without a --- line between two parts"
     elif isinstance(error, yaml.reader.ReaderError):
         line = text.count("\n", 0, error.position) + 1
-        reason = "holds a control character"
-        valid = "printable text"
-    return ConfigError([Problem(name, line, None, reason, valid)])
+        reason, valid = "holds a control character", "printable text"
+    return refusal(name, reason, valid, line)

@@ -1,7 +1,6 @@
 """What each worker of a node gets: GPU fraction, bytes, CPUs, duty, size. Numbers in, numbers out.
 
-Covers the sums, and the refusal of what cannot fit, with the sum. Does not cover what is measured on a live
-node (the context, other tenants): the worker subtracts that from its budget. Pure: no clock, no files, no Ray.
+Does not cover what is measured on a live node (context, other tenants): the worker subtracts that. Pure.
 """
 
 from __future__ import annotations

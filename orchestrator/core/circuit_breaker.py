@@ -32,13 +32,7 @@ def by_card(plans: Mapping[str, SlotPlan], slots: Mapping[str, Slot]) -> dict[st
 
 
 def cards_to_quarantine(cards: Mapping[str, Sequence[Slot]], now_s: float, rules: Rules) -> dict[str, str]:
-    """Return the cards to give up, each with the reason.
-
-    Args:
-        cards: Name of each card, as a person would call it -> the slots on it.
-        now_s: Monotonic seconds.
-        rules: Of this run.
-    """
+    """Return which of the cards of `by_card` to give up at `now_s` (monotonic seconds), each with the reason."""
     return {
         card: _reason(card, slots, rules)
         for card, slots in cards.items()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from orchestrator.core import step_accounting
 from orchestrator.core.leak_detector import NO_WATCH
-from orchestrator.core.slot import Command, Flight, Moment, Phase, Rules, Slot, Submit, Transition, changed
+from orchestrator.core.slot import Command, Flight, Moment, Phase, Rules, Slot, Transition, changed
+from workers.messages import Directive
 
 #: Slices under way in a working slot.
 _PIPELINE = 2
@@ -13,7 +14,7 @@ _PIPELINE = 2
 _SHORTEST = 0.1
 
 
-def begin(slot: Slot, moment: Moment, *, new_process: bool) -> tuple[Slot, Submit]:
+def begin(slot: Slot, moment: Moment, *, new_process: bool) -> tuple[Slot, Directive]:
     """Send the first slice of a process: one step. `new_process` counts another incarnation."""
     slot = changed(
         slot,
@@ -65,7 +66,6 @@ def due_at_s(slot: Slot, rules: Rules) -> float | None:
 
 
 def _should_end_s(slot: Slot) -> float | None:
-    """Return when the running slice should end; `None` if none is under way."""
     if not slot.in_flight:
         return None
     running = slot.in_flight[0]
@@ -76,11 +76,11 @@ def _should_end_s(slot: Slot) -> float | None:
     return began_s + running.duration_s
 
 
-def _send(slot: Slot, duration_s: float, moment: Moment) -> tuple[Slot, Submit]:
+def _send(slot: Slot, duration_s: float, moment: Moment) -> tuple[Slot, Directive]:
     step_limit = step_accounting.step_limit(slot, duration_s)
     sequence = slot.next_sequence
     flight = Flight(sequence=sequence, duration_s=duration_s, submitted_at_s=moment.now_s, step_limit=step_limit)
-    command = Submit(
+    command = Directive(
         incarnation=slot.incarnation,
         sequence=sequence,
         duration_s=duration_s,

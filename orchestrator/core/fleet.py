@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, TypeAlias
 
+from workers.host.facts import MachineFacts
 from workers.messages import Directive, Report
 from workers.settings import WorkerSpec
 
@@ -30,6 +31,29 @@ class NodeFact:
     """Whether it can be reached by our own clock, which is faster than Ray's."""
     refuses: bool = False
     """Whether its machine refused the connection, so that no raylet runs there. Silence may have other reasons."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeAnswer:
+    """One live node, and what it said of itself to the doctor (`cluster/inventory.py` asks)."""
+
+    name: str | None
+    """Its label `node`, or `None` if it was started without one."""
+    address: str
+    facts: MachineFacts | None = None
+    """`None`: it did not answer, see `error`."""
+    error: str | None = None
+    clock_offset_s: float | None = None
+    """How much its clock is ahead of this machine's."""
+    clock_error_s: float | None = None
+    """How far off that may be: half of the fastest round trip."""
+    unreachable: tuple[str, ...] = ()
+    """Ports (`host:port`) of other nodes that it could not open."""
+
+    @property
+    def title(self) -> str:
+        """How people call it."""
+        return self.name or self.address
 
 
 class SliceFailure(StrEnum):
@@ -66,7 +90,11 @@ class SliceFailed:
     sequence: int
     failure: SliceFailure
     text: str
-    """In the cluster's words."""
+
+    @classmethod
+    def of(cls, slot: str, sent: Directive, failure: SliceFailure, text: str) -> SliceFailed:
+        """Return the failure of a slice that was sent."""
+        return cls(slot=slot, incarnation=sent.incarnation, sequence=sent.sequence, failure=failure, text=text)
 
 
 SliceEnded: TypeAlias = SliceReported | SliceFailed
@@ -89,19 +117,6 @@ class DeathCause:
     host_memory: bool
     """It was killed because its machine was running out of RAM."""
     text: str
-    """In the cluster's words."""
-
-
-class NodePower(Protocol):
-    """Ends and starts nodes, where the nodes belong to this run."""
-
-    def end(self, name: str) -> None:
-        """End a node as a power cut would."""
-        ...
-
-    def start_again(self, name: str) -> None:
-        """Begin to start a node that was ended; it joins later."""
-        ...
 
 
 class Fleet(Protocol):
@@ -109,60 +124,36 @@ class Fleet(Protocol):
 
     def nodes(self) -> tuple[NodeFact, ...]:
         """The live nodes."""
-        ...
 
     def address(self) -> str:
         """`host:port` of the cluster's head."""
-        ...
 
     def count_cards(self, node: str) -> int:
-        """Ask the driver of a node's PC how many cards it has. Starts a process there; takes a second or two.
-
-        Raises:
-            PreflightError: No process came up there.
-        """
-        ...
+        """Ask the driver on a node for its cards, by a process: a second or two; `PreflightError` if none comes up."""
 
     def place(self, reservation: Reservation, spec: WorkerSpec) -> None:
         """Create the slot's actor; it starts when its node can take it. Each of its processes is told `spec` once."""
-        ...
 
     def submit(self, slot: str, directive: Directive) -> None:
         """Queue a slice behind those the slot's actor has."""
-        ...
 
     def wait(self, timeout_s: float) -> tuple[SliceEnded, ...]:
         """Wait for the first slice that ends, then take along all that have."""
-        ...
 
     def forget(self, slot: str) -> None:
         """Give up the slot's slices under way: their failures are not returned, only reports that still arrive."""
-        ...
 
     def restart(self, slot: str) -> None:
         """End the slot's process; the cluster starts a fresh one for the same actor."""
-        ...
 
     def abandon(self, slot: str) -> None:
         """End the slot's actor for good."""
-        ...
 
     def why_ended(self, slot: str) -> DeathCause | None:
         """Return why the slot's last process ended; `None` if the cluster does not know it (yet)."""
-        ...
 
     def end_node(self, node: str) -> None:
-        """End a node's raylet with everything on it, as a power cut would.
-
-        Raises:
-            UsageError: This cluster's nodes do not belong to this run.
-        """
-        ...
+        """End a raylet with everything on it, as a power cut would; `UsageError` if it is none of this run's own."""
 
     def start_node(self, node: str) -> None:
-        """Begin to start a node that `end_node` ended; it joins later.
-
-        Raises:
-            UsageError: This cluster's nodes do not belong to this run.
-        """
-        ...
+        """Begin to start a node that `end_node` ended; it joins later. Raises as that does."""

@@ -17,8 +17,8 @@ Rules:
 6. The first slice of a process is one step. More is sent only after its report, so that a process that does not come
    up has at most one step to lose.
 
-Every pair of phase and event is in `_HANDLERS`, is in `_IGNORED` with the reason, or is illegal: then the supervisor
-or the membership is wrong about what it does, and `advance` raises `IllegalEventError`.
+Every pair of phase and event is in `_TABLE`: handled, ignored for a reason, or illegal. An illegal one means that the
+supervisor or the membership is wrong about what it does, and `advance` raises `IllegalEventError`.
 
 Pure: no clock (every event comes with the time), no I/O, no randomness but a hash of a seed. What a slice brings is in
 `slice_results.py`, what is sent in `dispatch.py`, how a process ends in `restart_policy.py`. Does not place slots
@@ -65,7 +65,6 @@ class IllegalEventError(RuntimeError):
     """An event that no rule allows in the phase of its slot: a defect of the caller."""
 
     def __init__(self, slot: Slot, event: Event) -> None:
-        """Name the slot, its phase and the event."""
         super().__init__(f"{slot.slot}: {type(event).__name__} cannot happen while {slot.phase.value}")
         self.slot = slot.slot
         self.phase = slot.phase
@@ -75,25 +74,21 @@ class IllegalEventError(RuntimeError):
 def advance(slot: Slot, event: Event, now_s: float, rules: Rules, ends_at_s: float | None) -> Transition:
     """Return the slot after `event`, and what to do about it in this order.
 
-    Args:
-        slot: As it was.
-        event: What happened.
-        now_s: When, in monotonic seconds.
-        rules: Of this run.
-        ends_at_s: When the run shall end, once that is known; slices are cut to fit.
+    Times are monotonic seconds. Slices are cut to fit the end of the run, once that is known.
 
     Raises:
         IllegalEventError: The event cannot happen in the slot's phase.
     """
-    key = (slot.phase, type(event))
-    handler = _HANDLERS.get(key)
+    handler = _CELLS[slot.phase, type(event)]
     if handler is None:
-        if key in _IGNORED:
-            return slot, ()
         raise IllegalEventError(slot, event)
+    if isinstance(handler, str):
+        return slot, ()
     after, commands = handler(slot, event, Moment(now_s=now_s, rules=rules, ends_at_s=ends_at_s))
     if after.state is not slot.state:
-        commands = (*commands, _state_note(slot, after))
+        states = (("from_state", slot.state.value), ("to_state", after.state.value))
+        fields = (*states, ("cause", after.reason), ("incarnation", after.incarnation))
+        commands = (*commands, Note(name="state", fields=fields))
     return after, commands
 
 
@@ -173,71 +168,27 @@ def _stopped(slot: Slot) -> Transition:
     return replace(step_accounting.all_lost(slot), phase=Phase.STOPPED, wake_at_s=None), (Forget(),)
 
 
-def _state_note(before: Slot, after: Slot) -> Note:
-    return Note(
-        name="state",
-        fields=(
-            ("from_state", before.state.value),
-            ("to_state", after.state.value),
-            ("cause", after.reason),
-            ("incarnation", after.incarnation),
-        ),
-    )
-
-
 # The event's type is that of the table's key, which a dict cannot say; a test compares them.
 Handler: TypeAlias = Callable[[Slot, Any, Moment], Transition]
-Key: TypeAlias = tuple[Phase, type[Event]]
 
-_HANDLERS: Mapping[Key, Handler] = {
-    (Phase.ABSENT, NodeJoined): _node_joined,
-    (Phase.ABSENT, NodeRefused): _node_refused,
-    (Phase.ABSENT, SliceReported): slice_results.refused,
-    (Phase.ABSENT, Drain): _drain,
-    (Phase.ABSENT, Close): _close,
-    (Phase.WORKING, NodeLeft): _node_left,
-    (Phase.WORKING, CardQuarantined): _card_quarantined,
-    (Phase.WORKING, SliceReported): slice_results.reported,
-    (Phase.WORKING, SliceFailed): slice_results.failed,
-    (Phase.WORKING, DeathExplained): _death_explained,
-    (Phase.WORKING, Tick): _time_passed_while_working,
-    (Phase.WORKING, Drain): _drain,
-    (Phase.WORKING, Close): _close,
-    (Phase.PAUSING, NodeLeft): _node_left,
-    (Phase.PAUSING, CardQuarantined): _card_quarantined,
-    (Phase.PAUSING, SliceReported): slice_results.refused,
-    (Phase.PAUSING, DeathExplained): _death_explained,
-    (Phase.PAUSING, Tick): _time_passed_while_pausing,
-    (Phase.PAUSING, Drain): _drain,
-    (Phase.PAUSING, Close): _close,
-    (Phase.QUARANTINED, SliceReported): slice_results.refused,
-    (Phase.QUARANTINED, DeathExplained): _death_explained,
-    (Phase.STOPPED, SliceReported): slice_results.refused,
-}
-
-_ONE_FAILURE_SAID_IT = "slices of one process fail together, and the first failure gave up the others"
+_NOT_A_TIME = "the slot waits for its node, not for a time"
+_AWAY = "the slot's reason is that its node is away"
+_ONE_SAID_IT = "slices of one process fail together, and the first failure gave up the others"
+_RULE_5 = "rule 5"
 _FINAL = "the slot has ended; the supervisor still tells every slot"
 
-#: Events that change nothing in a phase, each with the reason.
-_IGNORED: Mapping[Key, str] = {
-    (Phase.ABSENT, SliceFailed): _ONE_FAILURE_SAID_IT,
-    (Phase.ABSENT, DeathExplained): "the slot's reason is that its node is away",
-    (Phase.ABSENT, Tick): "the slot waits for its node, not for a time",
-    (Phase.PAUSING, SliceFailed): _ONE_FAILURE_SAID_IT,
-    (Phase.QUARANTINED, NodeJoined): "rule 5",
-    (Phase.QUARANTINED, NodeLeft): "rule 5",
-    (Phase.QUARANTINED, NodeRefused): "rule 5",
-    (Phase.QUARANTINED, CardQuarantined): "the slot was given up before its card was",
-    (Phase.QUARANTINED, SliceFailed): _ONE_FAILURE_SAID_IT,
-    (Phase.QUARANTINED, Tick): "rule 5",
-    (Phase.QUARANTINED, Drain): _FINAL,
-    (Phase.QUARANTINED, Close): _FINAL,
-    (Phase.STOPPED, NodeJoined): _FINAL,
-    (Phase.STOPPED, NodeLeft): _FINAL,
-    (Phase.STOPPED, NodeRefused): _FINAL,
-    (Phase.STOPPED, SliceFailed): _ONE_FAILURE_SAID_IT,
-    (Phase.STOPPED, DeathExplained): "the slot is shown as it was when it stopped",
-    (Phase.STOPPED, Tick): _FINAL,
-    (Phase.STOPPED, Drain): _FINAL,
-    (Phase.STOPPED, Close): _FINAL,
+#: What an event does to a slot that is absent, working, pausing, quarantined or stopped, in the order of `Phase`: its
+#: handler, or why it changes nothing, or `None` where it is illegal.
+_TABLE: Mapping[type[Event], tuple[Handler | str | None, ...]] = {
+    NodeJoined: (_node_joined, None, None, _RULE_5, _FINAL),
+    NodeLeft: (None, _node_left, _node_left, _RULE_5, _FINAL),
+    NodeRefused: (_node_refused, None, None, _RULE_5, _FINAL),
+    CardQuarantined: (None, _card_quarantined, _card_quarantined, _RULE_5, None),
+    SliceReported: (slice_results.refused, slice_results.reported, *(slice_results.refused,) * 3),
+    SliceFailed: (_ONE_SAID_IT, slice_results.failed, *(_ONE_SAID_IT,) * 3),
+    DeathExplained: (_AWAY, _death_explained, _death_explained, _death_explained, _FINAL),
+    Tick: (_NOT_A_TIME, _time_passed_while_working, _time_passed_while_pausing, _RULE_5, _FINAL),
+    Drain: (_drain, _drain, _drain, _FINAL, _FINAL),
+    Close: (_close, _close, _close, _FINAL, _FINAL),
 }
+_CELLS = {(phase, event): cell for event, row in _TABLE.items() for phase, cell in zip(Phase, row, strict=True)}

@@ -42,13 +42,7 @@ class NodeCommand:
 
 
 def node_command(config: Config, node: str, head_address: str) -> NodeCommand:
-    """Return how `node` becomes part of the cluster.
-
-    Args:
-        config: Names the nodes, their CPUs and GPUs, and the port.
-        node: A key under `nodes:`.
-        head_address: `host:port` by which other PCs reach the head.
-    """
+    """Return how `node`, a key under `nodes:`, joins; other PCs reach the head by `head_address`, `host:port`."""
     budget = node_budget(node, config.nodes[node], config)
     is_head = node == config.head_node
     host = head_address.rsplit(":", 1)[0]
@@ -95,7 +89,7 @@ def _token_steps(*, is_head: bool, host: str) -> tuple[str, ...]:
     return (
         "# once: fetch the head's secret (or copy ~/.ray/auth_token from it in any other way)",
         (
-            f"mkdir -p ~/.ray && {{ test -s ~/.ray/auth_token || (umask 077; scp -- {source} ~/.ray/auth_token); }} "
+            f"(umask 077; mkdir -p ~/.ray; test -s ~/.ray/auth_token || scp -- {source} ~/.ray/auth_token) "
             "&& chmod 600 ~/.ray/auth_token"
         ),
     )

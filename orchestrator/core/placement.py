@@ -1,7 +1,6 @@
 """From a configuration to slots, and from live nodes to what is missing.
 
-Covers which slot goes where, what its worker gets, and the refusals with their reasons. Does not cover the sums
-on a card (`budget.py`), nor what to type to cure a refusal (`node_commands.py`). Pure.
+Does not cover the sums on a card (`budget.py`), nor what to type to cure a refusal (`node_commands.py`). Pure.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from orchestrator.core.budget import NodeBudget, node_budget
+from orchestrator.core.budget import node_budget
 from orchestrator.core.fleet import NodeFact, Reservation
 from workers.settings import MemorySettings, WorkerSpec, WorkloadSpec
 from workers.units import MIB
@@ -61,69 +60,49 @@ class Refusal:
 def plan_slots(config: Config, target: Target) -> tuple[SlotPlan, ...]:
     """Return every slot of the configuration, in its order, as `node/0`, `node/1` and so on."""
     budgets = [node_budget(name, node, config) for name, node in config.nodes.items()]
-    sharing = sum(budget.workers for budget in budgets) if target.one_machine else None
-    shared_bytes = sum(budget.workers * budget.budget_bytes for budget in budgets) if target.one_machine else None
-    slots = [(budget, f"{budget.node}/{index}") for budget in budgets for index in range(budget.workers)]
-    return tuple(
-        _slot_plan(config, target, budget, slot, seed, sharing, shared_bytes)
-        # Each worker draws its own numbers, and the same ones in the next run.
-        for seed, (budget, slot) in enumerate(slots, start=config.workload.seed)
-    )
-
-
-def _slot_plan(
-    config: Config,
-    target: Target,
-    budget: NodeBudget,
-    slot: str,
-    seed: int,
-    sharing: int | None,
-    shared_bytes: int | None,
-) -> SlotPlan:
-    node = config.nodes[budget.node]
-    spec = WorkerSpec(
-        slot=slot,
-        node=budget.node,
-        device=target.device or ("cuda" if budget.gpus else "cpu"),
-        budget_bytes=budget.budget_bytes,
-        card_budget_bytes=shared_bytes or budget.card_budget_bytes,
-        # Nodes that share one real card were made to fit it when they were scaled, all of them together.
-        memory_fraction=1.0 if target.one_machine else node.memory_fraction,
-        workers_on_host=sharing or budget.workers,
-        duty=budget.duty,
-        thread_share=node.gpu_share if config.compute_share_mode == "mps" else None,
-        policy=config.memory.policy,
-        memory=memory_settings(config),
-        workload=WorkloadSpec(
-            name=config.workload.name,
-            dtype=budget.dtype,
-            size=budget.size,
-            batch=budget.batch,
-            seed=seed,
-        ),
-        thermal=config.thermal.settings(),
-        check_share=config.verify.share,
-    )
-    reservation = Reservation(
-        slot=slot, node=budget.node, num_cpus=budget.cpus_per_worker, num_gpus=budget.gpu_fraction
-    )
-    return SlotPlan(reservation=reservation, spec=spec, gpu=node.gpu)
+    workers, workload = sum(budget.workers for budget in budgets), config.workload
+    workers_bytes = sum(budget.workers * budget.budget_bytes for budget in budgets)
+    memory, thermal = memory_settings(config), config.thermal.settings()
+    plans: list[SlotPlan] = []
+    for budget in budgets:
+        node, name = config.nodes[budget.node], budget.node
+        for slot in (f"{name}/{index}" for index in range(budget.workers)):
+            spec = WorkerSpec(
+                slot=slot,
+                node=name,
+                device=target.device or ("cuda" if budget.gpus else "cpu"),
+                budget_bytes=budget.budget_bytes,
+                card_budget_bytes=workers_bytes if target.one_machine else budget.card_budget_bytes,
+                # Nodes that share one real card were made to fit it when they were scaled, all of them together.
+                memory_fraction=1.0 if target.one_machine else node.memory_fraction,
+                workers_on_host=workers if target.one_machine else budget.workers,
+                duty=budget.duty,
+                thread_share=node.gpu_share if config.compute_share_mode == "mps" else None,
+                policy=config.memory.policy,
+                memory=memory,
+                workload=WorkloadSpec(
+                    name=workload.name,
+                    dtype=budget.dtype,
+                    size=budget.size,
+                    batch=budget.batch,
+                    # Each worker draws its own numbers, and the same ones in the next run.
+                    seed=workload.seed + len(plans),
+                ),
+                thermal=thermal,
+                check_share=config.verify.share,
+            )
+            cpus, gpus = budget.cpus_per_worker, budget.gpu_fraction
+            reservation = Reservation(slot=slot, node=name, num_cpus=cpus, num_gpus=gpus)
+            plans.append(SlotPlan(reservation=reservation, spec=spec, gpu=node.gpu))
+    return tuple(plans)
 
 
 def memory_settings(config: Config) -> MemorySettings:
     """Return the section `memory:` in the worker's units."""
     memory = config.memory
     return MemorySettings(
-        first_fraction=memory.first_fraction,
-        retry_reduction=memory.retry_reduction,
+        **memory.model_dump(include=set(MemorySettings.__slots__)),
         floor_bytes=round(memory.floor_mib * MIB),
-        size_decay=memory.size_decay,
-        size_floor=memory.size_floor,
-        batch_step=memory.batch_step,
-        batch_floor=memory.batch_floor,
-        emergency_size=memory.emergency_size,
-        cleanup_every=memory.cleanup_every,
-        failures_per_minute=memory.failures_per_minute,
         leave_free_bytes=round(memory.leave_free_mib * MIB),
     )
 
@@ -133,34 +112,24 @@ def refusals(config: Config, live: Iterable[NodeFact]) -> tuple[Refusal, ...]:
 
     Ray itself would not say: it leaves an actor that fits nowhere pending, silently.
     """
-    found: list[Refusal] = []
     facts = tuple(live)
+    found: list[Refusal] = []
     for name, node in config.nodes.items():
-        found.extend(_node_refusals(node_budget(name, node, config), [fact for fact in facts if fact.name == name]))
+        budget, mine = node_budget(name, node, config), [fact for fact in facts if fact.name == name]
+        needs: dict[Missing, str] = {}
+        if not mine:
+            needs[Missing.NODE] = f"no live node has the label node={name}"
+        elif len(mine) > 1:
+            where = ", ".join(sorted(fact.address for fact in mine))
+            needs[Missing.TWICE] = f"{len(mine)} live nodes have the label node={name}: {where}"
+        else:
+            if mine[0].cpus < budget.cpus_total:
+                cpus = f"{budget.workers} workers x {budget.cpus_per_worker} = {budget.cpus_total}"
+                needs[Missing.CPUS] = f"{name} offers {mine[0].cpus:g} CPUs, the plan needs {cpus}"
+            if mine[0].gpus < budget.gpus:
+                needs[Missing.GPUS] = f"{name} offers {mine[0].gpus:g} GPUs, the plan needs {budget.gpus}"
+        found += (Refusal(node=name, missing=missing, text=text) for missing, text in needs.items())
     return tuple(found)
-
-
-def _node_refusals(budget: NodeBudget, facts: list[NodeFact]) -> Iterable[Refusal]:
-    name = budget.node
-    if not facts:
-        yield Refusal(node=name, missing=Missing.NODE, text=f"no live node has the label node={name}")
-        return
-    if len(facts) > 1:
-        where = ", ".join(sorted(fact.address for fact in facts))
-        yield Refusal(
-            node=name, missing=Missing.TWICE, text=f"{len(facts)} live nodes have the label node={name}: {where}"
-        )
-        return
-    fact = facts[0]
-    if fact.cpus < budget.cpus_total:
-        sum_text = f"{budget.workers} workers x {budget.cpus_per_worker} = {budget.cpus_total}"
-        yield Refusal(
-            node=name, missing=Missing.CPUS, text=f"{name} offers {fact.cpus:g} CPUs, the plan needs {sum_text}"
-        )
-    if fact.gpus < budget.gpus:
-        yield Refusal(
-            node=name, missing=Missing.GPUS, text=f"{name} offers {fact.gpus:g} GPUs, the plan needs {budget.gpus}"
-        )
 
 
 def unnamed(live: Iterable[NodeFact]) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from orchestrator.core.slot import (
     Phase,
     Restart,
     Slot,
+    SlotState,
     Transition,
 )
 from workers.messages import WorkerState
@@ -29,11 +30,7 @@ from workers.units import MIB
 def died(slot: Slot, why: str, moment: Moment, *, before: tuple[Command, ...] = ()) -> Transition:
     """Start another process after a pause that grows with each death, or give up.
 
-    Args:
-        slot: Whose process is gone or must go.
-        why: For a person.
-        moment: Of the death.
-        before: Commands that end the process, if it still lives.
+    `before` are the commands that end the process, if it still lives.
     """
     now_s, rules = moment.now_s, moment.rules
     deaths = (*(recent(slot.deaths_at_s, moment) if slot.ready else slot.deaths_at_s), now_s)
@@ -41,36 +38,20 @@ def died(slot: Slot, why: str, moment: Moment, *, before: tuple[Command, ...] = 
     if len(deaths) >= rules.max_deaths:
         span_s = max(rules.death_window_s, now_s - deaths[0])
         return quarantine(slot, f"{len(deaths)} deaths in {span_s:.0f} s; the last: {why}")
-    wake_at_s = now_s + _pause_s(slot, moment)
-    slot = replace(slot, phase=Phase.PAUSING, state=HeadState.RESTARTING, reason=why, wake_at_s=wake_at_s)
-    return stopped_if_draining(slot), (Forget(), *before)
+    return _pausing(slot, HeadState.RESTARTING, why, now_s + _pause_s(slot, moment)), (Forget(), *before)
 
 
 def no_memory_for_context(slot: Slot, why: str, moment: Moment) -> Transition:
     """Try a fresh process after the longest pause: the card has no memory left even for a context. Not a death."""
-    slot = _restarted(slot)
-    slot = replace(
-        slot,
-        phase=Phase.PAUSING,
-        state=WorkerState.EMERGENCY,
-        reason=why,
-        ending=True,
-        wake_at_s=moment.now_s + _jittered(moment.rules.restart_backoff_max_s, slot, moment),
-    )
-    return stopped_if_draining(slot), (Forget(), Restart())
+    slot = replace(_restarted(slot), ending=True)
+    pause_s = _jittered(moment.rules.restart_backoff_max_s, slot, moment)
+    return _pausing(slot, WorkerState.EMERGENCY, why, moment.now_s + pause_s), (Forget(), Restart())
 
 
 def leaked(slot: Slot, growth_bytes: int, moment: Moment) -> Transition:
     """Replace a process that takes more and more memory. Not a death: it did its work."""
-    slot = replace(
-        _restarted(slot),
-        phase=Phase.PAUSING,
-        state=HeadState.RESTARTING,
-        reason=f"{leak_words(growth_bytes)}; its process was replaced",
-        ending=True,
-        wake_at_s=moment.now_s,
-    )
-    return slot, (Forget(), Restart())
+    slot, why = replace(_restarted(slot), ending=True), f"{leak_words(growth_bytes)}; its process was replaced"
+    return _pausing(slot, HeadState.RESTARTING, why, moment.now_s), (Forget(), Restart())
 
 
 def leak_words(growth_bytes: int) -> str:
@@ -106,6 +87,10 @@ def stopped_if_draining(slot: Slot) -> Slot:
     return replace(slot, phase=Phase.STOPPED, wake_at_s=None) if slot.draining else slot
 
 
+def _pausing(slot: Slot, state: SlotState, why: str, wake_at_s: float) -> Slot:
+    return stopped_if_draining(replace(slot, phase=Phase.PAUSING, state=state, reason=why, wake_at_s=wake_at_s))
+
+
 def recent(deaths_at_s: tuple[float, ...], moment: Moment) -> tuple[float, ...]:
     """Return the deaths of the window that ends now."""
     return deaths_at_s and tuple(at for at in deaths_at_s if at > moment.now_s - moment.rules.death_window_s)
@@ -121,7 +106,6 @@ def explained(slot: Slot, cause: DeathCause) -> Slot:
 
 
 def _restarted(slot: Slot) -> Slot:
-    """Give up what is under way and count a restart."""
     slot = step_accounting.all_lost(slot)
     return replace(slot, restarts=slot.restarts + 1)
 

@@ -11,6 +11,7 @@ from orchestrator.core.fleet import SliceFailed, SliceFailure, SliceReported
 from orchestrator.core.leak_detector import observed
 from orchestrator.core.slot import (
     Accept,
+    Command,
     Flight,
     Forget,
     Moment,
@@ -91,27 +92,23 @@ def _accepted(slot: Slot, flight: Flight, report: Report, moment: Moment) -> Tra
 
 
 def _go_on(slot: Slot, moment: Moment) -> Transition:
-    """After a good report: more work, unless the run is ending or the process has taken too much memory."""
-    slot, notes = _leak_told(slot, moment)
+    """After a good report: more work, unless the run is ending or the process has taken too much memory.
+
+    That memory grows is said in every reason, and once for each process in the event log.
+    """
+    growth_bytes, rules = slot.leak.growth_bytes or 0, moment.rules
+    notes: tuple[Command, ...] = ()
+    if rules.leak_flag_bytes is not None and growth_bytes >= rules.leak_flag_bytes:
+        notes = () if slot.leak_told else (Note(name="leak", fields=(("growth_bytes", growth_bytes),)),)
+        is_running = slot.state is WorkerState.RUNNING
+        reason = f"LEAK: {restart_policy.leak_words(growth_bytes)}" if is_running else slot.reason
+        slot = changed(slot, leak_told=True, reason=reason)
     if slot.draining:
         return (slot if slot.in_flight else changed(slot, phase=Phase.STOPPED, wake_at_s=None)), notes
-    growth_bytes = slot.leak.growth_bytes or 0
-    limit_bytes = moment.rules.leak_limit_bytes
-    if limit_bytes is not None and growth_bytes >= limit_bytes:
+    if rules.leak_limit_bytes is not None and growth_bytes >= rules.leak_limit_bytes:
         return restart_policy.leaked(slot, growth_bytes, moment)
     slot, commands = dispatch.fill(slot, moment)
     return slot, (*notes, *commands)
-
-
-def _leak_told(slot: Slot, moment: Moment) -> Transition:
-    """Say that memory grows: in every reason, and once for each process in the event log."""
-    growth_bytes = slot.leak.growth_bytes or 0
-    flag_bytes = moment.rules.leak_flag_bytes
-    if flag_bytes is None or growth_bytes < flag_bytes:
-        return slot, ()
-    notes = () if slot.leak_told else (Note(name="leak", fields=(("growth_bytes", growth_bytes),)),)
-    reason = f"LEAK: {restart_policy.leak_words(growth_bytes)}" if slot.state is WorkerState.RUNNING else slot.reason
-    return changed(slot, leak_told=True, reason=reason), notes
 
 
 def failed(slot: Slot, event: SliceFailed, moment: Moment) -> Transition:
@@ -120,7 +117,7 @@ def failed(slot: Slot, event: SliceFailed, moment: Moment) -> Transition:
     if flight is None:
         return slot, ()  # slices of one process fail together, and the first failure gave up the others
     if event.failure is SliceFailure.UNSENT:
-        slot = step_accounting.without(slot, flight)
+        slot = changed(slot, in_flight=step_accounting.others(slot, flight))
     if event.failure is SliceFailure.UNBUILDABLE:
         if slot.report is None:
             why = f"{slot.slot}: cannot be started: {event.text}"

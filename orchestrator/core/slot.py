@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from orchestrator.core.fleet import DeathCause, SliceFailed, SliceReported
 from orchestrator.core.leak_detector import NO_WATCH, LeakWatch
-from workers.messages import NO_COUNTS, DeviceInfo, Report, ResumeState, StepCounts, WorkerState
+from workers.messages import NO_COUNTS, DeviceInfo, Directive, Report, ResumeState, StepCounts, WorkerState
 from workers.settings import Scalar
 
 
@@ -33,11 +33,7 @@ SlotState: TypeAlias = WorkerState | HeadState
 
 
 def slot_state(word: str) -> SlotState:
-    """Return the state of this name.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Return the state of this name; `ValueError` if there is none."""
     return HeadState(word) if word in set(HeadState) else WorkerState(word)
 
 
@@ -114,10 +110,8 @@ class Slot:
     errors_in_a_row: int = 0
     leak: LeakWatch = NO_WATCH
     leak_told: bool = False
-    """Whether the growth of the present process has been reported."""
     resume: ResumeState | None = None
     report: Report | None = None
-    """The last one accepted."""
     device: DeviceInfo | None = None
     """The last that any report named: a broken process reports none."""
     counts: StepCounts = NO_COUNTS
@@ -131,17 +125,12 @@ _SLOT_FIELDS = frozenset(item.name for item in fields(Slot))
 
 
 def changed(slot: Slot, **changes: Any) -> Slot:  # noqa: ANN401 - the type of each field
-    """Return a copy of the slot with other values. As `dataclasses.replace`, for what every report does.
-
-    Raises:
-        TypeError: A slot has no field of that name.
-    """
-    copy = object.__new__(Slot)
-    values = copy.__dict__
-    values.update(slot.__dict__)
-    values.update(changes)
+    """Return a copy with other values, as `dataclasses.replace`, but fast; `TypeError` if there is no such field."""
+    values = slot.__dict__ | changes
     if len(values) != len(_SLOT_FIELDS):
         raise TypeError(f"a slot has no {', '.join(sorted(changes.keys() - _SLOT_FIELDS))}")
+    copy = object.__new__(Slot)
+    object.__setattr__(copy, "__dict__", values)
     return copy
 
 
@@ -156,8 +145,17 @@ class Moment:
     """When the run shall end; `None` before the planned time has begun."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """An event or a command that has no details: equal to every other of its class."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeJoined:
+class _Reasoned:
+    reason: str
+
+
+class NodeJoined(_Plain):
     """The slot's node is there and can take it."""
 
 
@@ -168,18 +166,12 @@ class NodeLeft:
     reason: str = "its node has left the cluster"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeRefused:
+class NodeRefused(_Reasoned):
     """The slot's node is there and cannot take it: fewer CPUs than planned, or two nodes of one name."""
 
-    reason: str
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CardQuarantined:
+class CardQuarantined(_Reasoned):
     """Every worker of the slot's card keeps dying: the card is given up, not one worker after the other."""
-
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,18 +181,15 @@ class DeathExplained:
     cause: DeathCause
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
+class Tick(_Plain):
     """Time has passed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drain:
+class Drain(_Plain):
     """The run is ending: finish what runs, begin nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Close:
+class Close(_Plain):
     """The run has ended: what is still under way is lost."""
 
 
@@ -218,42 +207,24 @@ Event: TypeAlias = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Place(_Plain):
     """Create the slot's actor."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submit:
-    """Send a directive."""
-
-    incarnation: int
-    sequence: int
-    duration_s: float
-    step_limit: int
-    resume: ResumeState | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forget:
+class Forget(_Plain):
     """Give up every slice under way."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restart:
+class Restart(_Plain):
     """End the process; the cluster starts another."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abandon:
+class Abandon(_Plain):
     """End the actor for good."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndRun:
+class EndRun(_Reasoned):
     """The run cannot continue: what was asked for can never work."""
-
-    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +242,8 @@ class Note:
     fields: tuple[tuple[str, Scalar], ...] = ()
 
 
-Command: TypeAlias = Accept | Place | Submit | Forget | Restart | Abandon | EndRun | Note
+#: A directive is sent as it is, except for what only the supervisor can add: an injected fault, and a lease.
+Command: TypeAlias = Accept | Place | Directive | Forget | Restart | Abandon | EndRun | Note
 
 #: The slot after an event, and what the supervisor is to do about it, in this order.
 Transition: TypeAlias = tuple[Slot, tuple[Command, ...]]

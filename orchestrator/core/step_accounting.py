@@ -52,11 +52,6 @@ def flight_of(slot: Slot, incarnation: int, sequence: int) -> Flight | None:
     return None
 
 
-def without(slot: Slot, flight: Flight) -> Slot:
-    """Close a slice that was counted."""
-    return changed(slot, in_flight=others(slot, flight))
-
-
 def others(slot: Slot, flight: Flight) -> tuple[Flight, ...]:
     """Return the slices under way besides this one."""
     return tuple([other for other in slot.in_flight if other is not flight])

@@ -1,19 +1,29 @@
-"""Checks between several nodes: answers, clocks, reachable ports, versions; token and port. Pure."""
+"""What cluster.yaml says against what nodes have, and the nodes against each other. Pure: facts in, findings out.
+
+Does not cover what the cluster offers to Ray (`placement.refusals`) nor the sums themselves (`budget`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from orchestrator.config.schema import Config
+from orchestrator.config.capacity import budget_bytes, card_total_gib, overbooked, workers_per_card
+from orchestrator.config.gpu_specs import PROFILES, match_profile
+from orchestrator.config.schema import Config, NodeConfig
+from orchestrator.core.fleet import NodeAnswer
 from orchestrator.core.node_commands import node_command
-from orchestrator.core.node_facts import NodeAnswer, PortFacts, TokenFacts
 from orchestrator.core.placement import Refusal
-from orchestrator.doctor.finding import Finding, Verdict, fail, ok, skip, warn
+from orchestrator.doctor.checks_card import is_ours
+from orchestrator.doctor.finding import Finding, Verdict, fail, named, ok, skip, warn
 from orchestrator.watch.phrases import counted
+from workers.host.facts import CardFacts, MachineFacts
+from workers.units import GIB
 
 #: A run measures with the head's clock alone; more than this only makes the PCs' own logs hard to compare.
 _CLOCK_OFFSET_S = 1.0
+
+_NEW_FILE = "python -m orchestrator init --output mine.yaml"
 
 
 def check_nodes(
@@ -24,66 +34,60 @@ def check_nodes(
     Args:
         config: What is planned.
         address: `host:port` of the head.
-        missing: What stands in the way of the plan, see `placement.refusals`.
+        missing: As `placement.refusals` says.
         answers: One for each live node.
     """
     found = [
-        Finding(
+        replace(
+            fail(refusal.text, hint=f"on {refusal.node}", fix=node_command(config, refusal.node, address).line),
             check="nodes",
-            verdict=Verdict.FAIL,
-            found=refusal.text,
-            hint=f"on {refusal.node}",
-            fix=node_command(config, refusal.node, address).line,
             node=refusal.node,
         )
         for refusal in missing
     ]
     if not found:
-        found.append(ok("nodes", f"{counted(len(config.nodes), 'planned node')} there, with the CPUs and GPUs planned"))
+        words = f"{counted(len(config.nodes), 'planned node')} there, with the CPUs and GPUs planned"
+        found = named({"nodes": ok(words)})
     for answer in answers:
-        found += [replace(finding, node=answer.title) for finding in _of_one(config, answer)]
-    return [*found, *_alike(answers)]
+        found += [replace(finding, node=answer.title) for finding in named(_of_one(config, answer))]
+    return [*found, *named({"versions": _alike(answers)})]
 
 
-def _of_one(config: Config, answer: NodeAnswer) -> Iterator[Finding]:
+def _of_one(config: Config, answer: NodeAnswer) -> dict[str, Finding | Iterable[Finding]]:
+    if answer.facts is None:
+        text = f"gave no answer: {answer.error or 'no reason given'}"
+        hint = "is this project installed there, in the same version, in the Python that Ray was started with?"
+        return {"nodes": _label(config, answer), "answer": fail(text, hint=hint, fix="make setup")}
+    return {"nodes": _label(config, answer), "clock": _clock(answer), "network": _doors(answer)}
+
+
+def _label(config: Config, answer: NodeAnswer) -> Iterator[Finding]:
     if answer.name is None:
+        names = ", ".join(config.nodes)
         yield warn(
-            "nodes",
             f"the node at {answer.address} has no label, so no worker is placed on it",
-            hint="end its Ray there (ray stop) and start it with what `up` prints for one of: "
-            + ", ".join(config.nodes),
+            hint=f"end its Ray there (ray stop) and start it with what `up` prints for one of: {names}",
             fix=f"python -m orchestrator up {next(iter(config.nodes))}",
         )
     elif answer.name not in config.nodes:
-        yield warn("nodes", f"cluster.yaml has no node {answer.name}, so no worker is placed on it")
-    if answer.facts is None:
-        yield fail(
-            "answer",
-            f"gave no answer: {answer.error or 'no reason given'}",
-            hint="is this project installed there, in the same version, in the Python that Ray was started with?",
-            fix="make setup",
-        )
-        return
-    yield _clock(answer)
-    yield _doors(answer)
+        yield warn(f"cluster.yaml has no node {answer.name}, so no worker is placed on it")
 
 
 def _clock(answer: NodeAnswer) -> Finding:
     offset_s, error_s = answer.clock_offset_s, answer.clock_error_s
     if offset_s is None or error_s is None:
-        return skip("clock", "could not be compared")
+        return skip("could not be compared")
     found = f"{abs(offset_s):.3f} s {'ahead of' if offset_s >= 0 else 'behind'} this PC's, give or take {error_s:.3f} s"
     if abs(offset_s) - error_s > _CLOCK_OFFSET_S:
-        return warn("clock", found, hint="on the PC that is wrong", fix="sudo timedatectl set-ntp true")
-    return ok("clock", found)
+        return warn(found, hint="on the PC that is wrong", fix="sudo timedatectl set-ntp true")
+    return ok(found)
 
 
 def _doors(answer: NodeAnswer) -> Finding:
     if not answer.unreachable:
-        return ok("network", "reaches every other node")
+        return ok("reaches every other node")
     shut = ", ".join(answer.unreachable)
     return fail(
-        "network",
         f"cannot reach {shut}; a firewall, or an address that only the other side can use",
         hint="on the PC that is not reached, let the others in (this is ufw's way; put your network's address); a PC "
         "with several networks needs nodes.<name>.host",
@@ -96,61 +100,99 @@ def _alike(answers: Iterable[NodeAnswer]) -> Iterator[Finding]:
     known = [(answer.title, answer.facts) for answer in answers if answer.facts is not None]
     if len(known) < 2:
         return
+    versions: dict[str, Callable[[MachineFacts], str | None]] = {
+        "Python": lambda facts: ".".join(facts.python.split(".")[:2]),
+        "Ray": lambda facts: facts.ray,
+        "this project": lambda facts: facts.project,
+        "torch": lambda facts: (facts.torch.version or "none").split("+")[0],
+    }
     differing = False
-    for what, values, must in (
-        ("Python", [(title, ".".join(facts.python.split(".")[:2])) for title, facts in known], True),
-        ("Ray", [(title, facts.ray) for title, facts in known], True),
-        ("this project", [(title, facts.project) for title, facts in known], True),
-        ("torch", [(title, (facts.torch.version or "none").split("+")[0]) for title, facts in known], False),
-    ):
-        if len({value for _, value in values}) == 1:
-            continue
-        differing = True
-        text = f"{what} differs: " + ", ".join(f"{title} has {value or 'none'}" for title, value in values)
-        yield fail("versions", text, fix="make setup") if must else warn("versions", text, fix="make setup")
+    for what, version in versions.items():
+        if len({version(facts) for _, facts in known}) > 1:
+            differing = True
+            has = ", ".join(f"{title} has {version(facts) or 'none'}" for title, facts in known)
+            yield (warn if what == "torch" else fail)(f"{what} differs: {has}", fix="make setup")
     if not differing:
-        yield ok("versions", "Python, Ray, torch and this project are the same on every node")
+        yield ok("Python, Ray, torch and this project are the same on every node")
 
 
-def check_token(auth: str, token: TokenFacts, *, is_needed: bool) -> Finding:
-    """Return what there is to say about the token.
+def check_plan(node: str, plan: NodeConfig, facts: MachineFacts, *, is_sure: bool) -> Iterator[Finding]:
+    """Yield how the plan for a node fits a machine; what would fail is only a warning unless it `is_sure` that node."""
+    where = f"{plan.gpus} x {plan.gpu}" if plan.gpus else "the processor"
+    fits = ok(f"{node}: {plan.workers} workers x {plan.vram_per_worker_gib:g} GiB on {where}, which it has")
+    for finding in list(_cards(node, plan, facts) if plan.gpus else _memory(node, plan, facts)) or [fits]:
+        if finding.verdict is Verdict.FAIL and not is_sure:
+            yield replace(finding, verdict=Verdict.WARN, found=f"{finding.found} (if this PC is meant)")
+        else:
+            yield finding
 
-    Args:
-        auth: `cluster.auth`.
-        token: What is known of it.
-        is_needed: Whether a cluster is up, which asks for it.
-    """
-    if auth == "none":
-        return warn(
-            "token",
-            "switched off (cluster.auth: none): any program that reaches the head's port may run code on these PCs",
-            hint="set cluster.auth: token, end every node and start it with what `up` prints",
+
+def _cards(node: str, plan: NodeConfig, facts: MachineFacts) -> Iterator[Finding]:
+    has = facts.visible_cards
+    if len(has) < plan.gpus:
+        cards = "no NVIDIA card answers" if not has else f"{len(has)} answer"
+        yield fail(
+            f"cluster.yaml gives {node} {plan.gpus} x {plan.gpu}, but {cards} there",
+            hint="write down what it has, or let `init` write a new file",
+            fix=_NEW_FILE,
         )
-    if token.from_environment:
-        return ok("token", "in the environment (RAY_AUTH_TOKEN)")
-    if not token.exists:
-        if is_needed:
-            return fail("token", f"there is none in {token.path}", hint="copy that file from the head; mode 600")
-        return skip("token", "none yet; a cluster needs one, and `python -m orchestrator up NODE` makes it")
-    if token.mode is not None and token.mode & 0o077:
-        return warn("token", f"{token.path} can be read by other users of this PC", fix=f"chmod 600 {token.path}")
-    return ok("token", f"{token.path}, for this user alone")
+    if not has:
+        return
+    smallest = min(has[: plan.gpus], key=lambda card: card.total_bytes)
+    real = plan.model_copy(update={"vram_gib": smallest.total_bytes / GIB})
+    excess = overbooked(real)
+    if excess is not None:
+        yield fail(
+            f"{node}: {excess.text}",
+            hint=f"in cluster.yaml: {excess.valid}",
+            fix=_NEW_FILE,
+        )
+    yield from _names(node, plan, smallest)
+    if excess is None:
+        yield from _room(node, plan, has)
 
 
-def check_port(port: PortFacts) -> Finding:
-    """Return whether a head could listen on this machine."""
-    if not port.taken:
-        return ok("port", f"{port.port} is free for a head on this PC")
-    holder = f" by {port.holder}" if port.holder else ""
-    return warn(
-        "port",
-        f"{port.port} is taken{holder}; a head on this PC could not listen there",
-        hint="end that program, or set cluster.port",
-        fix=f"sudo ss -ltnp 'sport = :{port.port}'",
-    )
+def _names(node: str, plan: NodeConfig, card: CardFacts) -> Iterator[Finding]:
+    live = match_profile(card.name, card.total_bytes)
+    key = None if live is None else live.key
+    if plan.gpu in PROFILES and plan.gpu != key:
+        total = card_total_gib(plan)
+        claimed = "" if total is None else f", for which cluster.yaml says {total:g}"
+        yield warn(
+            f"cluster.yaml says that {node} has a {plan.gpu}; it has a {card.name} with {card.total_bytes / GIB:.2f} "
+            f"GiB{claimed}",
+            hint=f"in cluster.yaml: nodes.{node}.gpu: {key or 'any name'}, and "
+            f"vram_gib: {int(card.total_bytes / GIB * 100) / 100:g}",
+        )
 
 
-def check_config(config: Config) -> Finding:
-    """Return what is said of a configuration that loads."""
-    workers = sum(node.workers for node in config.nodes.values())
-    return ok("config", f"{counted(len(config.nodes), 'node')}, {counted(workers, 'worker')}")
+def _room(node: str, plan: NodeConfig, cards: tuple[CardFacts, ...]) -> Iterator[Finding]:
+    wanted_bytes = workers_per_card(plan.workers, plan.gpus) * budget_bytes(plan)
+    for card in cards[: plan.gpus]:
+        if card.used_bytes is None or is_ours(card.holders):
+            continue  # a run is under way, and what is used is used by its workers
+        free_bytes = card.total_bytes - card.used_bytes
+        if free_bytes < wanted_bytes:
+            yield warn(
+                f"{node}: its workers want {wanted_bytes / GIB:.2f} GiB of card #{card.index}, and "
+                f"{free_bytes / GIB:.2f} GiB are free",
+                hint="they run smaller steps; to use all of it, end the other programs on the card",
+                fix="nvidia-smi",
+            )
+
+
+def _memory(node: str, plan: NodeConfig, facts: MachineFacts) -> Iterator[Finding]:
+    wanted_bytes = plan.workers * budget_bytes(plan)
+    if wanted_bytes > facts.ram_available_bytes:
+        yield fail(
+            f"{node}: {plan.workers} workers x {plan.vram_per_worker_gib:g} GiB on the processor = "
+            f"{wanted_bytes / GIB:.2f} GiB, and {facts.ram_available_bytes / GIB:.2f} GiB of memory are free",
+            hint=f"in cluster.yaml: fewer workers, or vram_per_worker_gib <= "
+            f"{int(facts.ram_available_bytes / plan.workers / GIB * 100) / 100:g}",
+        )
+    if facts.visible_cards:
+        yield warn(
+            f"cluster.yaml lets {node} work on its processor, and it has a {facts.visible_cards[0].name}",
+            hint="write it down, or let `init` write a new file",
+            fix=_NEW_FILE,
+        )

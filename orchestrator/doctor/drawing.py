@@ -13,8 +13,7 @@ from typing import Any
 
 from rich.text import Text
 
-from orchestrator.doctor.finding import Finding, Verdict, count, exit_code
-from orchestrator.doctor.visit import Diagnosis
+from orchestrator.doctor.finding import Diagnosis, Finding, Verdict, count, exit_code
 from orchestrator.watch.cells import Glyphs
 from orchestrator.watch.phrases import counted
 from orchestrator.watch.summary import SCHEMA, summary_text
@@ -33,35 +32,20 @@ _WIDEST = 110
 def diagnosis_json(diagnosis: Diagnosis) -> str:
     """Return the report as one JSON object; `null` is unknown or not needed."""
     findings = diagnosis.findings
+    keys = ("node", "check", "verdict", "found", "hint", "fix")
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "where": diagnosis.where,
         "is_cluster": diagnosis.is_cluster,
         "exit_code": exit_code(findings),
         **{f"{verdict}_count": count(findings, verdict) for verdict in Verdict},
-        "findings": [
-            {
-                "node": finding.node,
-                "check": finding.check,
-                "verdict": finding.verdict.value,
-                "found": finding.found,
-                "hint": finding.hint,
-                "fix": finding.fix,
-            }
-            for finding in findings
-        ],
+        "findings": [{key: getattr(finding, key) for key in keys} for finding in findings],
     }
     return summary_text(report)
 
 
 def diagnosis_lines(diagnosis: Diagnosis, width: int | None, glyphs: Glyphs) -> Iterator[Text]:
-    """Yield the report, line by line: what concerns all first, then each node.
-
-    Args:
-        diagnosis: What was found.
-        width: Cells of a line of the terminal; `None` if it is none, so that no line is broken.
-        glyphs: `glyphs_for(stream.encoding)` of the stream it will be printed to.
-    """
+    """Yield the report, line by line: what concerns all first, then each node. Without a width no line is broken."""
     room = None if width is None else max(20, min(width, _WIDEST) - _INDENT)
     yield Text(glyphs.clean(f"Looked at {diagnosis.where}."), style="bold")
     ordered = sorted(diagnosis.findings, key=lambda finding: finding.node or "")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 
 #: Verbs that read the configuration.
 _READ_CONFIG = tuple(f"python -m orchestrator {verb} " for verb in ("run", "up"))
@@ -22,53 +24,42 @@ class Verdict(StrEnum):
     FAIL = "fail"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One line of the doctor's report."""
 
-    check: str
-    """One word, which stays the same from run to run."""
     verdict: Verdict
     found: str
     hint: str | None = None
     """What it means, or what to do where no command does it."""
     fix: str | None = None
     """What to type."""
+    check: str = ""
+    """One word, which stays the same from run to run; `named` sets it."""
     node: str | None = None
     """The node it is about; `None`: this machine, or the cluster as a whole."""
 
 
-def ok(check: str, found: str) -> Finding:
-    """Return a finding that is as it should be."""
-    return Finding(check=check, verdict=Verdict.OK, found=found)
+ok = partial(Finding, Verdict.OK)
+skip = partial(Finding, Verdict.SKIP)
+warn = partial(Finding, Verdict.WARN)
+fail = partial(Finding, Verdict.FAIL)
 
 
-def skip(check: str, found: str) -> Finding:
-    """Return a finding that does not apply here."""
-    return Finding(check=check, verdict=Verdict.SKIP, found=found)
-
-
-def warn(check: str, found: str, *, hint: str | None = None, fix: str | None = None) -> Finding:
-    """Return a finding that the user should know."""
-    return Finding(check=check, verdict=Verdict.WARN, found=found, hint=hint, fix=fix)
-
-
-def fail(check: str, found: str, *, hint: str | None = None, fix: str | None = None) -> Finding:
-    """Return a finding that must be put right first."""
-    return Finding(check=check, verdict=Verdict.FAIL, found=found, hint=hint, fix=fix)
+def named(checks: Mapping[str, Finding | Iterable[Finding]]) -> list[Finding]:
+    """Return what checks found, with the names of the checks."""
+    return [
+        replace(finding, check=check)
+        for check, found in checks.items()
+        for finding in ([found] if isinstance(found, Finding) else found)
+    ]
 
 
 def with_config(finding: Finding, options: str) -> Finding:
-    """Return the finding with a command that reads the same configuration as the doctor did.
-
-    Args:
-        finding: As a check made it.
-        options: What says which configuration that is, such as `--config mine.yaml`; empty for the usual one.
-    """
-    fix = finding.fix
-    if not options or fix is None or not fix.startswith(_READ_CONFIG):
-        return finding
-    return replace(finding, fix=f"{fix} {options}")
+    """Return the finding with a command that reads the doctor's configuration, which `options` name if any do."""
+    if options and (finding.fix or "").startswith(_READ_CONFIG):
+        return replace(finding, fix=f"{finding.fix} {options}")
+    return finding
 
 
 def count(findings: Iterable[Finding], verdict: Verdict) -> int:
@@ -81,17 +72,26 @@ def exit_code(findings: Iterable[Finding]) -> int:
     return 1 if count(findings, Verdict.FAIL) else 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """All that was found, and of what."""
+
+    where: str
+    """What was looked at, in words."""
+    is_cluster: bool
+    has_card: bool
+    has_config: bool
+    findings: tuple[Finding, ...]
+    options: str = ""
+    """What says which configuration was read, such as `--config mine.yaml`; empty for the usual one."""
+
+
 def versions(text: str | None) -> tuple[int, ...]:
     """Return the leading numbers of a version: (2, 13, 0) of `2.13.0+cpu`; nothing of what is no version."""
-    numbers: list[int] = []
-    for part in (text or "").split("+")[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
+    leading = re.match(r"\d+(\.\d+)*", text or "")
+    return tuple(map(int, leading[0].split("."))) if leading else ()
 
 
 def dotted(version: Sequence[int]) -> str:
     """Return the numbers of a version as it is written: `12.8`."""
-    return ".".join(str(number) for number in version)
+    return ".".join(map(str, version))

@@ -17,29 +17,20 @@ from workers.nvml.fake.script import read_script
 
 
 def check(script: Path, *, is_rehearsal: bool) -> None:
-    """Refuse a script before anything is started for it.
-
-    Raises:
-        UsageError: It cannot be used, or real cards would be shown as cool ones.
-    """
+    """Refuse, as a `UsageError`, a script that cannot be used, or that would show real cards as cool ones."""
     if not is_rehearsal:
         raise UsageError("--fake-sensors only makes sense with --rehearse: real cards have sensors of their own")
     try:
-        cards = read_script(script).cards
+        if not read_script(script).cards:
+            raise UsageError(f"{script} describes no cards; each node's workers read one")
     except FakeSensorsError as error:
         raise UsageError(str(error)) from error
-    if not cards:
-        raise UsageError(f"{script} describes no cards; each node's workers read one")
 
 
 def with_sensors(plans: Sequence[SlotPlan], script: Path, folder: Path, elapsed_s: float) -> tuple[SlotPlan, ...]:
     """Return the slots with workers that read the script; the first node its first card, and so on.
 
-    Args:
-        plans: Every slot.
-        script: What a person wrote.
-        folder: Where the library for it is built.
-        elapsed_s: How long the run has gone on already, if it was resumed.
+    The library for it is built in `folder`. A run that was resumed has gone on for `elapsed_s` already.
 
     Raises:
         UsageError: It cannot be built.

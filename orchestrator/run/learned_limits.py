@@ -6,7 +6,6 @@ read or written does not stop a run; the event log says so.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,9 +16,6 @@ from workers.learned_limits.store import LimitStore
 from workers.messages import Report
 from workers.settings import StoredLimit, WorkerSpec
 
-#: The store is written at most this often; a killed head loses no more.
-_SAVE_EVERY_S = 60.0
-
 #: So many candidates, the newest, travel to each worker process.
 _SENT_MOST = 64
 
@@ -28,27 +24,20 @@ class LearnedLimits:
     """What one run learns."""
 
     def __init__(self, store: LimitStore | None, events: EventLog) -> None:
-        """Prepare; nothing is read yet.
-
-        Args:
-            store: `None` neither reads nor keeps anything.
-            events: Gets a line when the store cannot be read or written.
-        """
+        """Prepare; nothing is read yet. Without a store, nothing is read or kept at all."""
         self._store = store
         self._events = events
         self._latest: dict[str, tuple[StoredLimit, float | None, WorkerSpec]] = {}
         """Of each slot its limit, the best it has sustained, and its specification."""
         self._earlier: tuple[StoredLimit, ...] = ()
-        self._saved_at_s = time.monotonic()
 
-    def sent_along(self, plans: Sequence[SlotPlan]) -> tuple[SlotPlan, ...]:
+    def sent_along(self, plans: Sequence[SlotPlan], now_unix_s: float) -> tuple[SlotPlan, ...]:
         """Return the slots with workers that know what earlier runs have learned of their workload."""
         store = self._store
         if store is None:
             return tuple(plans)
-        now_unix_s = time.time()
         names = {plan.spec.workload.name for plan in plans}
-        known = {name: store.candidates(name, None, now_unix_s)[:_SENT_MOST] for name in names}
+        known = {name: store.candidates(name, now_unix_s)[:_SENT_MOST] for name in names}
         self._tell(store)
         self._earlier = tuple(limit for limits in known.values() for limit in limits)
         return tuple(replace(plan, spec=replace(plan.spec, learned=known[plan.spec.workload.name])) for plan in plans)
@@ -62,28 +51,19 @@ class LearnedLimits:
         return None if limit is None else limit.best_tflops
 
     def take(self, spec: WorkerSpec, report: Report, best_tflops: float | None = None) -> None:
-        """Take in what a worker has learned; written now and then.
-
-        Args:
-            spec: Of the worker.
-            report: Its last.
-            best_tflops: Most that it has sustained so far, in earlier runs or in this one.
-        """
+        """Take in what a worker has learned, and the most that it has sustained so far; `save` writes it."""
         if report.learned is not None:
             self._latest[report.slot] = (report.learned, best_tflops, spec)
-        if time.monotonic() - self._saved_at_s >= _SAVE_EVERY_S:
-            self.save()
 
     def save(self) -> None:
         """Keep what the run has learned so far. Of workers in the same circumstances the most careful one counts."""
-        self._saved_at_s = time.monotonic()
         if self._store is None or not self._latest:
             return
-        # The last one remembered stays.
         limits = [
             replace(limit, best_tflops=best_tflops, best_under=terms(spec))
             for limit, best_tflops, spec in self._latest.values()
         ]
+        # The last one remembered stays.
         self._store.remember(*_with_the_best(sorted(limits, key=lambda limit: -limit.learned.size)))
         if self._store.problem is None:
             self._latest.clear()  # else the next time may do better

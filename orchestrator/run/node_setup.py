@@ -1,8 +1,7 @@
 """Settings of nodes for the length of a run (MPS, power limits), and what follows for their workers.
 
-Covers the orders for each node, the messages to the user, and the duty that applies where MPS is not on. Does not set
-or start anything itself: the agents of `cluster/node_agents.py` do, each by a process of `workers/node_agent/agent.py`
-on its node.
+Where MPS is not on, the same ceiling holds by duty. Does not set or start anything itself: the agents of
+`cluster/node_agents.py` do, each by a process of `workers/node_agent/agent.py` on its node.
 """
 
 from __future__ import annotations
@@ -10,18 +9,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from orchestrator.config.schema import Config
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.placement import SlotPlan
 from orchestrator.errors import PreflightError, UsageError, one_line
 from orchestrator.run.environment import Environment, Mode
+from orchestrator.watch.events import EventLog
 from workers.node_agent.protocol import AgentOrders, AgentOutcome
-from workers.settings import WorkerSpec
-
-if TYPE_CHECKING:
-    from orchestrator.config.schema import Config
-    from orchestrator.watch.events import EventLog
 
 
 @contextlib.contextmanager
@@ -57,7 +52,8 @@ def kept(
             from orchestrator.cluster.node_agents import with_agents  # noqa: PLC0415 - imports ray
 
             def ended(node: str, sentences: tuple[str, ...]) -> None:
-                _told(tell, sentences)
+                for sentence in sentences:
+                    tell(one_line(sentence))
                 events.write("node_restored", node=node, text="; ".join(sentences))
 
             outcomes = stack.enter_context(with_agents(present, ended, interrupted))
@@ -76,11 +72,7 @@ def kept(
 def orders_for(
     environment: Environment, plans: Sequence[SlotPlan], *, run_id: str, apply_power_limit: bool
 ) -> dict[str, AgentOrders]:
-    """Return the orders of every node that has any. In a rehearsal only fake cards are touched.
-
-    Raises:
-        UsageError: A power limit is to be set, and no node has one.
-    """
+    """Return the nodes' orders, in a rehearsal for fake cards only; `UsageError` if no power limit is configured."""
     config = environment.config
     if apply_power_limit and all(node.power_limit_w is None for node in config.nodes.values()):
         name = next(iter(config.nodes))
@@ -131,13 +123,15 @@ def with_outcomes(
     """Return the slots with their workers told of MPS; where it is not on, the same ceiling holds by duty."""
     if config.compute_share_mode != "mps":
         return tuple(plans)
-    return tuple(replace(plan, spec=_told_of_mps(config, plan, outcomes.get(plan.spec.node))) for plan in plans)
-
-
-def _told_of_mps(config: Config, plan: SlotPlan, outcome: AgentOutcome | None) -> WorkerSpec:
-    if outcome is None or outcome.pipe_directory is None:
-        return replace(plan.spec, thread_share=None, duty=config.nodes[plan.spec.node].gpu_share)
-    return replace(plan.spec, mps_pipe_directory=outcome.pipe_directory, mps_memory_limit_bytes=plan.spec.budget_bytes)
+    told = []
+    for plan in plans:
+        spec, outcome = plan.spec, outcomes.get(plan.spec.node)
+        if outcome is None or outcome.pipe_directory is None:
+            spec = replace(spec, thread_share=None, duty=config.nodes[spec.node].gpu_share)
+        else:
+            spec = replace(spec, mps_pipe_directory=outcome.pipe_directory, mps_memory_limit_bytes=spec.budget_bytes)
+        told.append(replace(plan, spec=spec))
+    return tuple(told)
 
 
 def _note(
@@ -147,11 +141,11 @@ def _note(
     tell: Callable[[str], None],
     events: EventLog,
 ) -> None:
-    """Say and write down what became of every node."""
     for name, node in config.nodes.items():
         outcome = outcomes.get(name)
         if outcome is not None:
-            _told(tell, outcome.notes)
+            for note in outcome.notes:
+                tell(one_line(note))
             events.write(
                 "node_kept",
                 node=name,
@@ -160,19 +154,11 @@ def _note(
                 text="; ".join(outcome.notes),
             )
         if config.compute_share_mode == "mps" and (outcome is None or outcome.pipe_directory is None):
-            why = _why_no_mps(name, orders.get(name), outcome)
+            if name not in orders or not orders[name].mps:
+                why = "this run uses no card of that PC"
+            elif outcome is None:
+                why = f"{name} has not joined yet"
+            else:
+                why = outcome.mps_problem or "it was not tried, because the power limit could not be set"
             tell(one_line(f"{name}: no MPS, {node.gpu_share:.0%} of the time instead (duty): {why}"))
             events.write("mps_unavailable", node=name, reason=why, duty=node.gpu_share)
-
-
-def _why_no_mps(name: str, orders: AgentOrders | None, outcome: AgentOutcome | None) -> str:
-    if orders is None or not orders.mps:
-        return "this run uses no card of that PC"
-    if outcome is None:
-        return f"{name} has not joined yet"
-    return outcome.mps_problem or "it was not tried, because the power limit could not be set"
-
-
-def _told(tell: Callable[[str], None], sentences: Sequence[str]) -> None:
-    for sentence in sentences:
-        tell(one_line(sentence))

@@ -11,7 +11,7 @@ import time
 from orchestrator.config.schema import Config
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.node_commands import node_command
-from orchestrator.core.placement import Missing, Refusal, refusals, unnamed
+from orchestrator.core.placement import Missing, refusals, unnamed
 from orchestrator.errors import NoClusterError, PreflightError
 
 #: How long a fleet may take to show its nodes after connecting, before a missing one is called missing.
@@ -19,11 +19,7 @@ _SETTLE_S = 1.0
 
 
 def check(config: Config, fleet: Fleet, *, wait_for_nodes: bool) -> None:
-    """Compare the cluster with the plan before the first actor.
-
-    Raises:
-        PreflightError: Something is missing, and the user did not ask to wait for it.
-    """
+    """Compare cluster and plan before the first actor; `PreflightError` unless the user waits for what is missing."""
     deadline = time.monotonic() + _SETTLE_S
     found = refusals(config, fleet.nodes())
     while found and time.monotonic() < deadline:
@@ -34,7 +30,10 @@ def check(config: Config, fleet: Fleet, *, wait_for_nodes: bool) -> None:
     absent = {refusal.node for refusal in found if refusal.missing is Missing.NODE}
     if wait_for_nodes and absent == {refusal.node for refusal in found}:
         return
-    problems = [_cure(config, refusal, fleet.address()) for refusal in found]
+    problems = []
+    for refusal in found:
+        node, command = refusal.node, node_command(config, refusal.node, fleet.address()).line
+        problems.append(f"{refusal.text}; on {node}, type: {command}  (`orchestrator up {node}` prints every step)")
     nameless = unnamed(fleet.nodes())
     if absent and nameless:
         problems.append(
@@ -43,11 +42,6 @@ def check(config: Config, fleet: Fleet, *, wait_for_nodes: bool) -> None:
     if absent:
         problems.append("or start on what is there and let the others join later: add --wait-for-nodes")
     raise PreflightError(problems)
-
-
-def _cure(config: Config, refusal: Refusal, head_address: str) -> str:
-    command = node_command(config, refusal.node, head_address).line
-    return f"{refusal.text}; on {refusal.node}, type: {command}  (`orchestrator up {refusal.node}` prints every step)"
 
 
 def without_cluster(config: Config, error: NoClusterError) -> NoClusterError:

@@ -1,4 +1,4 @@
-"""Resumes a run whose head has ended: turns its stored record into an environment and a `Past`.
+"""What a supervisor must know of its run's past, and how a run whose head has ended gives it: from its stored record.
 
 Slices that were under way when the head ended count as lost: their processes ended with it. Does not read the store
 (`watch/archive.py`) and starts nothing.
@@ -7,20 +7,43 @@ Slices that were under way when the head ended count as lost: their processes en
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import Target
-from orchestrator.core.slot import Slot
+from orchestrator.core.slot import Rules, Slot
 from orchestrator.errors import UsageError
 from orchestrator.run import environment as environments
 from orchestrator.run.environment import Environment
-from orchestrator.run.run_info import Past
 from orchestrator.watch.archive import StoredRun
 from orchestrator.watch.records import SlotRecord
 from workers.messages import NO_COUNTS, StepCounts
+from workers.units import MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """The state of a run that another head began."""
+
+    elapsed_s: float = 0.0
+    slots: Mapping[str, Slot] = field(default_factory=dict)
+    """As their last reports left them, without a process."""
+    incomplete: bool = False
+    """Whether its records are incomplete already."""
+
+
+def rules_of(config: Config, past: Past) -> Rules:
+    """Return what concerns a slot; most of it are keys of `run:`."""
+    run = config.run
+    return Rules(
+        **run.model_dump(include=set(Rules.__slots__)),
+        leak_flag_bytes=None if run.leak_flag_mib is None else int(run.leak_flag_mib * MIB),
+        leak_limit_bytes=None if run.leak_limit_mib is None else int(run.leak_limit_mib * MIB),
+        seed=config.workload.seed,
+        has_counted=past.elapsed_s > 0,
+    )
 
 
 def environment_of(stored: StoredRun) -> Environment:
@@ -39,23 +62,17 @@ def environment_of(stored: StoredRun) -> Environment:
             f"run {facts.run_id} has worked all of its {facts.duration_s:.0f} s (outcome: {stored.outcome}); "
             f"look at it: python -m orchestrator report {facts.run_id}"
         )
-    return environments.again(facts.mode, _config(stored), Target(device=facts.device, one_machine=facts.one_machine))
+    config = config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
+    return environments.again(facts.mode, config, Target(device=facts.device, one_machine=facts.one_machine))
 
 
 def past_of(stored: StoredRun) -> Past:
-    """Return the run's state so far.
-
-    Quarantined slots start again: that is part of resuming.
-    """
+    """Return the run's state so far. Quarantined slots start again: that is part of resuming."""
     return Past(
         elapsed_s=stored.elapsed_s,
         incomplete=stored.incomplete,
         slots={record.slot: _slot(record) for record in stored.slots},
     )
-
-
-def _config(stored: StoredRun) -> Config:
-    return config_from_text(stored.facts.config_yaml, f"the configuration of run {stored.facts.run_id}")
 
 
 def _slot(record: SlotRecord) -> Slot:

@@ -1,6 +1,6 @@
 """The folder of one run: created, checked before it is written to, and locked against other heads.
 
-Does not know its content, apart from the note with the head's process id, which `head_process.py` reads.
+Does not know its content, apart from the note with the head's process id, which `archive.py` reads.
 """
 
 from __future__ import annotations
@@ -18,15 +18,11 @@ from pathlib import Path
 from orchestrator.cluster.orphan_reaper import start_time
 from orchestrator.config.schema import Config
 from orchestrator.errors import UsageError
-from orchestrator.watch.head_process import NOTE_NAME
+from orchestrator.watch.archive import NOTE_NAME
 
 
 def new_folder(config: Config) -> Path:
-    """Make `runs/<run_id>/`.
-
-    Raises:
-        UsageError: It cannot be made.
-    """
+    """Make `runs/<run_id>/`; `UsageError` if it cannot be made."""
     run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     folder = Path(config.run.dir) / run_id
     try:
@@ -37,11 +33,7 @@ def new_folder(config: Config) -> Path:
 
 
 def check_mine(folder: Path) -> None:
-    """Refuse a folder in which another user may have placed links or another cluster's address.
-
-    Raises:
-        UsageError: It is such a folder.
-    """
+    """Refuse, as a `UsageError`, a folder in which another user may have placed links or another cluster's address."""
     status = folder.stat()
     if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
         raise UsageError(
@@ -59,30 +51,20 @@ def owned(folder: Path) -> Iterator[None]:
     Raises:
         UsageError: Another head works on this run, or the folder cannot be written.
     """
-    try:
-        descriptor = os.open(folder / NOTE_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-    except OSError as error:
-        raise _unwritable(folder, error) from error
-    try:
-        _claim(descriptor, folder)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _claim(descriptor: int, folder: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise UsageError(
-            f"another process works on run {folder.name}; end it first: python -m orchestrator stop"
-        ) from error
     note = json.dumps({"pid": os.getpid(), "started": start_time(os.getpid())})
-    try:
-        os.truncate(descriptor, 0)
-        os.write(descriptor, note.encode("ascii"))
-    except OSError as error:
-        raise _unwritable(folder, error) from error
+    with contextlib.ExitStack() as stack:
+        try:
+            descriptor = os.open(folder / NOTE_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+            stack.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.truncate(descriptor, 0)
+            os.write(descriptor, note.encode("ascii"))
+        except BlockingIOError as error:
+            text = f"another process works on run {folder.name}; end it first: python -m orchestrator stop"
+            raise UsageError(text) from error
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+        yield
 
 
 def _unwritable(folder: Path, error: OSError) -> UsageError:

@@ -2,13 +2,16 @@
 
 A turn takes in what has happened, writes it to the store, and only then sends anything. So a head that is killed has
 never sent a slice that its store does not know. Decides nothing about a slot (`lifecycle.py`), about nodes
-(`membership.py`) or about where slots go (`placement.py`). It decides only when a run begins to count and when it ends.
+(`node_watch.py`) or about where slots go (`placement.py`). It decides only when a run begins to count and when it ends.
 One thread, no callbacks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 from orchestrator.config.schema import Config
 from orchestrator.core import circuit_breaker, dispatch, lifecycle
@@ -18,30 +21,30 @@ from orchestrator.core.memory_broker.broker import MemoryBroker
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import Phase, Slot
 from orchestrator.errors import PreflightError
-from orchestrator.run import collector
-from orchestrator.run.clock import Clock, SystemClock
+from orchestrator.run.clock import Clock, Timers
 from orchestrator.run.fault_injection import FaultInjector
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.node_watch import NodeWatch
-from orchestrator.run.run_info import RunInfo, rules_of
+from orchestrator.run.resume import Past, rules_of
 from orchestrator.run.snapshot import Meter, Recorder, SlotRows
-from orchestrator.run.timers import Timers
+from orchestrator.watch.live import Outlets
 from orchestrator.watch.model import Snapshot
-from orchestrator.watch.sinks import Outlets
-from workers.messages import Directive, ProcessFault, Report
+from orchestrator.watch.records import RunFacts
+from workers.messages import Directive
 
 #: How long one wait for a report may last: Ctrl-C and timers may be late by so much.
 _POLL_S = 0.1
 
 #: A turn begins so much later than the one before for each slot: what many workers report meanwhile is written in one
 #: transaction. No worker waits for it: it has another slice queued.
-_TURN_S_PER_SLOT = 50e-6
-_TURN_MOST_S = 0.05
+_TURN_S_PER_SLOT = 100e-6
+_TURN_MOST_S = 0.1
 
 #: An overdue slice is checked again after so long: its reason shows the seconds.
 _LOOK_AGAIN_S = 0.2
-_NODES_EVERY_S = 1.0
-_SNAPSHOT_EVERY_S = 0.25
+
+#: What is done so often at most. A killed head loses what was learned since the last save.
+_EVERY_S = {"look at nodes": 1.0, "show": 0.25, "save": 60.0}
 
 #: If the clock jumps by so much, this process was suspended; for so long afterwards no timer counts.
 _SUSPENDED_S = 3.0
@@ -50,57 +53,53 @@ _CATCH_UP_S = 2.0
 #: Ray's memory monitor and its process table know within a second; a new process reports after two or more.
 _EXPLAIN_WITHIN_S = 3.0
 
-_CLOCK = SystemClock()
+#: Objects that may be made for each slot between two searches for cycles of garbage. Reports leave no cycles behind, so
+#: a head of many slots would spend a quarter of its time on looking for them in vain.
+_OBJECTS_PER_SLOT = 20
 
 
+@contextmanager
+def _fewer_collections(slot_count: int) -> Iterator[None]:
+    """Collect as often as a run of so many slots needs; what was loaded before it is not looked at."""
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(max(before[0], _OBJECTS_PER_SLOT * slot_count), *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+@dataclass(kw_only=True, eq=False)
 class Supervisor:
-    """Runs one run from the first actor to the last report."""
+    """Runs one run from the first actor to the last report; nothing is placed before `run`."""
 
-    def __init__(  # noqa: PLR0913 - each is a part of a run that tests replace
-        self,
-        *,
-        info: RunInfo,
-        config: Config,
-        plans: Sequence[SlotPlan],
-        fleet: Fleet,
-        outlets: Outlets,
-        interrupted: Callable[[], bool],
-        learned_limits: LearnedLimits,
-        injector: FaultInjector | None = None,
-        clock: Clock = _CLOCK,
-        strict: bool = False,
-    ) -> None:
-        """Prepare; nothing is placed before `run`.
+    facts: RunFacts
+    past: Past
+    config: Config
+    """Of this run, scaled if it was."""
+    plans: Sequence[SlotPlan]
+    fleet: Fleet
+    outlets: Outlets
+    """Told of every event, every snapshot, and every slot that changed before anything is sent because of it."""
+    interrupted: Callable[[], bool]
+    learned_limits: LearnedLimits
+    injector: FaultInjector | None = None
+    clock: Clock = field(default_factory=Clock)
+    strict: bool = False
+    """Whether an event that the lifecycle does not allow ends the run (tests), or is written to the event log and
+    otherwise ignored."""
 
-        Args:
-            info: Identity, planned length, and what is behind it.
-            config: Of this run, scaled if it was.
-            plans: Every slot.
-            fleet: Connected.
-            outlets: Told of every event, every snapshot, and every slot that changed before anything is sent because
-                of it.
-            interrupted: Asked at every turn whether the user wants to stop.
-            learned_limits: Takes in what workers learn.
-            injector: Injects faults, if the user asked for them.
-            clock: Read for every timer and deadline; tests pass one in virtual time.
-            strict: Whether an event that the lifecycle does not allow ends the run (tests), or is written to the event
-                log and otherwise ignored.
-        """
-        self._info = info
-        self._config = config
-        self._plans = {plan.reservation.slot: plan for plan in plans}
-        self._fleet = fleet
-        self._outlets = outlets
-        self._interrupted = interrupted
-        self._learned_limits = learned_limits
-        self._injector = injector
-        self._clock = clock
-        self._strict = strict
-        self._rules = rules_of(config, info.past)
-        self._slots = {name: info.past.slots.get(name, Slot(slot=name)) for name in self._plans}
+    def __post_init__(self) -> None:
+        self._plans = {plan.reservation.slot: plan for plan in self.plans}
+        self._rules = rules_of(self.config, self.past)
+        self._slots = {name: self.past.slots.get(name, Slot(slot=name)) for name in self._plans}
         self._meters = {name: Meter() for name in self._plans}
-        self._recorder = Recorder(self._plans, self._meters, outlets.store)
-        self._nodes = NodeWatch(config, plans, outlets.events)
+        self._recorder = Recorder(self._plans, self._meters, self.outlets.store)
+        self._nodes = NodeWatch(self.config, self.plans, self.outlets.events)
+        self._restarts = sum(slot.restarts for slot in self._slots.values())
+        self._steps_lost = sum(slot.steps_lost_upper_bound for slot in self._slots.values())
         self._broker = MemoryBroker(self._plans)
         self._outbox: list[tuple[str, slots.Command]] = []
         self._changed: dict[str, None] = dict.fromkeys(self._plans)
@@ -112,12 +111,11 @@ class Supervisor:
         """Whether a slot changed in a way that may make its card one to give up."""
         self._unexplained: dict[str, float] = {}
         """Slots whose process has ended for an unknown reason -> until when to ask."""
-        self._began_s = self._looked_at_s = self._clock.monotonic_s()
-        self._ticks_from_s = self._began_s
+        self._began_s = self._looked_at_s = self._ticks_from_s = self.clock.monotonic_s()
         self._first_ready_s: float | None = None
         self._counting_since_s: float | None = None
         self._ends_at_s: float | None = None
-        self._nodes_at_s = self._snapshot_at_s = float("-inf")
+        self._done_at_s = {"look at nodes": float("-inf"), "show": float("-inf"), "save": self._began_s}
 
     def run(self) -> Snapshot:
         """Run to the planned end, or until interrupted, and return the last picture.
@@ -127,7 +125,7 @@ class Supervisor:
             IllegalEventError: With `strict`, an event came that the lifecycle does not allow.
         """
         try:
-            with collector.adapted(len(self._plans)):
+            with _fewer_collections(len(self._plans)):
                 while not self._over():
                     self._turn()
                 self._drain()
@@ -137,40 +135,39 @@ class Supervisor:
             raise
         snapshot = self.snapshot()
         self._send_out()
-        self._outlets.close(snapshot)
+        self.outlets.close(snapshot)
         return snapshot
 
     def snapshot(self) -> Snapshot:
         """The run as it is now."""
-        now_s = self._clock.monotonic_s()
+        now_s = self.clock.monotonic_s()
         counting_since_s = self._counting_since_s if self._counting_since_s is not None else now_s
-        elapsed_s = self._info.past.elapsed_s + now_s - counting_since_s
+        elapsed_s = self.past.elapsed_s + now_s - counting_since_s
         return Snapshot(
-            run_id=self._info.run_id,
-            started_at=self._info.started_at_unix_s,
-            now_unix_s=self._clock.unix_s(),
-            elapsed_s=min(elapsed_s, self._info.duration_s),
-            duration_s=self._info.duration_s,
-            nodes_planned=tuple(self._config.nodes),
+            run_id=self.facts.run_id,
+            started_at=self.facts.started_at_unix_s,
+            now_unix_s=self.clock.unix_s(),
+            elapsed_s=min(elapsed_s, self.facts.duration_s),
+            duration_s=self.facts.duration_s,
+            nodes_planned=tuple(self.config.nodes),
             nodes_seen=self._nodes.seen(),
             rows=SlotRows(self._plans, self._slots, self._meters, now_s),
-            notices=(*self._nodes.notices(), *self._outlets.problems),
-            restart_count=sum(slot.restarts for slot in self._slots.values()),
-            steps_lost_upper_bound=sum(slot.steps_lost_upper_bound for slot in self._slots.values()),
+            notices=(*self._nodes.notices(), *self.outlets.problems),
+            restart_count=self._restarts,
+            steps_lost_upper_bound=self._steps_lost,
         )
 
     def _over(self) -> bool:
-        if self._interrupted():
+        if self.interrupted():
             return True
         if all(slot.phase is Phase.QUARANTINED for slot in self._slots.values()):
             return True
-        return self._ends_at_s is not None and self._clock.monotonic_s() >= self._ends_at_s
+        return self._ends_at_s is not None and self.clock.monotonic_s() >= self._ends_at_s
 
     def _turn(self) -> None:
-        now_s = self._clock.monotonic_s()
-        if now_s - self._nodes_at_s >= _NODES_EVERY_S:
-            self._nodes_at_s = now_s
-            for node, event in self._nodes.look(self._fleet.nodes(), self._slots, now_s):
+        now_s = self.clock.monotonic_s()
+        if self._is_time_to("look at nodes", now_s):
+            for node, event in self._nodes.look(self.fleet.nodes(), self._slots, now_s):
                 for name in self._nodes.slots[node]:
                     self._feed(name, event)
             self._ask_why(now_s)
@@ -178,20 +175,27 @@ class Supervisor:
         self._tick()
         self._quarantine_cards(now_s)
         self._begin_counting()
-        if self._injector is not None:
-            self._injector.shake_nodes(self._fleet, now_s)
+        if self.injector is not None:
+            self.injector.shake_nodes(self.fleet, now_s)
         self._send_out()
         if not self._slots_busy():
-            self._clock.sleep(_POLL_S)  # nothing is under way, so the next wait would come back at once
+            self.clock.sleep(_POLL_S)  # nothing is under way, so the next wait would come back at once
+        if self._is_time_to("save", now_s):
+            self.learned_limits.save()
         self._show()
 
+    def _is_time_to(self, what: str, now_s: float) -> bool:
+        if now_s - self._done_at_s[what] < _EVERY_S[what]:
+            return False
+        self._done_at_s[what] = now_s
+        return True
+
     def _hear(self) -> None:
-        """Take in what the slices bring that have ended since the last turn."""
-        rest_s = self._turn_at_s + self._turn_s - self._clock.monotonic_s()
+        rest_s = self._turn_at_s + self._turn_s - self.clock.monotonic_s()
         if rest_s > 0:
-            self._clock.sleep(rest_s)
-        self._turn_at_s = self._clock.monotonic_s()
-        for ended in self._fleet.wait(_POLL_S):
+            self.clock.sleep(rest_s)
+        self._turn_at_s = self.clock.monotonic_s()
+        for ended in self.fleet.wait(_POLL_S):
             self._take(ended)
 
     def _tick(self) -> None:
@@ -201,7 +205,7 @@ class Supervisor:
         of the clock serves for the gap and for the timers; with two, a stop between them would count against the
         workers.
         """
-        now_s = self._clock.monotonic_s()
+        now_s = self.clock.monotonic_s()
         if now_s - self._looked_at_s > _SUSPENDED_S:
             self._ticks_from_s = now_s + _CATCH_UP_S
         self._looked_at_s = now_s
@@ -214,12 +218,12 @@ class Supervisor:
 
     def _send_out(self) -> None:
         """Write down what has changed, then perform what follows from it."""
-        now_s = self._clock.monotonic_s()
+        now_s = self.clock.monotonic_s()
         changed, self._changed = self._changed, {}
-        self._recorder.take(changed, self._slots, now_s, self._clock.unix_s())
+        self._recorder.take(changed, self._slots, now_s, self.clock.unix_s())
         for name, lease_bytes in self._broker.look(self._slots, now_s, changed).items():
-            self._outlets.events.write("leased", slot=name, lease_bytes=lease_bytes)
-        self._outlets.store.commit()
+            self.outlets.events.write("leased", slot=name, lease_bytes=lease_bytes)
+        self.outlets.store.commit()
         outbox, self._outbox = self._outbox, []
         for name, command in outbox:
             self._perform(name, command)
@@ -228,17 +232,14 @@ class Supervisor:
         return any(slot.in_flight for slot in self._slots.values())
 
     def _show(self) -> None:
-        now_s = self._clock.monotonic_s()
-        if now_s - self._snapshot_at_s < _SNAPSHOT_EVERY_S:
-            return
-        self._snapshot_at_s = now_s
-        self._outlets.show(self.snapshot())
+        if self._is_time_to("show", self.clock.monotonic_s()):
+            self.outlets.show(self.snapshot())
 
     def _begin_counting(self) -> None:
         """The planned time begins when every worker whose node is there has answered, or has had its chance."""
         if self._ends_at_s is not None:
             return
-        now_s = self._clock.monotonic_s()
+        now_s = self.clock.monotonic_s()
         here = [slot for slot in self._slots.values() if slot.phase is not Phase.ABSENT]
         answered = [slot for slot in here if slot.ready or slot.phase is Phase.QUARANTINED]
         if not answered:
@@ -246,30 +247,29 @@ class Supervisor:
         self._first_ready_s = self._first_ready_s if self._first_ready_s is not None else now_s
         if len(answered) == len(here) or now_s - self._first_ready_s > self._rules.start_timeout_s:
             self._counting_since_s = now_s
-            remaining_s = self._info.remaining_s
+            remaining_s = max(0.0, self.facts.duration_s - self.past.elapsed_s)
             self._ends_at_s = now_s + remaining_s
-            if self._injector is not None:
-                self._injector.begin(now_s, self._ends_at_s)
-            self._outlets.events.write("counting", duration_s=remaining_s, startup_s=now_s - self._began_s)
+            if self.injector is not None:
+                self.injector.begin(now_s, self._ends_at_s)
+            self.outlets.events.write("counting", duration_s=remaining_s, startup_s=now_s - self._began_s)
 
     def _ask_why(self, now_s: float) -> None:
         """Ask why processes have ended; the cluster finds out a little later than we do."""
         for name, until_s in list(self._unexplained.items()):
-            cause = self._fleet.why_ended(name)
+            cause = self.fleet.why_ended(name)
             if cause is not None:
-                self._outlets.events.write("death_explained", slot=name, text=cause.text)
+                self.outlets.events.write("death_explained", slot=name, text=cause.text)
                 self._feed(name, slots.DeathExplained(cause=cause))
             if cause is not None or now_s > until_s:
                 del self._unexplained[name]
 
     def _quarantine_cards(self, now_s: float) -> None:
-        """Quarantine a card on which every worker keeps dying, with one message."""
         if not self._cards_wait:
             return
         self._cards_wait = False
         cards = circuit_breaker.by_card(self._plans, self._slots)
         for card, reason in circuit_breaker.cards_to_quarantine(cards, now_s, self._rules).items():
-            self._outlets.events.write("card_quarantined", card=card, reason=reason)
+            self.outlets.events.write("card_quarantined", card=card, reason=reason)
             for slot in cards[card]:
                 self._feed(slot.slot, slots.CardQuarantined(reason=reason))
 
@@ -277,40 +277,35 @@ class Supervisor:
         match ended:
             case SliceReported(report=report):
                 for happened in report.events:
-                    self._outlets.events.write(
+                    self.outlets.events.write(
                         happened.name, slot=report.slot, worker_at_unix_s=happened.at_unix_s, **dict(happened.detail)
                     )
                 if report.error is not None:
-                    self._outlets.events.write("workload_error", slot=report.slot, traceback=report.error)
+                    self.outlets.events.write("workload_error", slot=report.slot, traceback=report.error)
             case SliceFailed(failure=failure) if failure is not SliceFailure.UNSENT:
-                self._outlets.events.write(
+                self.outlets.events.write(
                     "slice_failed", slot=ended.slot, failure=failure.value, text=ended.text, sequence=ended.sequence
                 )
         self._feed(ended.slot, ended)
 
-    def _accept(self, name: str, report: Report) -> None:
-        """Measure and learn from a report that counts."""
-        meter, spec = self._meters[name], self._plans[name].spec
-        meter.add(report)
-        meter.remember(self._learned_limits.best_tflops(spec, report))
-        self._learned_limits.take(spec, report, meter.best_tflops)
-
     def _feed(self, name: str, event: slots.Event, now_s: float | None = None) -> None:
-        before, now_s = self._slots[name], self._clock.monotonic_s() if now_s is None else now_s
+        before, now_s = self._slots[name], self.clock.monotonic_s() if now_s is None else now_s
         try:
             after, commands = lifecycle.advance(before, event, now_s, self._rules, self._ends_at_s)
         except lifecycle.IllegalEventError as error:
-            if self._strict:
+            if self.strict:
                 raise
-            self._outlets.events.write("illegal_event", slot=name, phase=error.phase.value, refused=error.event)
+            self.outlets.events.write("illegal_event", slot=name, phase=error.phase.value, refused=error.event)
             return
         if after is before and not commands:
             return
-        if self._injector is not None:
+        if self.injector is not None:
             accepted = next((command.report for command in commands if isinstance(command, slots.Accept)), None)
-            self._injector.watch(before, after, accepted, now_s)
+            self.injector.chaos.watch(before, after, accepted, now_s)
         if after.restarts > before.restarts:
             self._unexplained[name] = now_s + _EXPLAIN_WITHIN_S
+            self._restarts += after.restarts - before.restarts
+        self._steps_lost += after.steps_lost_upper_bound - before.steps_lost_upper_bound
         self._slots[name] = after
         self._changed[name] = None
         # A report moves a deadline to later, which the timer finds out when it is due.
@@ -320,9 +315,12 @@ class Supervisor:
         for command in commands:
             match command:
                 case slots.Accept(report=report):
-                    self._accept(name, report)
+                    meter, spec = self._meters[name], self._plans[name].spec
+                    meter.add(report)
+                    meter.remember(self.learned_limits.best_tflops(spec, report))
+                    self.learned_limits.take(spec, report, meter.best_tflops)
                 case slots.Note():
-                    self._outlets.events.write(command.name, slot=name, **dict(command.fields))
+                    self.outlets.events.write(command.name, slot=name, **dict(command.fields))
                 case slots.EndRun(reason=reason):
                     raise PreflightError([reason])
                 case _:
@@ -331,50 +329,35 @@ class Supervisor:
     def _perform(self, name: str, command: slots.Command) -> None:
         match command:
             case slots.Place():
-                self._fleet.place(self._plans[name].reservation, self._plans[name].spec)
-            case slots.Submit():
-                self._fleet.submit(
-                    name,
-                    Directive(
-                        incarnation=command.incarnation,
-                        sequence=command.sequence,
-                        duration_s=command.duration_s,
-                        resume=command.resume,
-                        step_limit=command.step_limit,
-                        process_fault=self._strike(name, command),
-                        lease_bytes=self._broker.grant(self._slots[name], command.sequence),
-                    ),
-                )
+                self.fleet.place(self._plans[name].reservation, self._plans[name].spec)
+            case Directive():
+                slot, injector = self._slots[name], self.injector
+                now_s = self.clock.monotonic_s()
+                fault = None if injector is None else injector.process_fault(slot, command, now_s)
+                lease_bytes = self._broker.grant(slot, command.sequence)
+                self.fleet.submit(name, replace(command, process_fault=fault, lease_bytes=lease_bytes))
             case slots.Forget():
-                self._fleet.forget(name)
+                self.fleet.forget(name)
             case slots.Restart():
-                self._fleet.restart(name)
+                self.fleet.restart(name)
             case slots.Abandon():
-                self._fleet.abandon(name)
-
-    def _strike(self, name: str, submit: slots.Submit) -> ProcessFault | None:
-        return (
-            None
-            if self._injector is None
-            else self._injector.process_fault(self._slots[name], submit, self._clock.monotonic_s())
-        )
+                self.fleet.abandon(name)
 
     def _drain(self) -> None:
-        """Let slices under way end, send no more, and wait for a limited time."""
         for name in self._slots:
             self._feed(name, slots.Drain())
         self._send_out()
         # One slice may just have begun, with another behind it.
-        deadline_s = self._clock.monotonic_s() + 2 * self._rules.slice_s + self._config.run.stop_grace_s
-        while self._slots_busy() and self._clock.monotonic_s() < deadline_s:
+        deadline_s = self.clock.monotonic_s() + 2 * self._rules.slice_s + self.config.run.stop_grace_s
+        while self._slots_busy() and self.clock.monotonic_s() < deadline_s:
             self._hear()
             self._send_out()
             self._show()
         self._close()
 
     def _close(self) -> None:
-        self._learned_limits.save()
+        self.learned_limits.save()
         for name in self._slots:
             self._feed(name, slots.Close())
-        if self._injector is not None:
-            self._injector.close(self._clock.monotonic_s())
+        if self.injector is not None:
+            self.injector.chaos.end(self.clock.monotonic_s())

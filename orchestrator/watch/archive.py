@@ -1,31 +1,39 @@
 """Reads a run store back: while the run goes, after its end, and after its head was killed.
 
-Covers turning a store into values, and the outcome of a run that did not record one. Does not cover writing
-(`store.py`), opening (`opening.py`), which run folders there are (`folders.py`), nor showing anything. A file may come
-from anywhere: the worst that it can cause is an `ArchiveError`.
+Also tells whether a run still goes that did not record its outcome. Does not cover writing (`store.py`), opening
+(`opening.py`) nor run folders (`folders.py`). A file may come from anywhere: it can only cause an `ArchiveError`.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import socket
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import psutil
 
 from orchestrator.core.slot import slot_state
 from orchestrator.errors import NothingStoredError
-from orchestrator.watch.head_process import head_of, lives
-from orchestrator.watch.model import ROW_KEYS, Row, Snapshot
+from orchestrator.watch.model import ROW_KEYS, Row, Snapshot, is_row_value
 from orchestrator.watch.opening import explained, reading
 from orchestrator.watch.records import COUNTERS, STORE_NAME, RunFacts, SlotRecord
+from workers.files import read_small
+from workers.host.processes import is_alive
 
+NOTE_NAME = "head.json"
+"""The note in a run folder that says which process works on it."""
 LEAST_TO_RESUME_S = 1.0
 """Less of its planned length is not worth starting a cluster for."""
 
+_NOTE_MOST_BYTES = 64 * 2**10
 _SLOTS_MOST = 20_000
 """More than any cluster this program plans for."""
 _EVENTS_MOST = 10_000
@@ -48,7 +56,7 @@ class StoredRun:
 
     folder: Path
     facts: RunFacts
-    """With the total time worked as `elapsed_s`, so that another head can continue from them."""
+    """With the total time worked as `elapsed_s`."""
     outcome: str
     """good, degraded, interrupted or failed as the run said itself; else running, or interrupted: its head is gone."""
     exit_code: int | None
@@ -60,18 +68,14 @@ class StoredRun:
     nodes_seen: tuple[str, ...]
     notices: tuple[str, ...]
     restart_count: int
-    """As `steps_lost_upper_bound`."""
     steps_lost_upper_bound: int | None
-    """As the run recorded it in its last snapshot; `snapshot` has the newer sum of its slots."""
+    """Both as the run recorded them in its last snapshot; `snapshot` has the newer sums of its slots."""
     incomplete: bool
-    """Samples or events are missing."""
     heads: int
-    """How many heads have worked on it."""
     faults: tuple[Mapping[str, Any], ...]
     """Each injected fault with what became of it, the last ten thousand; those of a head are known once it has ended
     by itself."""
     slots: tuple[SlotRecord, ...]
-    """In the order of the plan."""
 
     @property
     def remaining_s(self) -> float:
@@ -100,16 +104,14 @@ class StoredRun:
             restarts = sum(_count(record.counters.get("restarts")) for record in self.slots)
             if self.outcome != "running":
                 lost += sum(_count(record.steps_at_risk) for record in self.slots)
-        ended_at_unix_s = self.updated_at_unix_s
-        if ended_at_unix_s is None:
-            ended_at_unix_s = self.facts.started_at_unix_s
+        facts, updated_at_unix_s = self.facts, self.updated_at_unix_s
         return Snapshot(
-            run_id=self.facts.run_id,
-            started_at=self.facts.started_at_unix_s,
-            now_unix_s=ended_at_unix_s,
+            run_id=facts.run_id,
+            started_at=facts.started_at_unix_s,
+            now_unix_s=facts.started_at_unix_s if updated_at_unix_s is None else updated_at_unix_s,
             elapsed_s=self.elapsed_s,
-            duration_s=self.facts.duration_s,
-            nodes_planned=self.facts.nodes_planned,
+            duration_s=facts.duration_s,
+            nodes_planned=facts.nodes_planned,
             nodes_seen=self.nodes_seen,
             rows=tuple(_row(record) for record in self.slots),
             notices=self.notices,
@@ -119,89 +121,59 @@ class StoredRun:
 
 
 def read_run(folder: Path) -> StoredRun:
-    """Return the run in a run folder, as it is now.
-
-    Raises:
-        NothingStoredError: There is no store in the folder, or nothing in it yet.
-        ArchiveError: There is no such folder, or the store cannot be read.
-    """
+    """Return the run in a run folder, as it is now; `NothingStoredError` where nothing is stored in it yet."""
     with reading(folder) as store:
         found = store.execute("SELECT * FROM runs ORDER BY rowid DESC LIMIT 1").fetchone()
         if found is None:
             raise NothingStoredError(folder, STORE_NAME)
         lines = store.execute("SELECT * FROM slots ORDER BY rowid LIMIT ?", [_SLOTS_MOST]).fetchall()
-        # A store of schema 1 has no such table.
-        has_progress = store.execute("PRAGMA table_list(progress)").fetchone() is not None
-        query = "SELECT * FROM progress LIMIT ?"
-        newer = store.execute(query, [_SLOTS_MOST]).fetchall() if has_progress else []
+        newer = []
+        if store.execute("PRAGMA table_list(progress)").fetchone() is not None:  # a store of schema 1 has none
+            newer = store.execute("SELECT * FROM progress LIMIT ?", [_SLOTS_MOST]).fetchall()
     with explained(folder / STORE_NAME):
         progress = {line["slot"]: line for line in newer}
-        updated_at_unix_s = _take(found, "updated_at_unix_s", float, None)
+        updated_at_unix_s = _value(found, "updated_at_unix_s", float | None)
         return _run(folder, found, tuple(_slot(line, progress, updated_at_unix_s) for line in lines))
 
 
 def read_events(folder: Path, names: Sequence[str]) -> tuple[StoredEvent, ...]:
-    """Return the events of these names, in the order in which they happened; the last ten thousand.
-
-    Raises:
-        ArchiveError: As for `read_run`.
-    """
+    """Return the events of these names, in the order in which they happened; the last ten thousand."""
     marks = ", ".join("?" * len(names))
     query = f"SELECT * FROM events WHERE event IN ({marks}) ORDER BY id DESC LIMIT ?"  # noqa: S608 - question marks
     with reading(folder) as store:
         lines = store.execute(query, (*names, _EVENTS_MOST)).fetchall()
     with explained(folder / STORE_NAME):
-        return tuple(
-            StoredEvent(
-                at=_take(line, "at", str),
-                event=_take(line, "event", str),
-                slot=_take(line, "slot", str, None),
-                details=_json(line, "details", dict),
-            )
-            for line in reversed(lines)
-        )
+        return tuple(StoredEvent(**_fields(line, StoredEvent)) for line in reversed(lines))
+
+
+def head_of(folder: Path) -> psutil.Process | None:
+    """Return the head of a run folder if it still runs, by the note in it; `None` as well if it is this process.
+
+    The same process id, and not started after the note was written; started exactly then, where the note says when.
+    """
+    note = folder / NOTE_NAME
+    try:
+        told = json.loads(read_small(note, _NOTE_MOST_BYTES))
+        pid = told["pid"]
+        if type(pid) is not int or pid <= 1:  # true is an int, and 1 is init
+            return None
+        process = psutil.Process(pid)
+        is_head = process.create_time() <= note.stat().st_mtime + 1.0 and pid != os.getpid()
+        began = told.get("started")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, psutil.Error):
+        return None
+    if not is_head or (began is not None and not is_alive(pid, began)) or (folder / "summary.json").exists():
+        return None
+    return process
 
 
 def _run(folder: Path, line: sqlite3.Row, slots: tuple[SlotRecord, ...]) -> StoredRun:
-    facts = RunFacts(
-        run_id=_take(line, "run_id", str),
-        started_at_unix_s=_take(line, "started_at_unix_s", float),
-        duration_s=_take(line, "duration_s", float),
-        elapsed_s=_take(line, "elapsed_s", float),
-        min_success_rate=_take(line, "min_success_rate", float),
-        mode=_take(line, "mode", str),
-        device=_take(line, "device", str, None),
-        one_machine=bool(_take(line, "one_machine", int)),
-        config_yaml=_take(line, "config_yaml", str),
-        chaos=_take(line, "chaos", str, None),
-        nodes_planned=_texts(line, "nodes_planned"),
-        head_pid=_take(line, "head_pid", int),
-        head_started=_take(line, "head_started", str, None),
-        host=_take(line, "host", str),
-    )
-    outcome = _take(line, "outcome", str, None)
+    facts = RunFacts(**_fields(line, RunFacts))
+    outcome = _value(line, "outcome", str | None)
     if outcome is None:
         outcome = "running" if _is_running(folder, facts) else "interrupted"
-    faults = _json(line, "faults", list)
-    if not all(isinstance(fault, dict) for fault in faults):
-        raise ValueError("faults must be objects")
-    return StoredRun(
-        folder=folder,
-        facts=facts,
-        outcome=outcome,
-        exit_code=_take(line, "exit_code", int, None),
-        error=_take(line, "error", str, None),
-        elapsed_s=facts.elapsed_s,
-        updated_at_unix_s=_take(line, "updated_at_unix_s", float, None),
-        nodes_seen=_texts(line, "nodes_seen"),
-        notices=_texts(line, "notices"),
-        restart_count=_take(line, "restart_count", int),
-        steps_lost_upper_bound=_take(line, "steps_lost_upper_bound", int, None),
-        incomplete=bool(_take(line, "incomplete", int)),
-        heads=_take(line, "heads", int),
-        faults=tuple(faults),
-        slots=slots,
-    )
+    others = _fields(line, StoredRun, besides=("folder", "facts", "outcome", "slots"))
+    return StoredRun(folder=folder, facts=facts, outcome=outcome, slots=slots, **others)
 
 
 def _is_running(folder: Path, facts: RunFacts) -> bool:
@@ -209,95 +181,71 @@ def _is_running(folder: Path, facts: RunFacts) -> bool:
         return False  # a process id means nothing on another machine
     if facts.head_started is None:
         return head_of(folder) is not None
-    return lives(facts.head_pid, facts.head_started)
+    return is_alive(facts.head_pid, facts.head_started)
 
 
 def _slot(line: sqlite3.Row, progress: Mapping[str, sqlite3.Row], updated_at_unix_s: float | None) -> SlotRecord:
-    record = _record(line)
+    record = SlotRecord(**_fields(line, SlotRecord))
+    slot_state(record.state)
     newer = progress.get(record.slot)
     if newer is None:
         return record
-    counters = {**record.counters, **{name: _number(newer, name) for name in COUNTERS}}
+    counters = {**record.counters, **{name: _counter(newer, name) for name in COUNTERS}}
     row = {**record.row, **{name: value for name, value in counters.items() if name in ROW_KEYS}}
     steps = sum(counters[name] for name in ("steps_ok", "steps_oom", "steps_error"))
     row["success_rate"] = counters["steps_ok"] / steps if steps else None
-    heard_at_unix_s = _take(newer, "heard_at_unix_s", float, None)
+    heard_at_unix_s = _value(newer, "heard_at_unix_s", float | None)
     if heard_at_unix_s is not None and updated_at_unix_s is not None:
         row["heartbeat_age_s"] = max(0.0, updated_at_unix_s - heard_at_unix_s)
     return replace(
         record,
-        next_sequence=_take(newer, "next_sequence", int),
-        steps_at_risk=_take(newer, "steps_at_risk", int),
+        next_sequence=_value(newer, "next_sequence", int),
+        steps_at_risk=_value(newer, "steps_at_risk", int),
         counters=counters,
         row=row,
     )
 
 
-def _number(line: sqlite3.Row, name: str) -> int | float:
-    """Return a counter; 0 for what is none: a worker may have counted something that is not finite."""
-    value = line[name]
+def _counter(line: sqlite3.Row, name: str) -> int | float:
+    value = line[name]  # a worker may have counted something that is not finite
     return value if isinstance(value, int | float) and 0 <= value < math.inf else 0
-
-
-def _record(line: sqlite3.Row) -> SlotRecord:
-    return SlotRecord(
-        slot=_take(line, "slot", str),
-        node=_take(line, "node", str),
-        state=slot_state(_take(line, "state", str)).value,
-        reason=_take(line, "reason", str),
-        incarnation=_take(line, "incarnation", int),
-        next_sequence=_take(line, "next_sequence", int),
-        steps_at_risk=_take(line, "steps_at_risk", int),
-        counters=_json(line, "counters", dict),
-        resume=None if line["resume"] is None else _json(line, "resume", dict),
-        row=_json(line, "row", dict),
-    )
 
 
 def _row(record: SlotRecord) -> Row:
     """Return the slot's row; a key that is missing or makes no sense is left unknown, the others are kept."""
-    sure = {"slot": record.slot, "node": record.node, "state": record.state, "reason": record.reason}
-    told = {key: value for key, value in record.row.items() if key not in sure}
-    try:
-        return Row.from_dict({**sure, **told})
-    except ValueError:
-        return Row.from_dict({**sure, **{key: value for key, value in told.items() if _fits(sure, key, value)}})
-
-
-def _fits(sure: Mapping[str, Any], key: str, value: object) -> bool:
-    try:
-        Row.from_dict({**sure, key: value})
-    except ValueError:
-        return False
-    return True
+    told = {key: value for key, value in record.row.items() if is_row_value(key, value)}
+    return Row.from_dict(
+        {**told, "slot": record.slot, "node": record.node, "state": record.state, "reason": record.reason}
+    )
 
 
 def _count(value: object) -> int:
-    """Return a count that a file holds; 0 for what is none."""
     return max(0, value) if type(value) is int else 0
 
 
-def _take(line: sqlite3.Row, name: str, *kinds: type | None) -> Any:  # noqa: ANN401 - one of `kinds`
-    """Return a column's value if it is of one of the kinds: SQLite itself takes anything anywhere."""
-    value = line[name]
-    if value is None and None in kinds:
+_hints = cache(get_type_hints)
+
+
+def _fields(line: sqlite3.Row, kind: type, besides: Collection[str] = ()) -> dict[str, Any]:
+    return {name: _value(line, name, hint) for name, hint in _hints(kind).items() if name not in besides}
+
+
+def _value(line: sqlite3.Row, name: str, hint: Any) -> Any:  # noqa: ANN401 - what the hint says
+    """Return a column's value if it fits the hint of a field: SQLite itself takes anything anywhere."""
+    value, kinds = line[name], get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    if value is None and NoneType in kinds:
         return None
-    if float in kinds and isinstance(value, int | float) and math.isfinite(value):
-        return float(value)
-    if type(value) in kinds and float not in kinds:
+    kind, is_number = kinds[0], isinstance(value, int | float)
+    if kind in {float, bool} and is_number and math.isfinite(value):
+        return kind(value)
+    if type(value) is kind and kind is not float:
         return value
+    container = get_origin(kind)
+    found = json.loads(value) if container is not None and type(value) is str else None
+    if container is Mapping and isinstance(found, dict):
+        return found
+    if container is tuple and isinstance(found, list):
+        item_kind = get_origin(get_args(kind)[0]) or get_args(kind)[0]
+        if all(isinstance(item, item_kind) for item in found):
+            return tuple(found)
     raise ValueError(f"{name} cannot be {value!r:.80}")
-
-
-def _json(line: sqlite3.Row, name: str, kind: type) -> Any:  # noqa: ANN401 - a `kind`
-    value = json.loads(_take(line, name, str))
-    if type(value) is not kind:
-        raise ValueError(f"{name} is no {kind.__name__}")
-    return value
-
-
-def _texts(line: sqlite3.Row, name: str) -> tuple[str, ...]:
-    values = _json(line, name, list)
-    if not all(isinstance(value, str) for value in values):
-        raise ValueError(f"{name} holds something else than texts")
-    return tuple(values)

@@ -1,8 +1,7 @@
 """The letters and numbers of the table: which characters may be used, and how a value becomes a few of them.
 
-Covers glyphs, hostile text, numbers, clocks, bars, and plain cells under their headings. Does not know rows, columns or
-widths of terminals. Every function that formats a value returns `None` for an unknown one; the caller shows
-`Glyphs.missing` for it.
+Does not know rows, columns or widths of terminals. Every function that formats a value returns `None` for an unknown
+one; the caller shows `Glyphs.missing` for it.
 """
 
 from __future__ import annotations
@@ -53,8 +52,9 @@ class Glyphs:
 
         Every value above 0 shows as at least one cell.
         """
-        full_cells = _bar_cells(full, width)
-        part_cells = max(full_cells, _bar_cells(part, width))
+        full_cells, part_cells = (
+            max(share > 0, int(min(1.0, max(0.0, share)) * width)) for share in (full, max(full, part))
+        )
         return self.full * full_cells + self.part * (part_cells - full_cells) + self.empty * (width - part_cells)
 
 
@@ -82,7 +82,7 @@ def glyphs_for(encoding: str | None) -> Glyphs:
 
 def decimals_for(values: Iterable[float | None], *, significant: int = 4) -> int:
     """Return the decimals that show the largest value with so many digits, at most 3: one choice for a column."""
-    largest = max((abs(value) for value in values if finite(value) is not None and value is not None), default=0.0)
+    largest = max((abs(known) for value in values if (known := finite(value)) is not None), default=0.0)
     whole_digits = len(str(int(largest))) if largest < _HUGE else significant
     return min(3, max(0, significant - whole_digits))
 
@@ -143,24 +143,12 @@ def flow(segments: Iterable[Text], width: int, separator: str) -> list[Text]:
 
 
 def aligned(rows: Sequence[Sequence[str]], words: Collection[str]) -> Iterator[str]:
-    """Yield each row with its cells under their heading: words to the left, numbers to the right.
+    """Yield the headings and the rows, with cells under their heading: `words` to the left, numbers to the right.
 
     Nothing is cut: a terminal wraps what it cannot hold. No table of rich: ten thousand rows took it five seconds.
-
-    Args:
-        rows: The headings, then the others, all of the same length.
-        words: The headings of columns that hold words.
     """
-    headings = rows[0]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(headings))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    alignments = ["<" if heading in words else ">" for heading in rows[0]]
     for row in rows:
-        cells = (
-            cell.ljust(width) if heading in words else cell.rjust(width)
-            for heading, cell, width in zip(headings, row, widths, strict=True)
-        )
+        cells = (f"{cell:{side}{width}}" for cell, side, width in zip(row, alignments, widths, strict=True))
         yield "  ".join(cells).rstrip()
-
-
-def _bar_cells(share: float, width: int) -> int:
-    known = min(1.0, max(0.0, share))
-    return max(1, int(known * width)) if known > 0 else 0

@@ -7,82 +7,110 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from rich.text import Text
 
-from orchestrator.core.slot import HeadState
 from orchestrator.watch import cells
 from orchestrator.watch.cells import Glyphs, joined, number, share_pct, whole
-from orchestrator.watch.model import LOW_SUCCESS_RATE, Row, finite
-from workers.messages import WorkerState
+from orchestrator.watch.model import LOW_SUCCESS_RATE, STATE_STYLES, Row, finite
 from workers.units import GIB, MIB
-
-#: Colours repeat what the state word says; no information is in the colour alone.
-STATE_STYLES = {
-    HeadState.QUARANTINED: "bold red",
-    HeadState.LOST: "bold red",
-    WorkerState.CORRUPT: "bold red",
-    HeadState.RESTARTING: "magenta",
-    WorkerState.EMERGENCY: "bold yellow",
-    WorkerState.PAUSED: "yellow",
-    WorkerState.THROTTLED: "yellow",
-    WorkerState.BACKOFF: "yellow",
-    WorkerState.WARMING: "cyan",
-    HeadState.STARTING: "cyan",
-    WorkerState.RUNNING: "green",
-    WorkerState.STOPPED: "dim",
-}
 
 _BAR_CELLS = 10
 
 #: Names of the columns, the most important first. A narrow terminal drops them from the end; the first few stay.
 KEPT_LONGEST_FIRST = (
-    "slot",
-    "state",
-    "size",
-    "tflops",
-    "vram",
-    "oom",
-    "baseline",
-    "temperature",
-    "verify",
-    "success",
-    "heartbeat",
-    "card",
-    "vram_bar",
-    "throttle",
-    "duty",
-    "power",
-    "peak",
-    "reason",
-    "dtype",
-    "restarts",
-    "card_memory",
-    "clock",
+    "slot", "state", "size", "tflops", "vram", "oom", "baseline", "temperature", "verify", "success", "heartbeat",
+    "card", "vram_bar", "throttle", "duty", "power", "peak", "reason", "dtype", "restarts", "card_memory", "clock",
     "memory_temperature",
-)
+)  # fmt: skip
 NEVER_DROPPED = KEPT_LONGEST_FIRST[:4]
 
+Cell: TypeAlias = Callable[[Row], Text | None]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True)
 class Column:
     """One column: two lines of heading and what it shows of a row (`None` when unknown)."""
 
     name: str
     title: str
     unit: str
-    cell: Callable[[Row], Text | None]
-    left: bool = False
+    cell: Cell
+    is_words: bool = False
     """Words are aligned to the left, numbers to the right."""
 
 
 def columns_for(rows: Sequence[Row], glyphs: Glyphs) -> tuple[Column, ...]:
     """Return all columns in the order they are shown, with units and decimals that suit these rows."""
+    tflops_decimals = cells.decimals_for(row.tflops for row in rows)
+    largest_cap = max((row.cap_bytes or row.budget_bytes or 0 for row in rows), default=0)
+    # A rehearsal's caps are a sixteenth of the real ones: in GiB they would all read 0.2.
+    unit, unit_bytes = ("GiB", GIB) if largest_cap >= GIB or not largest_cap else ("MiB", MIB)
+    decimals = cells.decimals_for((largest_cap / unit_bytes,), significant=3) if unit_bytes == GIB else 0
+
+    def words(get: Callable[[Row], str | None], longest: int) -> Cell:
+        return lambda row: _text(glyphs.shorten(glyphs.clean(value), longest) if (value := get(row)) else None)
+
+    def figures(*fields: str, decimals: int = 0, times: float = 1.0) -> Cell:
+        """Return the cell of some numbers with slashes between them."""
+
+        def shown(value: float | None) -> str | None:
+            # A whole number of any length would not become a float.
+            known = min(value, 2**80) if isinstance(value, int) else value
+            return None if known is None else number(known * times, decimals)
+
+        return lambda row: _text(joined((shown(getattr(row, name)) for name in fields), glyphs.missing))
+
+    def card(row: Row) -> str | None:
+        # "NVIDIA GeForce RTX 3090" -> "RTX 3090": the maker's name is the same on every line.
+        return (row.gpu_name or "").removeprefix("NVIDIA ").removeprefix("GeForce ") or row.device
+
+    def size(row: Row) -> Text | None:
+        return _text(joined((whole(row.size), whole(row.batch)), glyphs.missing))
+
+    def bar(row: Row) -> Text | None:
+        if row.allocated_bytes is None or row.reserved_bytes is None or not row.cap_bytes:
+            return None
+        # min() first: two huge whole numbers cannot be divided as floats.
+        full, part = (min(held, row.cap_bytes) / row.cap_bytes for held in (row.allocated_bytes, row.reserved_bytes))
+        return Text(glyphs.bar(full=full, part=part, width=_BAR_CELLS), "cyan")
+
     return (
-        *_identity_columns(glyphs),
-        *_work_columns(rows, glyphs),
-        *_memory_columns(rows, glyphs),
-        *_health_columns(glyphs),
+        Column("slot", "slot", "", words(lambda row: row.slot, 32), is_words=True),
+        Column("card", "card", "", words(card, 16), is_words=True),
+        Column("state", "state", "", lambda row: Text(row.state.value, STATE_STYLES[row.state]), is_words=True),
+        Column("size", "size", "/batch", size),
+        Column("dtype", "type", "", words(lambda row: row.dtype, 10), is_words=True),
+        Column("tflops", "TFLOP/s", "", figures("tflops", decimals=tflops_decimals)),
+        Column("baseline", "base", "%", figures("baseline_pct")),
+        Column("peak", "peak", "%", figures("peak_pct")),
+        Column("vram_bar", "VRAM", "of cap", bar, is_words=True),
+        Column(
+            "vram",
+            f"{unit} allocated",
+            "/reserved/cap",
+            figures("allocated_bytes", "reserved_bytes", "cap_bytes", decimals=decimals, times=1 / unit_bytes),
+        ),
+        Column(
+            "card_memory",
+            "card GiB",
+            "used/all",
+            figures("device_used_bytes", "device_total_bytes", decimals=1, times=1 / GIB),
+        ),
+        Column("oom", "OOM", "/emerg", _oom),
+        Column("success", "good", "%", _success),
+        Column("duty", "duty %", "ask/got", figures("duty_requested", "duty_measured", times=100)),
+        Column("temperature", "temp C", "/margin", figures("temperature_c", "margin_c")),
+        Column("memory_temperature", "VRAM", "C", figures("memory_temperature_c")),
+        Column("power", "power", "/cap W", figures("power_w", "power_limit_w")),
+        Column("clock", "clock", "SM MHz", figures("sm_clock_mhz")),
+        Column("throttle", "slowed", "% time", figures("throttle_pct")),
+        Column("verify", "checks", "/wrong", _verify),
+        Column(
+            "restarts", "re-", "starts", lambda row: Text(whole(row.restarts) or "", "magenta" if row.restarts else "")
+        ),
+        Column("heartbeat", "seen", "s ago", _heartbeat),
     )
 
 
@@ -90,124 +118,25 @@ def _text(value: str | None, style: str = "") -> Text | None:
     return None if value is None else Text(value, style)
 
 
-def _words(value: str | None, glyphs: Glyphs, longest: int) -> str | None:
-    return glyphs.shorten(glyphs.clean(value), longest) if value else None
+def _oom(row: Row) -> Text:
+    counts = row.counts
+    noted = f"{whole(counts.oom_count)}/{whole(counts.emergency_count)}"
+    return Text(noted, "yellow" if counts.oom_count or counts.emergency_count else "")
 
 
-def _identity_columns(glyphs: Glyphs) -> tuple[Column, ...]:
-    def state(row: Row) -> Text:
-        return Text(row.state.value, STATE_STYLES[row.state])
-
-    def card(row: Row) -> Text | None:
-        # "NVIDIA GeForce RTX 3090" -> "RTX 3090": the maker's name is the same on every line.
-        name = (row.gpu_name or "").removeprefix("NVIDIA ").removeprefix("GeForce ")
-        return _text(_words(name or row.device, glyphs, 16))
-
-    return (
-        Column(name="slot", title="slot", unit="", left=True, cell=lambda row: _text(_words(row.slot, glyphs, 32))),
-        Column(name="card", title="card", unit="", left=True, cell=card),
-        Column(name="state", title="state", unit="", left=True, cell=state),
-    )
+def _success(row: Row) -> Text | None:
+    rate = row.counts.success_rate
+    return _text(share_pct(rate), "red" if rate is not None and rate < LOW_SUCCESS_RATE else "")
 
 
-def _work_columns(rows: Sequence[Row], glyphs: Glyphs) -> tuple[Column, ...]:
-    tflops_decimals = cells.decimals_for(row.tflops for row in rows)
-
-    def size(row: Row) -> Text | None:
-        return _text(joined((whole(row.size), whole(row.batch)), glyphs.missing))
-
-    return (
-        Column(name="size", title="size", unit="/batch", cell=size),
-        Column(name="dtype", title="type", unit="", left=True, cell=lambda row: _text(_words(row.dtype, glyphs, 10))),
-        Column(name="tflops", title="TFLOP/s", unit="", cell=lambda row: _text(number(row.tflops, tflops_decimals))),
-        Column(name="baseline", title="base", unit="%", cell=lambda row: _text(number(row.baseline_pct, 0))),
-        Column(name="peak", title="peak", unit="%", cell=lambda row: _text(number(row.peak_pct, 0))),
-    )
+def _verify(row: Row) -> Text | None:
+    counts = row.counts
+    if not counts.verify_checks and not counts.verify_errors:
+        return None  # a workload that checks nothing has not passed any check
+    noted = f"{whole(counts.verify_checks)}/{whole(counts.verify_errors)}"
+    return Text(noted, "bold red" if counts.verify_errors else "")
 
 
-def _memory_columns(rows: Sequence[Row], glyphs: Glyphs) -> tuple[Column, ...]:
-    largest_cap = max((row.cap_bytes or row.budget_bytes or 0 for row in rows), default=0)
-    # A rehearsal's caps are a sixteenth of the real ones: in GiB they would all read 0.2.
-    unit_bytes, unit = (GIB, "GiB") if largest_cap >= GIB or not largest_cap else (MIB, "MiB")
-    decimals = cells.decimals_for((largest_cap / unit_bytes,), significant=3) if unit_bytes == GIB else 0
-
-    def amount(value_bytes: int | None) -> str | None:
-        return None if value_bytes is None else number(min(value_bytes, 2**80) / unit_bytes, decimals)
-
-    def bar(row: Row) -> Text | None:
-        if row.allocated_bytes is None or row.reserved_bytes is None or not row.cap_bytes:
-            return None
-        full = _ratio(row.allocated_bytes, row.cap_bytes)
-        part = _ratio(row.reserved_bytes, row.cap_bytes)
-        return Text(glyphs.bar(full=full, part=part, width=_BAR_CELLS), "cyan")
-
-    def amounts(row: Row) -> Text | None:
-        return _text(joined(map(amount, (row.allocated_bytes, row.reserved_bytes, row.cap_bytes)), glyphs.missing))
-
-    def card_memory(row: Row) -> Text | None:
-        known = (row.device_used_bytes, row.device_total_bytes)
-        in_gib = (None if value is None else number(min(value, 2**80) / GIB, 1) for value in known)
-        return _text(joined(in_gib, glyphs.missing))
-
-    return (
-        Column(name="vram_bar", title="VRAM", unit="of cap", left=True, cell=bar),
-        Column(name="vram", title=f"{unit} allocated", unit="/reserved/cap", cell=amounts),
-        Column(name="card_memory", title="card GiB", unit="used/all", cell=card_memory),
-    )
-
-
-def _ratio(part_bytes: int, whole_bytes: int) -> float:
-    # min() first: two huge whole numbers cannot be divided as floats.
-    return min(part_bytes, whole_bytes) / whole_bytes
-
-
-def _health_columns(glyphs: Glyphs) -> tuple[Column, ...]:
-    def oom(row: Row) -> Text:
-        noted = f"{whole(row.counts.oom_count)}/{whole(row.counts.emergency_count)}"
-        return Text(noted, "yellow" if row.counts.oom_count or row.counts.emergency_count else "")
-
-    def success(row: Row) -> Text | None:
-        rate = row.counts.success_rate
-        low = rate is not None and rate < LOW_SUCCESS_RATE
-        return _text(share_pct(rate), "red" if low else "")
-
-    def duty(row: Row) -> Text | None:
-        known = (row.duty_requested, row.duty_measured)
-        in_pct = (None if value is None else number(value * 100, 0) for value in known)
-        return _text(joined(in_pct, glyphs.missing))
-
-    def temperature(row: Row) -> Text | None:
-        return _text(joined((number(row.temperature_c, 0), number(row.margin_c, 0)), glyphs.missing))
-
-    def memory_temperature(row: Row) -> Text | None:
-        return _text(number(row.memory_temperature_c, 0))
-
-    def power(row: Row) -> Text | None:
-        return _text(joined((number(row.power_w, 0), number(row.power_limit_w, 0)), glyphs.missing))
-
-    def verify(row: Row) -> Text | None:
-        if not row.counts.verify_checks and not row.counts.verify_errors:
-            return None  # a workload that checks nothing has not passed any check
-        noted = f"{whole(row.counts.verify_checks)}/{whole(row.counts.verify_errors)}"
-        return Text(noted, "bold red" if row.counts.verify_errors else "")
-
-    def restarts(row: Row) -> Text:
-        return Text(whole(row.restarts) or "", "magenta" if row.restarts else "")
-
-    def heartbeat(row: Row) -> Text | None:
-        age_s = finite(row.heartbeat_age_s)
-        return _text(number(age_s, 0 if age_s is not None and age_s >= 10 else 1))
-
-    return (
-        Column(name="oom", title="OOM", unit="/emerg", cell=oom),
-        Column(name="success", title="good", unit="%", cell=success),
-        Column(name="duty", title="duty %", unit="ask/got", cell=duty),
-        Column(name="temperature", title="temp C", unit="/margin", cell=temperature),
-        Column(name="memory_temperature", title="VRAM", unit="C", cell=memory_temperature),
-        Column(name="power", title="power", unit="/cap W", cell=power),
-        Column(name="clock", title="clock", unit="SM MHz", cell=lambda row: _text(number(row.sm_clock_mhz, 0))),
-        Column(name="throttle", title="slowed", unit="% time", cell=lambda row: _text(number(row.throttle_pct, 0))),
-        Column(name="verify", title="checks", unit="/wrong", cell=verify),
-        Column(name="restarts", title="re-", unit="starts", cell=restarts),
-        Column(name="heartbeat", title="seen", unit="s ago", cell=heartbeat),
-    )
+def _heartbeat(row: Row) -> Text | None:
+    age_s = finite(row.heartbeat_age_s)
+    return _text(number(age_s, 0 if age_s is not None and age_s >= 10 else 1))

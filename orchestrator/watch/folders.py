@@ -1,7 +1,7 @@
 """Finds runs: lists the run folders, and resolves a run id as the user typed it.
 
 Covers the names of runs, which are hostile input, and runs that left no store. Does not cover what is in a store
-(`archive.py`).
+(`archive.py`). A folder that cannot be read is an `ArchiveError`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ArchiveError, NothingStoredError, UsageError, one_line
-from orchestrator.watch.archive import StoredRun, read_run
-from orchestrator.watch.head_process import head_of
-from orchestrator.watch.safe_read import read_small
+from orchestrator.watch.archive import StoredRun, head_of, read_run
+from workers.files import read_small
 
 LATEST = "latest"
 UNREADABLE = "unreadable"
@@ -28,7 +27,7 @@ _RUN_ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{4}")
 _SUMMARY_NAME = "summary.json"
 _SUMMARY_MOST_BYTES = 16 * 2**20
 """A summary of ten thousand workers and ten thousand faults has 13 MiB."""
-_SUFFIX = re.compile(r"[0-9a-f-]{4,19}")
+_SUFFIX = re.compile(r"[0-9a-f-]{4,20}")
 _NAMED = 5
 
 
@@ -36,14 +35,18 @@ _NAMED = 5
 class Listed:
     """One run folder, whatever is left in it."""
 
-    run_id: str
     folder: Path
     outcome: str
-    exit_code: int | None
-    run: StoredRun | None
+    exit_code: int | None = None
+    run: StoredRun | None = None
     """`None` where nothing was stored, or what was cannot be read."""
-    error: str | None
+    error: str | None = None
     """Why the run ended early, or why it cannot be read."""
+
+    @property
+    def run_id(self) -> str:
+        """The name of its folder."""
+        return self.folder.name
 
     @property
     def started_at_unix_s(self) -> float | None:
@@ -57,30 +60,15 @@ class Listed:
 
 
 def list_runs(runs_dir: Path) -> tuple[Listed, ...]:
-    """Return every run in the folder, the newest first; none if there is no such folder.
-
-    Raises:
-        ArchiveError: The folder cannot be read.
-    """
+    """Return every run in the folder, the newest first; none if there is no such folder."""
     return tuple(_listed(runs_dir / run_id) for run_id in _run_ids(runs_dir))
 
 
 def find_run(runs_dir: Path, run_id: str) -> Path:
-    """Return the folder of a run.
-
-    Args:
-        runs_dir: Where run folders are.
-        run_id: The name of a run, its end (four characters or more) if no other run ends so, or `latest`.
-
-    Raises:
-        UsageError: There is no such run, or the end of more than one.
-        ArchiveError: The folder cannot be read.
-    """
+    """Return a run's folder by its name, its end (4 characters or more) or `latest`; `UsageError` for none or two."""
     known = _run_ids(runs_dir)
     if run_id == LATEST:
         meant = known[:1]
-    elif _RUN_ID.fullmatch(run_id):
-        meant = [name for name in known if name == run_id]
     else:
         meant = [name for name in known if _SUFFIX.fullmatch(run_id) and name.endswith(run_id)]
     if len(meant) == 1:
@@ -104,8 +92,7 @@ def summary_of(folder: Path) -> Mapping[str, Any] | None:
 def _summary(folder: Path) -> Mapping[str, Any] | None:
     """Return what is in summary.json; `None` if there is none, or none that was written to its end.
 
-    Raises:
-        ArchiveError: What is there is nothing that a run wrote.
+    What is nothing that a run wrote is an `ArchiveError`.
     """
     path = folder / _SUMMARY_NAME
     try:
@@ -113,27 +100,21 @@ def _summary(folder: Path) -> Mapping[str, Any] | None:
     except (FileNotFoundError, ValueError, RecursionError):
         return None
     except OSError as failure:
-        raise ArchiveError(one_line(f"{path} cannot be read: {failure.strerror}")) from failure
+        raise ArchiveError(f"{path} cannot be read: {failure.strerror}") from failure
     return told if isinstance(told, dict) else None
 
 
 def _run_ids(runs_dir: Path) -> list[str]:
     """Return the names of the run folders, the newest first. Links are skipped: they may lead anywhere."""
     try:
-        return sorted(
-            (
-                entry.name
-                for entry in runs_dir.iterdir()
-                if _RUN_ID.fullmatch(entry.name) and entry.is_dir() and not entry.is_symlink()
-            ),
-            reverse=True,
-        )
+        entries = [entry for entry in runs_dir.iterdir() if entry.is_dir() and not entry.is_symlink()]
     except FileNotFoundError:
         return []
     except OSError as failure:
         raise ArchiveError(
-            one_line(f"{runs_dir} cannot be read: {failure.strerror}; name the right folder with --run-dir")
+            f"{runs_dir} cannot be read: {failure.strerror}; name the right folder with --run-dir"
         ) from failure
+    return sorted((entry.name for entry in entries if _RUN_ID.fullmatch(entry.name)), reverse=True)
 
 
 def _listed(folder: Path) -> Listed:
@@ -142,8 +123,8 @@ def _listed(folder: Path) -> Listed:
     except NothingStoredError:
         return _without_store(folder)
     except ArchiveError as failure:
-        return _entry(folder, UNREADABLE, error=str(failure))
-    return _entry(folder, run.outcome, exit_code=run.exit_code, run=run, error=run.error)
+        return Listed(folder=folder, outcome=UNREADABLE, error=str(failure))
+    return Listed(folder=folder, outcome=run.outcome, exit_code=run.exit_code, run=run, error=run.error)
 
 
 def _without_store(folder: Path) -> Listed:
@@ -151,19 +132,13 @@ def _without_store(folder: Path) -> Listed:
     try:
         told = _summary(folder)
     except ArchiveError as failure:
-        return _entry(folder, UNREADABLE, error=str(failure))
+        return Listed(folder=folder, outcome=UNREADABLE, error=str(failure))
     if told is None:
-        return _entry(folder, "interrupted" if head_of(folder) is None else "running")
+        return Listed(folder=folder, outcome="interrupted" if head_of(folder) is None else "running")
     code, error = told.get("exit_code"), told.get("error")
-    return _entry(
-        folder,
-        str(told.get("outcome")),
+    return Listed(
+        folder=folder,
+        outcome=str(told.get("outcome")),
         exit_code=code if isinstance(code, int) else None,
         error=None if error is None else str(error),
     )
-
-
-def _entry(
-    folder: Path, outcome: str, *, exit_code: int | None = None, run: StoredRun | None = None, error: str | None = None
-) -> Listed:
-    return Listed(run_id=folder.name, folder=folder, outcome=outcome, exit_code=exit_code, run=run, error=error)

@@ -1,15 +1,15 @@
-"""Watchers for the person at the terminal: a table that redraws itself, plain lines, or nothing.
+"""Watchers for the person at the terminal: a table that redraws itself, or plain lines; and all outlets of a run.
 
-Covers when to draw and what a broken terminal or pipe means (nothing: the run goes on). Does not cover what the
-table looks like (`table`) nor which watcher a run gets (the command line's choice): use `LiveTable` only where
-`console.is_interactive`.
+A broken terminal or pipe means nothing: the run goes on. Does not cover what the table looks like (`table`) nor which
+watcher a run gets: use `LiveTable` only where `console.is_interactive`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Protocol, TextIO
 
@@ -19,8 +19,10 @@ from rich.text import Text
 
 from orchestrator.core.slot import SlotState
 from orchestrator.watch.cells import clock, glyphs_for
+from orchestrator.watch.events import EventLog
 from orchestrator.watch.model import Snapshot
 from orchestrator.watch.phrases import closing_lines, tflops_words
+from orchestrator.watch.store import RunStore
 from orchestrator.watch.table import health_table
 
 REDRAW_EVERY_S = 0.25
@@ -47,14 +49,34 @@ class Watcher(Protocol):
         """Show the run for the last time and release everything."""
 
 
-class Silent:
-    """Shows nothing, for `--json` and tests."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlets:
+    """Where a run is written down and shown. A full disk ends none of it: `problems` says what is wrong."""
 
-    def update(self, snapshot: Snapshot) -> None:
-        """Do nothing."""
+    watchers: Sequence[Watcher]
+    events: EventLog
+    store: RunStore
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Show the run as it is now, and take a sample of it if one is due."""
+        for watcher in (*self.watchers, self.store):
+            watcher.update(snapshot)
 
     def close(self, snapshot: Snapshot) -> None:
-        """Do nothing."""
+        """Show the run as it ended."""
+        for watcher in (*self.watchers, self.store):
+            watcher.close(snapshot)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """One sentence for each sink that cannot be written now, or lacks records of a time when it could not."""
+        now = tuple(text for text in (self.store.problem, self.events.problem) if text is not None)
+        return now or (("the records of this run have gaps: they could not be written for a while",) * self.incomplete)
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether the records of this run are incomplete."""
+        return self.store.incomplete or self.events.incomplete
 
 
 class LiveTable:
@@ -67,13 +89,11 @@ class LiveTable:
         self._console = console
         self._monotonic_s = monotonic_s
         self._glyphs = glyphs_for(console.encoding)
-        self._drawn_at_s: float | None = None
+        self._due_s = float("-inf")
         self._gone = False
         self._live = Live(
             console=console,
             auto_refresh=False,
-            screen=False,
-            transient=False,
             vertical_overflow="crop",
             # Output of libraries belongs into the run's log, not between the rows.
             redirect_stdout=False,
@@ -84,14 +104,14 @@ class LiveTable:
         """Redraw, unless that was done less than `REDRAW_EVERY_S` ago, or a little more for many slots."""
         now_s = self._monotonic_s()
         every_s = max(REDRAW_EVERY_S, min(_REDRAW_MOST_S, _REDRAW_S_PER_SLOT * len(snapshot.rows)))
-        if self._gone or (self._drawn_at_s is not None and now_s - self._drawn_at_s < every_s):
+        if self._gone or now_s < self._due_s:
             return
-        self._drawn_at_s = now_s
+        self._due_s = now_s + every_s
         try:
             if not self._live.is_started:
                 self._live.start()
                 self._console.show_cursor(True)
-            self._live.update(_Frame(snapshot), refresh=True)
+            self._live.update(_Frame(snapshot, whole=False), refresh=True)
         except _TERMINAL_GONE:
             self._leave()
 
@@ -100,11 +120,12 @@ class LiveTable:
         if self._gone:
             return
         try:
-            self._live.update(_WholeFrame(snapshot))
+            last = _Frame(snapshot, whole=True)
+            self._live.update(last)
             if self._live.is_started:
                 self._live.stop()
             else:
-                self._console.print(_WholeFrame(snapshot))
+                self._console.print(last)
             for line in closing_lines(snapshot, self._glyphs):
                 self._console.print(Text(line))
         except _TERMINAL_GONE:
@@ -112,7 +133,6 @@ class LiveTable:
 
     def _leave(self) -> None:
         self._gone = True
-        # Live replaced sys.stdout; it must be restored even if the terminal is closed.
         with suppress(*_TERMINAL_GONE):
             self._live.stop()
 
@@ -154,14 +174,11 @@ class PlainLines:
 
     def _progress(self, snapshot: Snapshot) -> str:
         counts = ", ".join(f"{count} {state}" for state, count in snapshot.state_counts.items())
-        said = (
-            f"{clock(snapshot.elapsed_s)} of {clock(snapshot.duration_s)}",
-            f"nodes {len(snapshot.nodes_seen)}/{len(snapshot.nodes_planned)}",
-            counts or "no workers yet",
-            tflops_words(snapshot.tflops_total, self._glyphs),
-            f"oom {snapshot.counts.oom_count}",
+        return (
+            f"{clock(snapshot.elapsed_s)} of {clock(snapshot.duration_s)}  "
+            f"nodes {len(snapshot.nodes_seen)}/{len(snapshot.nodes_planned)}  {counts or 'no workers yet'}  "
+            f"{tflops_words(snapshot.tflops_total, self._glyphs)}  oom {snapshot.counts.oom_count}"
         )
-        return "  ".join(said)
 
     def _say(self, line: str) -> None:
         if self._gone:
@@ -176,22 +193,16 @@ class PlainLines:
 
 
 class _Frame:
-    """A snapshot that is laid out when it is drawn, for the terminal's size at that moment."""
+    """A snapshot that is laid out when it is drawn, for the terminal's size at that moment.
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    `whole` shows all rows, at whatever length: nothing is drawn over it.
+    """
+
+    def __init__(self, snapshot: Snapshot, *, whole: bool) -> None:
         self._snapshot = snapshot
+        self._whole = whole
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         # A line is left for the cursor, else the terminal scrolls at every frame.
-        lines = max(1, options.size.height - 1)
+        lines = None if self._whole else max(1, options.size.height - 1)
         yield health_table(self._snapshot, options.max_width, lines, glyphs_for(console.encoding))
-
-
-class _WholeFrame:
-    """A snapshot with all its rows, of any length: nothing is drawn over it."""
-
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield health_table(self._snapshot, options.max_width, None, glyphs_for(console.encoding))

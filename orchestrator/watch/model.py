@@ -1,8 +1,7 @@
 """The one picture of a run that every watcher looks at: a `Snapshot` of `Row`s.
 
-Covers the data, the sums over it, and the order "worst first". Does not cover how a snapshot is made
-(`run.snapshot`) nor how it is drawn or stored (the other files of this folder). Bytes, seconds, watts and
-degrees Celsius throughout; shares are 0..1, names ending in `_pct` are 0..100, and `None` means unknown.
+Does not cover how it is made (`run.snapshot`), drawn or stored. Bytes, seconds, watts and degrees Celsius throughout;
+shares are 0..1, names ending in `_pct` are 0..100, and `None` means unknown.
 """
 
 from __future__ import annotations
@@ -14,38 +13,35 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, lru_cache
-from typing import Any, Protocol, TypeVar, get_args, get_type_hints
+from typing import Any, TypeAlias, TypeVar, get_args, get_type_hints
 
-from orchestrator.core.slot import HeadState, SlotState, slot_state
+from orchestrator.core.slot import HeadState, Slot, SlotState, slot_state
 from workers.messages import NO_COUNTS, StepCounts, WorkerState
 
-#: States from worst to best: the order of the table, and of every list of states in words.
-STATES_WORST_FIRST = (
-    HeadState.QUARANTINED,
-    HeadState.LOST,
-    WorkerState.CORRUPT,
-    HeadState.RESTARTING,
-    WorkerState.EMERGENCY,
-    WorkerState.PAUSED,
-    WorkerState.THROTTLED,
-    WorkerState.BACKOFF,
-    WorkerState.WARMING,
-    HeadState.STARTING,
-    WorkerState.RUNNING,
-    WorkerState.STOPPED,
-)
+#: States from worst to best: the order of the table, and of every list of states in words. Their colours repeat what
+#: the word says; no information is in the colour alone.
+STATE_STYLES: dict[SlotState, str] = {
+    HeadState.QUARANTINED: "bold red",
+    HeadState.LOST: "bold red",
+    WorkerState.CORRUPT: "bold red",
+    HeadState.RESTARTING: "magenta",
+    WorkerState.EMERGENCY: "bold yellow",
+    WorkerState.PAUSED: "yellow",
+    WorkerState.THROTTLED: "yellow",
+    WorkerState.BACKOFF: "yellow",
+    WorkerState.WARMING: "cyan",
+    HeadState.STARTING: "cyan",
+    WorkerState.RUNNING: "green",
+    WorkerState.STOPPED: "dim",
+}
+STATES_WORST_FIRST = tuple(STATE_STYLES)
 
 _STATE_RANK = {state: rank for rank, state in enumerate(STATES_WORST_FIRST)}
 
 #: A slot below this share of good steps moves up among its equals; the guides ask for "95%+ success rate".
 LOW_SUCCESS_RATE = 0.95
 
-_NO_TROUBLE = 2
-
 AnyBrief = TypeVar("AnyBrief", bound="Brief")
-
-#: Rank of the state, then of the trouble; the smallest is the worst.
-Severity = tuple[int, int]
 
 
 def finite(value: float | None) -> float | None:
@@ -110,17 +106,12 @@ class Row:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Row:
-        """Rebuild a row from `to_dict`'s form; keys this version does not know are passed over.
-
-        Raises:
-            ValueError: A needed key is missing, or a value is of the wrong kind.
-        """
-        kinds = _row_kinds()
+        """Rebuild a row from `to_dict`'s form, without unknown keys; `ValueError` if one lacks or has a wrong kind."""
         known = {name: values[name] for name in ROW_KEYS if name in values}
         if missing := {"slot", "node", "state", "reason"} - known.keys():
             raise ValueError(f"a worker's row lacks {', '.join(sorted(missing))}")
         for name, value in known.items():
-            if type(value) not in kinds[name]:
+            if not is_row_value(name, value):
                 raise ValueError(f"slot {known['slot']}: {name} cannot be {value!r}")
         counts = StepCounts(**{name: value for name, value in known.items() if name in StepCounts.__slots__})
         own = {name: value for name, value in known.items() if name in Row.__slots__}
@@ -145,35 +136,19 @@ ROW_KEYS = tuple(
 @cache
 def _row_kinds() -> dict[str, frozenset[type]]:
     """Key of a row -> the types that its value has in JSON."""
-    hints = {**get_type_hints(StepCounts), "success_rate": float | None, **get_type_hints(Row)}
-    kinds: dict[str, frozenset[type]] = {}
-    for key in ROW_KEYS:
-        types = set(get_args(hints[key]) or (hints[key],))
-        if WorkerState in types:
-            types.add(str)
-        if float in types:
-            types.add(int)  # JSON writes 70.0 as 70 as often as not
-        kinds[key] = frozenset(types)
-    return kinds
+    hints = {**get_type_hints(StepCounts), "success_rate": float | None, **get_type_hints(Row), "state": str}
+    kinds = {key: set(get_args(hints[key]) or (hints[key],)) for key in ROW_KEYS}
+    # JSON writes 70.0 as 70 as often as not.
+    return {key: frozenset(known | {int} if float in known else known) for key, known in kinds.items()}
 
 
-class Brief(Protocol):
-    """What sums and order need of a slot: a `Row`, or the head's own slot."""
+def is_row_value(key: str, value: object) -> bool:
+    """Say whether a key of summary.json's rows may have this value."""
+    return type(value) in _row_kinds().get(key, ())
 
-    @property
-    def slot(self) -> str:
-        """Its name."""
-        ...
 
-    @property
-    def state(self) -> SlotState:
-        """As in its row."""
-        ...
-
-    @property
-    def counts(self) -> StepCounts:
-        """As in its row."""
-        ...
+#: What sums and order need of a slot, its name, state and counts: a row, or the head's own slot.
+Brief: TypeAlias = Row | Slot
 
 
 class LazyRows(Sequence[Row]):
@@ -211,7 +186,6 @@ class Snapshot:
     """One-line warnings shown with the header, such as "pc2 has not joined"."""
     restart_count: int = 0
     steps_lost_upper_bound: int | None = None
-    """At most this many steps were done by processes that died before they could report them."""
 
     @property
     def remaining_s(self) -> float:
@@ -249,31 +223,20 @@ class Snapshot:
         return self.rows.of(brief)
 
 
-def severity(row: Brief) -> Severity:
-    """Return the sort key of a slot, smaller is worse: its state first, then wrong results, then failed steps.
-
-    It is coarse on purpose. With the exact success rate, rows would change places at every redraw.
-    """
-    return _STATE_RANK[row.state], _trouble(row)
-
-
-def in_trouble(row: Brief) -> bool:
-    """Say whether a slot has wrong results or too many failed steps, whatever its state."""
-    return _trouble(row) < _NO_TROUBLE
-
-
-def _trouble(row: Brief) -> int:
+def trouble(row: Brief) -> int:
+    """Return 2 for a slot with wrong results, 1 for one with too many failed steps, whatever its state; else 0."""
     counts = row.counts
     if counts.verify_errors:
-        return 0
-    if counts.steps_error or (counts.steps_oom and counts.steps_ok < LOW_SUCCESS_RATE * counts.steps):
-        return 1
-    return _NO_TROUBLE
+        return 2
+    return int(bool(counts.steps_error or (counts.steps_oom and counts.steps_ok < LOW_SUCCESS_RATE * counts.steps)))
 
 
 def worst_first(rows: Iterable[AnyBrief]) -> tuple[AnyBrief, ...]:
-    """Return the rows in the order of the table; equals in natural order of their slots (pc1/2 before pc1/10)."""
-    return tuple(sorted(rows, key=lambda row: (severity(row), natural_order(row.slot))))
+    """Return the rows in the order of the table: by state, by trouble, and equals in natural order of their slots.
+
+    It is coarse on purpose. With the exact success rate, rows would change places at every redraw.
+    """
+    return tuple(sorted(rows, key=lambda row: (_STATE_RANK[row.state], -trouble(row), natural_order(row.slot))))
 
 
 @lru_cache(maxsize=20_000)

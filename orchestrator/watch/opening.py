@@ -1,7 +1,6 @@
 """Opens a run store for reading, without disturbing the process that writes it.
 
-Covers a store in use, one with a write-ahead log of a killed head, a folder that cannot be written, a file made to keep
-its reader busy, and the messages for a file that is not a store. Does not cover the content (`archive.py`).
+That may be in use, have a killed head's write-ahead log, or be made to keep its reader busy. Its content: `archive.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-from orchestrator.errors import ArchiveError, NothingStoredError, one_line
+from orchestrator.errors import ArchiveError, NothingStoredError
 from orchestrator.watch.records import SCHEMA_VERSION, STORE_NAME
 
 _PATIENCE_S = 2.0
@@ -48,9 +47,7 @@ def reading(folder: Path) -> Iterator[sqlite3.Connection]:
     """
     path = folder / STORE_NAME
     if not folder.is_dir():
-        raise ArchiveError(
-            one_line(f"there is no run folder {folder}; `python -m orchestrator runs` lists those there are")
-        )
+        raise ArchiveError(f"there is no run folder {folder}; `python -m orchestrator runs` lists those there are")
     if path.is_symlink() or not path.is_file():
         raise NothingStoredError(folder, STORE_NAME)
     with explained(path), ExitStack() as stack:
@@ -66,12 +63,10 @@ def reading(folder: Path) -> Iterator[sqlite3.Connection]:
 
 
 def _copied(path: Path, place: Path) -> Path:
-    copy = place / STORE_NAME
-    for suffix in ("", "-wal"):
-        source = path.with_name(path.name + suffix)
-        if suffix == "" or source.exists():
-            shutil.copyfile(source, copy.with_name(copy.name + suffix))
-    return copy
+    for source in (path, path.with_name(f"{path.name}-wal")):
+        if source == path or source.exists():
+            shutil.copyfile(source, place / source.name)
+    return place / path.name
 
 
 @contextmanager
@@ -103,13 +98,11 @@ def explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as failure:
-        raise ArchiveError(one_line(f"{path} cannot be read: {failure.strerror}")) from failure
+        raise ArchiveError(f"{path} cannot be read: {failure.strerror}") from failure
     except _DAMAGE as failure:
         raise ArchiveError(
-            one_line(
-                f"{path} cannot be read, it is damaged or no record of a run: {failure}; events.jsonl beside it has "
-                f"what happened as text, and moving the folder away takes it out of the list"
-            )
+            f"{path} cannot be read, it is damaged or no record of a run: {failure}; events.jsonl beside it has "
+            f"what happened as text, and moving the folder away takes it out of the list"
         ) from failure
 
 
@@ -117,24 +110,18 @@ def _check_schema(store: sqlite3.Connection, path: Path) -> None:
     if store.execute("SELECT 1 FROM sqlite_master").fetchone() is None:
         raise NothingStoredError(path.parent, STORE_NAME)
     for name in _TABLES:
-        _check_table(store, name)
+        # Not from sqlite_master: a file may say anything there, and SQLite goes by the statement alone. SQLite itself
+        # reports a missing table.
+        if any(entry["type"] != "table" for entry in store.execute(f"PRAGMA table_list({name})")):
+            raise ValueError(f"{name} is no table")
+        if any(column["hidden"] for column in store.execute(f"PRAGMA table_xinfo({name})")):
+            raise ValueError(f"{name} has computed columns")
     found = store.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
     version = int(found["value"]) if found is not None else 0
     if version > SCHEMA_VERSION:
         raise ArchiveError(
-            one_line(
-                f"{path} was written by a newer version of this program (schema {version}, this one reads up to "
-                f"{SCHEMA_VERSION}): update this installation to look at it"
-            )
+            f"{path} was written by a newer version of this program (schema {version}, this one reads up to "
+            f"{SCHEMA_VERSION}): update this installation to look at it"
         )
     if version < 1:
         raise ValueError("it does not say which schema it has")
-
-
-def _check_table(store: sqlite3.Connection, name: str) -> None:
-    """Refuse views and computed columns. SQLite itself reports a missing table."""
-    # Not from sqlite_master: a file may say anything there, and SQLite goes by the statement alone.
-    if any(entry["type"] != "table" for entry in store.execute(f"PRAGMA table_list({name})")):
-        raise ValueError(f"{name} is no table")
-    if any(column["hidden"] for column in store.execute(f"PRAGMA table_xinfo({name})")):
-        raise ValueError(f"{name} has computed columns")

@@ -11,7 +11,6 @@ from statistics import median
 from typing import Any
 
 from orchestrator.config.duration import format_duration
-from orchestrator.core.slot import SlotState
 from orchestrator.watch.cells import Glyphs, decimals_for, number, share_pct, whole
 from orchestrator.watch.model import Row, Snapshot, natural_order
 from workers.messages import StepCounts
@@ -27,14 +26,6 @@ def tflops_words(tflops: float | None, glyphs: Glyphs) -> str:
     return f"{number(tflops, decimals_for((tflops,))) or glyphs.missing} TFLOP/s"
 
 
-def more_rows(counts: Mapping[SlotState, int], glyphs: Glyphs) -> str:
-    """Return the line that stands for the rows there is no room for."""
-    total = f"{glyphs.ellipsis} and {sum(counts.values())} more"
-    if len(counts) == 1:
-        return f"{total} {next(iter(counts))}"
-    return f"{total}: {', '.join(f'{count} {state}' for state, count in counts.items())}"
-
-
 def fault_lines(faults: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Return what became of injected faults, a line for each kind: "21 kill: 17 recovered after 5.9 s (median)"."""
     fates: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -45,15 +36,15 @@ def fault_lines(faults: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         fates[kind][fate] += count if isinstance(count, int) else 1
         if isinstance(recovered_s, int | float):
             took_s[kind, fate].append(recovered_s)
+
+    def said(kind: str, fate: str, count: int) -> str:
+        known_s = took_s[kind, fate]
+        return f"{count} {fate}" + (f" after {median(known_s):.1f} s (median)" if known_s else "")
+
     return tuple(
-        f"{counts.total()} {kind}: "
-        + ", ".join(f"{number} {fate}{_median_words(took_s[kind, fate])}" for fate, number in counts.most_common())
+        f"{counts.total()} {kind}: {', '.join(said(kind, fate, count) for fate, count in counts.most_common())}"
         for kind, counts in sorted(fates.items())
     )
-
-
-def _median_words(took_s: Sequence[float]) -> str:
-    return f" after {median(took_s):.1f} s (median)" if took_s else ""
 
 
 def totals(snapshot: Snapshot) -> tuple[str, ...]:
@@ -75,34 +66,25 @@ def totals(snapshot: Snapshot) -> tuple[str, ...]:
 
 def closing_lines(snapshot: Snapshot, glyphs: Glyphs) -> tuple[str, ...]:
     """Return the end of a run in a line per node and one for all."""
-    nodes: dict[str, list[Row]] = {}
+    nodes: defaultdict[str, list[Row]] = defaultdict(list)
     for row in snapshot.rows:
-        nodes.setdefault(row.node, []).append(row)
+        nodes[row.node].append(row)
     names = {node: glyphs.shorten(glyphs.clean(node), 24) for node in sorted(nodes, key=natural_order)}
     longest = max([len("total"), *map(len, names.values())])
-    whole_run = [
-        f"{'total':<{longest}}",
-        counted(len(snapshot.rows), "worker"),
-        tflops_words(snapshot.tflops_total, glyphs),
-        *totals(snapshot),
-        f"ran {glyphs.clean(format_duration(snapshot.elapsed_s))}",
-    ]
-    lines = [_node_line(f"{name:<{longest}}", nodes[node], glyphs) for node, name in names.items()]
-    return (*lines, "  ".join(whole_run))
 
+    def line(name: str, workers: int, tflops: float | None, *said: str) -> str:
+        return "  ".join((f"{name:<{longest}}", counted(workers, "worker"), tflops_words(tflops, glyphs), *said))
 
-def _node_line(name: str, rows: Sequence[Row], glyphs: Glyphs) -> str:
-    known = [row.tflops for row in rows if row.tflops is not None]
-    counts = StepCounts.total(row.counts for row in rows)
-    said = (
-        name,
-        counted(len(rows), "worker"),
-        tflops_words(sum(known) if known else None, glyphs),
-        _steps_words(counts),
-        f"{whole(counts.oom_count)} OOM",
-        counted(sum(row.restarts for row in rows), "restart"),
-    )
-    return "  ".join(said)
+    lines = []
+    for node, name in names.items():
+        rows = nodes[node]
+        known = [row.tflops for row in rows if row.tflops is not None]
+        counts = StepCounts.total(row.counts for row in rows)
+        restarts = counted(sum(row.restarts for row in rows), "restart")
+        said = (_steps_words(counts), f"{whole(counts.oom_count)} OOM", restarts)
+        lines.append(line(name, len(rows), sum(known) if known else None, *said))
+    ran = f"ran {glyphs.clean(format_duration(snapshot.elapsed_s))}"
+    return (*lines, line("total", len(snapshot.rows), snapshot.tflops_total, *totals(snapshot), ran))
 
 
 def _steps_words(counts: StepCounts) -> str:

@@ -1,7 +1,6 @@
 """What a run store keeps of a run and of its slots, as plain values.
 
-Covers the frozen records that the head writes (`store.py`) and a reader gets back (`archive.py`), and the numbers
-both must agree on. Does not cover SQL, files, nor where the values come from. Imports nothing of the head.
+The head writes them (`store.py`), a reader gets them back (`archive.py`). Does not cover SQL, files or their origin.
 """
 
 from __future__ import annotations
@@ -33,15 +32,11 @@ class RunFacts:
     min_success_rate: float
     """Share of good steps below which the run is degraded, 0..1."""
     mode: str
-    """`cluster`, `rehearse` or `local`."""
     device: str | None
-    """`cuda` or `cpu` for every node; `None` takes cards where a node has any."""
     one_machine: bool
-    """All nodes are raylets on one machine and share what it has."""
+    """This and the device as in `core.placement.Target`."""
     config_yaml: str
-    """The configuration as used, whole."""
     chaos: str | None
-    """The faults that were asked for; `None` for a run without faults."""
     nodes_planned: tuple[str, ...]
     head_pid: int
     head_started: str | None
@@ -79,7 +74,6 @@ class SlotRecord:
     incarnation: int
     next_sequence: int
     steps_at_risk: int
-    """Most good steps that the slices under way may have done and not reported."""
     counters: Mapping[str, int | float] = field(default_factory=dict)
     resume: ResumeState | None = None
     row: Mapping[str, Any] = field(default_factory=dict)

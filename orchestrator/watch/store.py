@@ -1,9 +1,8 @@
 """The record of a run in SQLite, written while the run goes, so that it survives a killed head.
 
-Covers writing. A transaction holds what became of one turn of the head, so that a reader never sees half of one, and
-a killed head loses at most the turn it was in; a power cut may take the last seconds. Does not cover reading
-(`archive.py`), nor what the columns are (`tables.py`), nor deciding what to do when the disk is full: `problem` says
-so in a sentence, the run goes on, and writing is tried again.
+A transaction holds what became of a turn of the head, so that a reader never sees half of one, and a killed head loses
+at most the turn it was in; a power cut may take the last seconds. When the disk is full, `problem` says so, the run
+goes on, and writing is tried again. Does not read (`archive.py`), nor say what the columns are (`tables.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -43,35 +41,23 @@ _FAILURES = (sqlite3.Error, OSError, ValueError, TypeError, OverflowError, Recur
 _Identity: TypeAlias = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    """What must be known of a run in the store to write it into another file."""
-
-    started_at_unix_s: float
-    heads: int
-    faults: str
-    """Of the heads before this one, as the column holds them."""
+#: What must be known of a run to write it into another file: its start, its heads, and the faults of those before.
+_Origin: TypeAlias = tuple[float, int, str]
 
 
 class RunStore:
     """Keeps a run, its slots, samples of them, and its events. Nothing in it raises.
 
-    A watcher, but `begin`, `slots`, `event` and `end` are the head's to call. What they are given waits in memory
-    for `commit`, and while nothing can be written it goes on waiting: the next success writes all of it.
+    A watcher, and more for the head to call. What it is given waits in memory for `commit`, and while nothing can be
+    written it goes on waiting: the next success writes all of it.
     """
 
     def __init__(self, path: Path, monotonic_s: Callable[[], float] = time.monotonic) -> None:
-        """Prepare; the file is made at the first commit.
-
-        Args:
-            path: Of the file.
-            monotonic_s: The clock by which the store waits after a failure.
-        """
+        """Prepare; the file is made at the first commit. The clock times the pause after a failure."""
         self._path = path
         self._monotonic_s = monotonic_s
         self._connection: sqlite3.Connection | None = None
         self._identity: _Identity | None = None
-        self._patience_s = 0.0
         self._retry_at_s = float("-inf")
         self._sampled_at_unix_s = float("-inf")
         self._facts: RunFacts | None = None
@@ -80,11 +66,9 @@ class RunStore:
         self._slots: dict[str, SlotRecord] = {}
         self._progress: dict[str, SlotProgress] = {}
         # What waits for the next commit.
-        self._begins = False
-        self._figures_wait = False
+        self._begins = self._figures_wait = False
         self._slots_waiting: dict[str, SlotRecord] = {}
         self._progress_waiting: dict[str, SlotProgress] = {}
-        self._rows_waiting: list[tuple[str, str]] = []
         self._samples: list[Line] = []
         self._events: deque[Line] = deque(maxlen=EVENTS_KEPT)
         self._verdict: Line | None = None
@@ -97,9 +81,7 @@ class RunStore:
 
     def begin(self, facts: RunFacts) -> None:
         """Take note of the run. One that the store knows keeps when it started, and has one head more."""
-        self._facts = facts
-        self._origin = None
-        self._begins = True
+        self._facts, self._origin, self._begins = facts, None, True
 
     def event(self, entry: Mapping[str, Any]) -> None:
         """Take an event as `EventLog` makes it: `at`, `event`, `slot`, then its details."""
@@ -119,7 +101,7 @@ class RunStore:
 
     def update(self, snapshot: Snapshot) -> None:
         """Take the run as it is now, with a sample of every slot if the last one is old enough."""
-        self._look(snapshot)
+        self._snapshot, self._figures_wait = snapshot, True
         every_s = max(SAMPLE_EVERY_S, len(snapshot.rows) / SAMPLES_MOST_PER_S)
         # Also when the clock of the machine was set back.
         if not 0.0 <= snapshot.now_unix_s - self._sampled_at_unix_s < every_s:
@@ -128,7 +110,7 @@ class RunStore:
 
     def close(self, snapshot: Snapshot) -> None:
         """Take the run as it was at last. The file stays open for `end`."""
-        self._look(snapshot)
+        self._snapshot, self._figures_wait = snapshot, True
         self._sample(snapshot)
         self.commit()
 
@@ -138,21 +120,12 @@ class RunStore:
             self._write(_PATIENCE_S)
 
     def end(self, outcome: str, exit_code: int, error: str | None, faults: Sequence[Mapping[str, Any]]) -> None:
-        """Write how the run ended, and close the file. One file remains, unless another process reads it now.
+        """Write how the run ended, as in the summary, and close the file. One remains, unless it is read just now.
 
-        Args:
-            outcome: One word, as in the summary.
-            exit_code: What the process will exit with.
-            error: Why the run ended early, in words.
-            faults: Each fault that this head injected, with what became of it; those of the heads before it stay.
+        `faults` are those that this head injected, each with what became of it; those of the heads before it stay.
         """
         if self._facts is not None:
-            self._verdict = {
-                "run_id": tables.text(self._facts.run_id),
-                "outcome": tables.text(outcome),
-                "exit_code": exit_code,
-                "error": None if error is None else tables.text(error),
-            }
+            self._verdict = tables.end_line(self._facts.run_id, outcome, exit_code, error)
             self._faults = tuple(faults)
             self._figures_wait = self._snapshot is not None  # whether anything was lost is known only now
         if self._anything_waits():
@@ -165,10 +138,6 @@ class RunStore:
                 self._connection.execute("PRAGMA journal_mode = DELETE")
         self._disconnect()
 
-    def _look(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
-        self._figures_wait = True
-
     def _sample(self, snapshot: Snapshot) -> None:
         if self._samples:
             self.commit()
@@ -176,7 +145,6 @@ class RunStore:
             self.incomplete = True  # counters are totals over the run: the gap falsifies nothing
         self._sampled_at_unix_s = snapshot.now_unix_s
         self._samples = [tables.sample_line(row, snapshot.now_unix_s) for row in snapshot.rows]
-        self._rows_waiting = [tables.row_line(row) for row in snapshot.rows if row.slot in self._slots]
 
     def _anything_waits(self) -> bool:
         known = self._facts is not None and (self._begins or self._figures_wait)
@@ -187,9 +155,6 @@ class RunStore:
     def _write(self, patience_s: float) -> None:
         try:
             connection = self._connected(patience_s)
-            if patience_s != self._patience_s:
-                connection.execute(f"PRAGMA busy_timeout = {patience_s * 1000:.0f}")
-                self._patience_s = patience_s
             connection.execute("BEGIN IMMEDIATE")
             origin = self._put_run(connection)
             self._put_rest(connection)
@@ -202,8 +167,7 @@ class RunStore:
         self.problem = None
         self._origin = origin
         self._begins = self._figures_wait = False
-        self._slots_waiting, self._samples, self._verdict = {}, [], None
-        self._progress_waiting, self._rows_waiting = {}, []
+        self._slots_waiting, self._progress_waiting, self._samples, self._verdict = {}, {}, [], None
         self._events.clear()
 
     def _put_run(self, connection: sqlite3.Connection) -> _Origin | None:
@@ -213,31 +177,28 @@ class RunStore:
             return None
         origin = self._origin
         if self._begins:
-            run = tables.run_line(facts, started_at_unix_s=facts.started_at_unix_s, heads=1)
+            run = tables.run_line(facts)
             connection.execute(tables.BEGIN_RUN, run)
-            origin = _Origin(*connection.execute(tables.FIND_RUN, [run["run_id"]]).fetchone())
+            origin = connection.execute(tables.FIND_RUN, [run["run_id"]]).fetchone()
         if self._figures_wait and self._snapshot is not None:
             figures = tables.figures_line(facts.run_id, self._snapshot, incomplete=self.incomplete)
             connection.execute(tables.UPDATE_RUN, figures)
         if self._verdict is not None:
-            before = None if origin is None else origin.faults
+            before = None if origin is None else origin[2]
             told = {**self._verdict, "faults": tables.all_faults(before, self._faults)}
             connection.execute(tables.END_RUN, told)
         return origin
 
     def _put_rest(self, connection: sqlite3.Connection) -> None:
-        if self._slots_waiting:
-            connection.executemany(tables.PUT_SLOT, [tables.slot_line(slot) for slot in self._slots_waiting.values()])
+        connection.executemany(tables.PUT_SLOT, map(tables.line_of, self._slots_waiting.values()))
         progress = self._progress_waiting.values()
         try:
-            connection.executemany(tables.PUT_PROGRESS, map(tables.progress_line, progress))
-        except OverflowError:
-            connection.executemany(tables.PUT_PROGRESS, map(tables.safe_progress_line, progress))
-        if self._samples:
-            connection.executemany(tables.PUT_ROW, self._rows_waiting)
-            connection.executemany(tables.PUT_SAMPLE, self._samples)
-        if self._events:
-            connection.executemany(tables.ADD_EVENT, self._events)
+            connection.executemany(tables.PUT_PROGRESS, (tables.progress_line(slot, cut=False) for slot in progress))
+        except OverflowError:  # cutting takes time, and is hardly ever needed
+            connection.executemany(tables.PUT_PROGRESS, (tables.progress_line(slot, cut=True) for slot in progress))
+        connection.executemany(tables.PUT_ROW, self._samples)
+        connection.executemany(tables.PUT_SAMPLE, self._samples)
+        connection.executemany(tables.ADD_EVENT, self._events)
 
     def _connected(self, patience_s: float) -> sqlite3.Connection:
         """Return a connection to the file that is there now: SQLite would go on writing into a deleted one."""
@@ -245,9 +206,10 @@ class RunStore:
             self._disconnect()
         if self._connection is None:
             self._connection = _opened(self._path, patience_s)
-            self._patience_s = patience_s
             self._put_back(self._connection)
             self._identity = _identity(self._path)
+        elif patience_s == _LAST_PATIENCE_S:
+            self._connection.execute(f"PRAGMA busy_timeout = {patience_s * 1000:.0f}")
         return self._connection
 
     def _put_back(self, connection: sqlite3.Connection) -> None:
@@ -257,8 +219,8 @@ class RunStore:
         if connection.execute(tables.FIND_RUN, [tables.text(self._facts.run_id)]).fetchone() is not None:
             return
         self.incomplete = True
-        origin = self._origin
-        run = tables.run_line(self._facts, started_at_unix_s=origin.started_at_unix_s, heads=origin.heads)
+        started_at_unix_s, heads, _ = self._origin
+        run = tables.run_line(self._facts, started_at_unix_s=started_at_unix_s, heads=heads)
         connection.execute(tables.BEGIN_RUN, run)
         self._figures_wait = self._snapshot is not None
         self._slots_waiting, self._progress_waiting = dict(self._slots), dict(self._progress)
@@ -271,7 +233,6 @@ class RunStore:
 
 
 def _opened(path: Path, patience_s: float) -> sqlite3.Connection:
-    """Return a connection to the file, with its tables in it; closed again if that fails."""
     # Transactions are begun by hand: Python would begin one that a reader can spoil.
     connection = sqlite3.connect(path, timeout=patience_s, isolation_level=None)
     try:

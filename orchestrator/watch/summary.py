@@ -1,7 +1,6 @@
 """The end of a run as one JSON object: what `run --json` prints and `summary.json` keeps.
 
-Covers the object, the verdict on a run, writing it safely and reading it back. Does not cover printing it, nor
-the wording of errors. The keys are a promise to scripts: names and order stay, `schema` counts up if they must not.
+Does not print it. The keys are a promise to scripts: names and order stay, `schema` counts up if they must not.
 """
 
 from __future__ import annotations
@@ -17,12 +16,8 @@ from orchestrator.watch.model import Row, Snapshot, finite
 
 SCHEMA = 1
 
-#: A slot that ends in one of these was not at work.
-_AWAY = {HeadState.QUARANTINED, HeadState.LOST, HeadState.RESTARTING, HeadState.STARTING}
-
-_EXIT_GOOD = 0
-_EXIT_DEGRADED = 1
-_EXIT_INTERRUPTED = 130
+#: Counters and what follows from them, by their names in the summary.
+_COUNTED = ("steps_ok", "steps_oom", "steps_error", "success_rate", "oom_count", "emergency_count")
 
 
 def summary_dict(
@@ -35,19 +30,11 @@ def summary_dict(
     faults: Sequence[Mapping[str, Any]] = (),
     fault_counts: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Return the summary of a run.
+    """Return the summary of a run: only what JSON can hold without `NaN` or `Infinity`.
 
-    Args:
-        snapshot: The run as it ended.
-        outcome: One word, see `exit_code_for`.
-        exit_code: What the process will exit with.
-        started_at: ISO 8601 in UTC.
-        error: Why the run ended early, in words; the key is absent when nothing went wrong.
-        faults: What `--chaos` injected, each with what became of it.
-        fault_counts: The same by kind, also of those that the list has no room for.
-
-    Returns:
-        Only what JSON can hold without `NaN` or `Infinity`. `duration_s` is how long the run really took.
+    `duration_s` is how long it really took, `started_at` is ISO 8601 in UTC. The key `error` is absent when nothing
+    went wrong. `faults` are what `--chaos` injected, each with what became of it; `fault_counts` are the same by kind,
+    also of those that the list has no room for.
     """
     counts = snapshot.counts
     summary: dict[str, Any] = {
@@ -60,12 +47,7 @@ def summary_dict(
         "nodes_planned": list(snapshot.nodes_planned),
         "nodes_seen": list(snapshot.nodes_seen),
         "workers_planned": len(snapshot.rows),
-        "steps_ok": counts.steps_ok,
-        "steps_oom": counts.steps_oom,
-        "steps_error": counts.steps_error,
-        "success_rate": counts.success_rate,
-        "oom_count": counts.oom_count,
-        "emergency_count": counts.emergency_count,
+        **{name: getattr(counts, name) for name in _COUNTED},
         "restart_count": snapshot.restart_count,
         "steps_lost_upper_bound": snapshot.steps_lost_upper_bound,
         "tflops_total": snapshot.tflops_total,
@@ -98,41 +80,24 @@ def failure_dict(error: str, exit_code: int, outcome: str = "failed") -> dict[st
 def exit_code_for(
     snapshot: Snapshot, min_success_rate: float, *, interrupted: bool, incomplete: bool
 ) -> tuple[str, int]:
-    """Return the verdict on a finished run, and the exit code that says it.
-
-    Args:
-        snapshot: The run as it ended.
-        min_success_rate: Share of steps that must have ended well, 0..1.
-        interrupted: The user ended the run before its time.
-        incomplete: Its records lack something: the disk was full, or the store locked.
-    """
+    """Return the verdict on a finished run, and the exit code that says it; `incomplete` records degrade it, too."""
     if interrupted:
-        return "interrupted", _EXIT_INTERRUPTED
-    fallen = _AWAY & snapshot.state_counts.keys()
-    counts = snapshot.counts
-    rate = counts.success_rate
+        return "interrupted", 130
+    fallen = any(isinstance(state, HeadState) for state in snapshot.state_counts)  # no worker reports from it
+    counts, rate = snapshot.counts, snapshot.counts.success_rate
     idle = any(row.counts.steps_ok == 0 for row in snapshot.rows)
     if fallen or idle or incomplete or counts.verify_errors or rate is None or rate < min_success_rate:
-        return "degraded", _EXIT_DEGRADED
-    return "good", _EXIT_GOOD
+        return "degraded", 1
+    return "good", 0
 
 
 def summary_text(summary: Mapping[str, Any]) -> str:
-    """Return the summary as indented JSON without a final newline.
-
-    Raises:
-        ValueError: A number is not finite.
-    """
+    """Return the summary as indented JSON without a final newline; `ValueError` where a number is not finite."""
     return json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False)
 
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
-    """Write the summary so that a reader sees the old file or the whole new one, never half of it.
-
-    Raises:
-        OSError: The folder cannot be written.
-        ValueError: A number is not finite.
-    """
+    """Write the summary so that a reader never sees half of it; `OSError` if the folder cannot be written."""
     # A text that is no valid Unicode (a file name, say) becomes \udcXX, which is a valid escape in JSON.
     content = (summary_text(summary) + "\n").encode("utf-8", "backslashreplace")
     half = path.with_name(f".{path.name}.tmp")

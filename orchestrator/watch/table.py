@@ -1,7 +1,6 @@
 """The health table: a snapshot and a width in, lines of text out.
 
-Pure: no I/O, no clock, no state. Covers the header, the choice of columns, the lines of a row, and what to leave
-out when the terminal is small. Does not cover what a cell shows (`columns`) nor redrawing (`live`).
+Pure: no I/O, no clock, no state. Does not cover what a cell shows (`columns`) nor redrawing (`live`).
 """
 
 from __future__ import annotations
@@ -15,15 +14,9 @@ from rich.console import Group
 from rich.text import Span, Text
 
 from orchestrator.watch.cells import UNICODE, Glyphs, clock, flow
-from orchestrator.watch.columns import (
-    KEPT_LONGEST_FIRST,
-    NEVER_DROPPED,
-    STATE_STYLES,
-    Column,
-    columns_for,
-)
-from orchestrator.watch.model import Brief, Row, Snapshot, in_trouble, worst_first
-from orchestrator.watch.phrases import more_rows, tflops_words, totals
+from orchestrator.watch.columns import KEPT_LONGEST_FIRST, NEVER_DROPPED, Column, columns_for
+from orchestrator.watch.model import STATE_STYLES, Brief, Row, Snapshot, trouble, worst_first
+from orchestrator.watch.phrases import tflops_words, totals
 from workers.messages import WorkerState
 
 _GAP_CELLS = 2
@@ -53,12 +46,8 @@ class _Layout:
 def health_table(snapshot: Snapshot, width: int, height: int | None = None, glyphs: Glyphs = UNICODE) -> Group:
     """Return the health table, worst slot first.
 
-    Args:
-        snapshot: The run at one moment.
-        width: Cells the terminal has in a line. Columns are left out, the least important first, until they fit.
-        height: Lines the terminal has; the best rows are summed up in a last line when not all fit. `None` shows
-            all of them.
-        glyphs: `glyphs_for(stream.encoding)` of the stream it will be printed to.
+    Columns are left out, the least important first, until a line has `width` cells. The best rows are summed up in a
+    last line where not all fit into `height` lines; `None` shows all of them.
     """
     notices = _notices(snapshot.notices, width, None if height is None else max(1, height // 5), glyphs)
     header = [*_header(snapshot, width, glyphs), *notices, Text()]
@@ -107,13 +96,10 @@ def _header(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
 
 def _footer(snapshot: Snapshot, rows: Iterable[Row], width: int, glyphs: Glyphs) -> list[Text]:
     said = [Text(words) for words in totals(snapshot)]
-    if any(_hides_memory_temperature(row) for row in rows):
+    hot = (row for row in rows if row.temperature_c is not None and row.memory_temperature_c is None)
+    if any("GeForce" in (row.gpu_name or "") for row in hot):
         said.append(Text(_HIDDEN_TEMPERATURE, "dim"))
     return flow(said, width, glyphs.separator)
-
-
-def _hides_memory_temperature(row: Row) -> bool:
-    return row.temperature_c is not None and row.memory_temperature_c is None and "GeForce" in (row.gpu_name or "")
 
 
 def _notices(notices: Sequence[str], width: int, most: int | None, glyphs: Glyphs) -> list[Text]:
@@ -126,7 +112,7 @@ def _notices(notices: Sequence[str], width: int, most: int | None, glyphs: Glyph
 
 def _layout(columns: Sequence[Column], cells: Sequence[dict[str, Text | None]], width: int, glyphs: Glyphs) -> _Layout:
     widths: dict[str, int] = {}
-    known: set[str] = set(NEVER_DROPPED)
+    known: set[str] = {*NEVER_DROPPED, "reason"}
     for column in columns:
         shown = [cell for row in cells if (cell := row[column.name]) is not None]
         if shown:
@@ -134,14 +120,17 @@ def _layout(columns: Sequence[Column], cells: Sequence[dict[str, Text | None]], 
         headings = (column.title, column.unit, glyphs.missing)
         widths[column.name] = max(*map(cell_len, headings), *(cell.cell_len for cell in shown), 0)
     needed = {**widths, "reason": _REASON_CELLS}
-    everything = sum(needed.values()) + _GAP_CELLS * (len(needed) - 1)
-    if everything <= width:
-        kept, used = set(needed), everything
-    else:
-        kept, used = _kept(needed, known | {"reason"}, width)
-    overhang = used - width
-    if overhang > 0:
-        widths["slot"] = max(_SLOT_CELLS, widths["slot"] - overhang)
+    fits_whole = sum(needed.values()) + _GAP_CELLS * (len(needed) - 1) <= width
+    kept: set[str] = set()
+    used = -_GAP_CELLS
+    for name in KEPT_LONGEST_FIRST:
+        cost = needed[name] + _GAP_CELLS
+        # Columns without one value go before any other.
+        if fits_whole or name in NEVER_DROPPED or (name in known and used + cost <= width):
+            kept.add(name)
+            used += cost
+    if used > width:
+        widths["slot"] = max(_SLOT_CELLS, widths["slot"] - (used - width))
     inline = "reason" in kept
     return _Layout(
         columns=tuple(column for column in columns if column.name in kept),
@@ -151,28 +140,14 @@ def _layout(columns: Sequence[Column], cells: Sequence[dict[str, Text | None]], 
     )
 
 
-def _kept(needed: dict[str, int], known: set[str], width: int) -> tuple[set[str], int]:
-    """Return the names of the columns that fit, and the cells they use; columns without one value go first."""
-    kept = set(NEVER_DROPPED)
-    used = sum(needed[name] for name in NEVER_DROPPED) + _GAP_CELLS * (len(NEVER_DROPPED) - 1)
-    for name in KEPT_LONGEST_FIRST:
-        cost = needed[name] + _GAP_CELLS
-        if name not in kept and name in known and used + cost <= width:
-            kept.add(name)
-            used += cost
-    return kept, used
-
-
 def _titles(layout: _Layout, glyphs: Glyphs) -> list[Text]:
-    titles = {column.name: Text(column.title) for column in layout.columns}
-    units = {column.name: Text(column.unit) for column in layout.columns}
-    first = _line(titles, layout, glyphs)
+    first = _line({column.name: Text(column.title) for column in layout.columns}, layout, glyphs)
     if layout.reason_cells is not None:
         first.append("  reason")
-    second = _line(units, layout, glyphs)
-    for line in (first, second):
+    lines = [first, _line({column.name: Text(column.unit) for column in layout.columns}, layout, glyphs)]
+    for line in lines:
         line.stylize("dim")
-    return [first, second, Text(glyphs.rule * layout.total_cells, "dim")]
+    return [*lines, Text(glyphs.rule * layout.total_cells, "dim")]
 
 
 def _line(cells: dict[str, Text | None] | dict[str, Text], layout: _Layout, glyphs: Glyphs) -> Text:
@@ -189,7 +164,7 @@ def _line(cells: dict[str, Text | None] | dict[str, Text], layout: _Layout, glyp
             taken = cell_len(plain)
         gap = " " * _GAP_CELLS if parts else ""
         padding = " " * (width - taken)
-        before, after = (gap, padding) if column.left else (gap + padding, "")
+        before, after = (gap, padding) if column.is_words else (gap + padding, "")
         at += len(before)
         if style:
             spans.append(Span(at, at + len(plain), style))
@@ -212,14 +187,13 @@ def _row_lines(row: Row, cells: dict[str, Text | None], layout: _Layout, width: 
     if layout.reason_cells is not None:
         return [line.append("  ").append(glyphs.shorten(reason, layout.reason_cells))]
     quiet = row.state in _QUIET_STATES
-    if not reason or (quiet and not in_trouble(row)):
+    if not reason or (quiet and not trouble(row)):
         return [line]
     style = "bold red" if quiet else STATE_STYLES[row.state]
     return [line, Text(glyphs.shorten(f"  {glyphs.branch} {reason}", width), style)]
 
 
 def _fitting(slots: Sequence[Brief], blocks: Sequence[list[Text]], room: int | None, glyphs: Glyphs) -> list[Text]:
-    """Return the lines of as many rows as there is room for, and a last line for the others."""
     if room is None or sum(map(len, blocks)) <= room:
         return [line for block in blocks for line in block]
     shown: list[Text] = []
@@ -227,5 +201,7 @@ def _fitting(slots: Sequence[Brief], blocks: Sequence[list[Text]], room: int | N
     while count < len(blocks) - 1 and (not shown or len(shown) + len(blocks[count]) < room):
         shown += blocks[count]
         count += 1
-    hidden = Counter(slot.state for slot in slots[count:])
-    return [*shown, Text(more_rows(hidden, glyphs), "dim")]
+    states = Counter(slot.state for slot in slots[count:])
+    by_state = ", ".join(f"{number} {state}" for state, number in states.items())
+    hidden = f" {next(iter(states))}" if len(states) == 1 else f": {by_state}"
+    return [*shown, Text(f"{glyphs.ellipsis} and {states.total()} more{hidden}", "dim")]

@@ -1,14 +1,14 @@
 """The tables of a run store: their columns, the statements that fill them, and what a record is as a line.
 
-Covers converting every value to one that SQLite takes: one text that is not valid Unicode, or one number that is not
-finite or has more than 64 bits, must not stop the other values. Does not cover connections (`store.py`) nor reading
-(`archive.py`). Column names are promises to users of SQL; bytes and seconds throughout.
+One text that is not valid Unicode, or one number that is not finite or has more than 64 bits, must not stop the other
+values. Connects and reads nothing. Column names are promises to users of SQL; bytes and seconds throughout.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, TypeAlias
 
 from orchestrator.watch.events import harmless
@@ -16,6 +16,13 @@ from orchestrator.watch.model import Row, Snapshot, finite
 from orchestrator.watch.records import COUNTERS, RunFacts, SlotProgress, SlotRecord
 
 Line: TypeAlias = Mapping[str, str | int | float | None]
+
+#: What is sampled of a row, besides the moment.
+_SAMPLED = (
+    "slot", "state", "size", "batch", "tflops", "allocated_bytes", "reserved_bytes", "claim_bytes", "cap_bytes",
+    "steps_ok", "steps_oom", "steps_error", "oom_count", "emergency_count", "restarts", "duty_measured",
+    "temperature_c", "power_w",
+)  # fmt: skip
 
 CREATE = (
     "CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
@@ -54,26 +61,40 @@ CREATE = (
 
 SET_META = "INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)"
 
-_RUN_COLUMNS = (
-    "run_id, started_at_unix_s, duration_s, elapsed_s, min_success_rate, mode, device, one_machine, config_yaml, "
-    "chaos, nodes_planned, head_pid, head_started, host"
-)
-
 FAULTS_KEPT = 10_000
 """Injected faults of all heads together; beyond them the oldest go."""
 
+
+def _names(record: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(record))
+
+
+def _insert(table: str, columns: Sequence[str], verb: str = "INSERT") -> str:
+    return f"{verb} INTO {table} ({', '.join(columns)}) VALUES ({', '.join(f':{name}' for name in columns)})"
+
+
+def _upsert(table: str, columns: Sequence[str], key: str, updates: Mapping[str, str]) -> str:
+    changes = ", ".join(f"{name} = {value}" for name, value in updates.items())
+    return f"{_insert(table, columns)} ON CONFLICT ({key}) DO UPDATE SET {changes}"
+
+
+def _excluded(names: Iterable[str], *but: str) -> dict[str, str]:
+    return {name: f"excluded.{name}" for name in names if name not in but}
+
+
 #: Another head of the same run keeps when it began and what was done to it, and has not ended it yet.
-BEGIN_RUN = f"""INSERT INTO runs ({_RUN_COLUMNS}, heads)
-VALUES (:{_RUN_COLUMNS.replace(", ", ", :")}, :heads)
-ON CONFLICT (run_id) DO UPDATE SET
-    duration_s = excluded.duration_s, elapsed_s = max(elapsed_s, excluded.elapsed_s),
-    min_success_rate = excluded.min_success_rate, mode = excluded.mode, device = excluded.device,
-    one_machine = excluded.one_machine, config_yaml = excluded.config_yaml,
-    chaos = coalesce(excluded.chaos, chaos), nodes_planned = excluded.nodes_planned,
-    heads = heads + (head_pid IS NOT excluded.head_pid OR head_started IS NOT excluded.head_started),
-    head_pid = excluded.head_pid, head_started = excluded.head_started, host = excluded.host,
-    outcome = NULL, exit_code = NULL, error = NULL
-"""  # noqa: S608 - our own column names
+BEGIN_RUN = _upsert(
+    "runs",
+    (*_names(RunFacts), "heads"),
+    "run_id",
+    {
+        **_excluded(_names(RunFacts), "run_id", "started_at_unix_s"),
+        "elapsed_s": "max(elapsed_s, excluded.elapsed_s)",
+        "chaos": "coalesce(excluded.chaos, chaos)",
+        "heads": "heads + (head_pid IS NOT excluded.head_pid OR head_started IS NOT excluded.head_started)",
+        **dict.fromkeys(("outcome", "exit_code", "error"), "NULL"),
+    },
+)
 
 FIND_RUN = "SELECT started_at_unix_s, heads, faults FROM runs WHERE run_id = ?"
 
@@ -87,117 +108,59 @@ WHERE run_id = :run_id"""
 END_RUN = """UPDATE runs SET outcome = :outcome, exit_code = :exit_code, error = :error, faults = :faults
 WHERE run_id = :run_id"""
 
-PUT_SLOT = """INSERT INTO slots VALUES (
-    :slot, :node, :state, :reason, :incarnation, :next_sequence, :steps_at_risk, :counters, :resume, :row
-) ON CONFLICT (slot) DO UPDATE SET
-    node = excluded.node, state = excluded.state, reason = excluded.reason, incarnation = excluded.incarnation,
-    next_sequence = excluded.next_sequence, steps_at_risk = excluded.steps_at_risk, counters = excluded.counters,
-    resume = excluded.resume, row = excluded.row"""
-
-_COUNTS_SAMPLED = ("steps_ok", "steps_oom", "steps_error", "oom_count", "emergency_count")
-
-PUT_ROW = "UPDATE slots SET row = ? WHERE slot = ?"
+PUT_SLOT = _upsert("slots", _names(SlotRecord), "slot", _excluded(_names(SlotRecord), "slot"))
 
 PUT_PROGRESS = f"INSERT OR REPLACE INTO progress VALUES (?, ?, ?, ?{', ?' * len(COUNTERS)})"  # noqa: S608 - question marks
 
+#: Both take what `sample_line` returns.
+PUT_ROW = "UPDATE slots SET row = :row WHERE slot = :slot"
 # The last sample of a run may fall on the moment of the one before it.
-PUT_SAMPLE = """INSERT OR REPLACE INTO samples VALUES (
-    :at_unix_s, :slot, :state, :size, :batch, :tflops, :allocated_bytes, :reserved_bytes, :claim_bytes, :cap_bytes,
-    :steps_ok, :steps_oom, :steps_error, :oom_count, :emergency_count, :restarts,
-    :duty_measured, :temperature_c, :power_w
-)"""
+PUT_SAMPLE = _insert("samples", ("at_unix_s", *_SAMPLED), "INSERT OR REPLACE")
 
-ADD_EVENT = "INSERT INTO events (at, event, slot, details) VALUES (:at, :event, :slot, :details)"
+ADD_EVENT = _insert("events", ("at", "event", "slot", "details"))
 
 
-def run_line(facts: RunFacts, *, started_at_unix_s: float, heads: int) -> Line:
+def line_of(record: RunFacts | SlotRecord) -> Line:
+    """Return a record as a line of its columns; a policy's state to the letter, as far as JSON can hold it."""
+    return _line(**{name: getattr(record, name) for name in _names(type(record))})
+
+
+def run_line(facts: RunFacts, **changed: float) -> Line:
     """Return the run as it begins; `heads` only counts where the run is not known yet."""
-    return {
-        "run_id": text(facts.run_id),
-        "started_at_unix_s": _real(started_at_unix_s),
-        "duration_s": _real(facts.duration_s),
-        "elapsed_s": _real(facts.elapsed_s),
-        "min_success_rate": _real(facts.min_success_rate),
-        "mode": text(facts.mode),
-        "device": _text_if_any(facts.device),
-        "one_machine": int(facts.one_machine),
-        "config_yaml": text(facts.config_yaml),
-        "chaos": _text_if_any(facts.chaos),
-        "nodes_planned": json_text(list(facts.nodes_planned)),
-        "head_pid": _whole(facts.head_pid),
-        "head_started": _text_if_any(facts.head_started),
-        "host": text(facts.host),
-        "heads": heads,
-    }
+    return {**line_of(facts), "heads": 1, **_line(**changed)}
 
 
 def figures_line(run_id: str, snapshot: Snapshot, *, incomplete: bool) -> Line:
     """Return what a snapshot says of the run as a whole."""
-    return {
-        "run_id": text(run_id),
-        "elapsed_s": _real(snapshot.elapsed_s),
-        "updated_at_unix_s": _real(snapshot.now_unix_s),
-        "nodes_seen": json_text(list(snapshot.nodes_seen)),
-        "notices": json_text(list(snapshot.notices)),
-        "restart_count": _whole(snapshot.restart_count),
-        "steps_lost_upper_bound": _whole_if_any(snapshot.steps_lost_upper_bound),
-        "incomplete": int(incomplete),
-    }
+    return _line(
+        run_id=run_id,
+        elapsed_s=snapshot.elapsed_s,
+        updated_at_unix_s=snapshot.now_unix_s,
+        nodes_seen=snapshot.nodes_seen,
+        notices=snapshot.notices,
+        restart_count=snapshot.restart_count,
+        steps_lost_upper_bound=snapshot.steps_lost_upper_bound,
+        incomplete=incomplete,
+    )
 
 
-def slot_line(record: SlotRecord) -> Line:
-    """Return a slot; its policy's state to the letter, as far as JSON can hold it."""
-    return {
-        "slot": text(record.slot),
-        "node": text(record.node),
-        "state": text(record.state),
-        "reason": text(record.reason),
-        "incarnation": _whole(record.incarnation),
-        "next_sequence": _whole(record.next_sequence),
-        "steps_at_risk": _whole(record.steps_at_risk),
-        # Python's JSON has words for infinity, and another head must go on from the very same numbers.
-        "counters": json_text(dict(record.counters), allow_nan=True),
-        "resume": None if record.resume is None else json_text(dict(record.resume), allow_nan=True),
-        "row": json_text(dict(record.row)),
-    }
+def end_line(run_id: str, outcome: str, exit_code: int, error: str | None) -> Line:
+    """Return how a run ended."""
+    return _line(run_id=run_id, outcome=outcome, exit_code=exit_code, error=error)
 
 
-def row_line(row: Row) -> tuple[str, str]:
-    """Return a slot's row as it is stored, and the slot."""
-    return json_text(row.to_dict()), text(row.slot)
-
-
-def progress_line(progress: SlotProgress) -> tuple[str | int | float | None, ...]:
-    """Return what a report has changed. SQLite refuses the line if a counter has more than 64 bits."""
-    slot, next_sequence, steps_at_risk, heard_at_unix_s, counters = progress
-    return slot, next_sequence, steps_at_risk, heard_at_unix_s, *counters
-
-
-def safe_progress_line(progress: SlotProgress) -> tuple[str | int | float | None, ...]:
-    """Return what a report has changed, with every counter cut to 64 bits."""
-    counters = (_whole(counter) if isinstance(counter, int) else counter for counter in progress.counters)
-    return progress_line(progress._replace(counters=tuple(counters)))
+def progress_line(progress: SlotProgress, *, cut: bool) -> tuple[str | int | float | None, ...]:
+    """Return what a report has changed; `cut` to 64 bits, more of which SQLite refuses in a counter."""
+    counters = progress.counters
+    if cut:
+        counters = tuple(_whole(count) if isinstance(count, int) else count for count in counters)
+    return *progress[:-1], *counters
 
 
 def sample_line(row: Row, at_unix_s: float) -> Line:
-    """Return what is sampled of a slot."""
-    return {
-        "at_unix_s": _real(at_unix_s),
-        "slot": text(row.slot),
-        "state": row.state.value,
-        "size": _whole_if_any(row.size),
-        "batch": _whole_if_any(row.batch),
-        "tflops": finite(row.tflops),
-        "allocated_bytes": _whole_if_any(row.allocated_bytes),
-        "reserved_bytes": _whole_if_any(row.reserved_bytes),
-        "claim_bytes": _whole_if_any(row.claim_bytes),
-        "cap_bytes": _whole_if_any(row.cap_bytes),
-        **{name: _whole(getattr(row.counts, name)) for name in _COUNTS_SAMPLED},
-        "restarts": _whole(row.restarts),
-        "duty_measured": finite(row.duty_measured),
-        "temperature_c": finite(row.temperature_c),
-        "power_w": finite(row.power_w),
-    }
+    """Return what is sampled of a slot, and its row."""
+    told = row.to_dict()
+    return {**_line(at_unix_s=at_unix_s, **{name: told[name] for name in _SAMPLED}), "row": json_text(told)}
 
 
 def all_faults(before: object, own: Sequence[Mapping[str, Any]]) -> str:
@@ -214,12 +177,8 @@ def event_line(entry: Mapping[str, Any]) -> Line:
     """Return an event of the diary; what is not a column of its own is in `details`."""
     details = {key: value for key, value in entry.items() if key not in {"at", "event", "slot"}}
     slot = entry.get("slot")
-    return {
-        "at": text(str(entry.get("at"))),
-        "event": text(str(entry.get("event"))),
-        "slot": None if slot is None else text(str(slot)),
-        "details": json_text(details),
-    }
+    line = _line(at=str(entry.get("at")), event=str(entry.get("event")), slot=None if slot is None else str(slot))
+    return {**line, "details": json_text(details)}
 
 
 def text(value: str) -> str:
@@ -235,19 +194,21 @@ def json_text(value: object, *, allow_nan: bool = False) -> str:
         return json.dumps(harmless(value), separators=(",", ":"))
 
 
-def _text_if_any(value: str | None) -> str | None:
-    return None if value is None else text(value)
+def _line(**values: object) -> Line:
+    return {name: _value(value) for name, value in values.items()}
 
 
-def _real(value: float) -> float:
-    """Return a number for a column that must have one; 0 for what is none."""
-    return finite(value) or 0.0
+def _value(value: object) -> str | int | float | None:
+    """Return a value as SQLite takes it: numbers within 64 bits, 0 for one that is not finite, containers as JSON."""
+    if isinstance(value, str):
+        return text(value)
+    if isinstance(value, int):
+        return _whole(value)
+    if isinstance(value, float):
+        return finite(value) or 0.0
+    # Python's JSON has words for infinity, and another head must go on from the very same numbers.
+    return None if value is None else json_text(value, allow_nan=True)
 
 
 def _whole(value: int) -> int:
-    """Return a count within the 64 bits of a column."""
     return max(-(2**63), min(2**63 - 1, value))
-
-
-def _whole_if_any(value: int | None) -> int | None:
-    return None if value is None else _whole(value)

@@ -10,59 +10,53 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeAlias
 
 from orchestrator.core.memory_broker.free_memory import WINDOW_S
-from orchestrator.core.memory_broker.leases import Books, CardBook, Claimant, taken_in, with_report
+from orchestrator.core.memory_broker.leases import Books, Claimant, taken_in
 from orchestrator.core.slot import Phase, Slot
-from workers.messages import Report, WorkerState
+from workers.messages import MemoryInfo, Report, WorkerState
 
-
-class _Card:
-    """One card: what its workers may hold in all, and the least that was seen lately to be there for them."""
-
-    def __init__(self, book: CardBook, sharing: Sequence[Claimant]) -> None:
-        self._needed_bytes = sum(claimant.cap_bytes for claimant in sharing) + max(
-            claimant.leave_free_bytes for claimant in sharing
-        )
-        looks = [look for look in book.looks.taken if look.free_bytes is not None]
-        self._least_free_bytes = min((look.free_bytes or 0 for look in looks), default=0)
-        self._least_held = {
-            claimant.slot: min((look.held_bytes for look in looks if look.slot == claimant.slot), default=0)
-            for claimant in sharing
-        }
-        self._least_held_bytes = sum(self._least_held.values())
-
-    def has_enough(self) -> bool:
-        """Whether every worker could hold its cap at each of the moments that were seen."""
-        return self._least_free_bytes + self._least_held_bytes >= self._needed_bytes
-
-    def see(self, slot: str, held_bytes: int, free_bytes: int) -> None:
-        """Take a look of one worker into account."""
-        self._least_free_bytes = min(self._least_free_bytes, free_bytes)
-        less_bytes = self._least_held[slot] - held_bytes
-        if less_bytes > 0:
-            self._least_held[slot] = held_bytes
-            self._least_held_bytes -= less_bytes
+#: When a report came, its slot, its incarnation and sequence, and what it said. The rest of it need not be kept.
+_Look: TypeAlias = tuple[float, str, tuple[int, int], MemoryInfo]
 
 
 class AmpleCards:
     """The cards of one machine, each with enough for every cap, and the reports since they were divided."""
 
-    def __init__(self, cards: Mapping[str, _Card], claimants: Sequence[Claimant]) -> None:
-        self._cards = cards
+    def __init__(self, books: Books, claimants: Sequence[Claimant]) -> None:
         self._claimants = {claimant.slot: claimant for claimant in claimants}
         self._last = {claimant.slot: claimant.report for claimant in claimants}
-        self._kept: deque[tuple[float, Report]] = deque()
+        self._kept: deque[_Look] = deque()
         """Of the last seconds."""
-        self._older: dict[str, tuple[float, Report]] = {}
+        self._older: dict[str, _Look] = {}
         """Of each slot the last one that is not among them."""
+        self._least_free: dict[str, int] = {}
+        """Of each card the least bytes that were seen to be free."""
+        self._least_held: dict[str, int] = {}
+        self.spare: dict[str, int] = {}
+        """Of each card, how much more that is, with what its workers held at least, than all of them may hold."""
+        for card, book in books.items():
+            sharing = self._sharing(card)
+            looks = [look for look in book.looks.taken if look.free_bytes is not None]
+            held = {
+                claimant.slot: min((look.held_bytes for look in looks if look.slot == claimant.slot), default=0)
+                for claimant in sharing
+            }
+            free_bytes = min((look.free_bytes or 0 for look in looks), default=0)
+            leave_free_bytes = max(claimant.leave_free_bytes for claimant in sharing)
+            caps_bytes = sum(claimant.cap_bytes for claimant in sharing)
+            self._least_free[card] = free_bytes
+            self._least_held |= held
+            self.spare[card] = free_bytes + sum(held.values()) - caps_bytes - leave_free_bytes
 
     def have_enough(self, slots: Iterable[Slot], now_s: float) -> bool:
         """Take in slots that have changed; `False` if the cards must be divided anew."""
         kept = self._kept
         for slot in slots:
-            report = slot.report
-            if report is None or not self._is_as_before(slot, report):
+            report, claimant = slot.report, self._claimants.get(slot.slot)
+            if report is None or claimant is None or not _is_as_before(slot, report, claimant):
                 return False
             told = (report.incarnation, report.sequence)
             if told == self._last[slot.slot]:
@@ -71,53 +65,57 @@ class AmpleCards:
             if memory is None or memory.device_used_bytes is None or memory.device_total_bytes is None:
                 return False
             self._last[slot.slot] = told
-            card = self._cards[self._claimants[slot.slot].card or ""]
-            card.see(slot.slot, memory.reserved_bytes, memory.device_total_bytes - memory.device_used_bytes)
-            kept.append((now_s, report))
-            if not card.has_enough():
+            kept.append((now_s, slot.slot, told, memory))
+            free_bytes = memory.device_total_bytes - memory.device_used_bytes
+            if not self._still_enough(claimant, memory.reserved_bytes, free_bytes):
                 return False
         while kept and kept[0][0] <= now_s - WINDOW_S:
-            at_s, old = kept.popleft()
-            self._older.pop(old.slot, None)  # so that the others stay in the order of their arrival
-            self._older[old.slot] = (at_s, old)
+            old = kept.popleft()
+            self._older.pop(old[1], None)  # so that the others stay in the order of their arrival
+            self._older[old[1]] = old
         return True
 
-    def _is_as_before(self, slot: Slot, report: Report) -> bool:
-        """Whether it is the same process at work on the same card, with the same cap, and it can run something."""
-        claimant, device = self._claimants.get(slot.slot), slot.device
-        return (
-            claimant is not None
-            and claimant.report is not None
-            and device is not None
-            and slot.phase is Phase.WORKING
-            and slot.ready
-            and report.incarnation == claimant.report[0]
-            and device.uuid == claimant.card
-            and device.cap_bytes == claimant.cap_bytes
-            and report.state is not WorkerState.EMERGENCY
-        )
+    def _still_enough(self, claimant: Claimant, held_bytes: int, free_bytes: int) -> bool:
+        card, slot = claimant.card or "", claimant.slot
+        if (less_free_bytes := self._least_free[card] - free_bytes) > 0:
+            self._least_free[card] = free_bytes
+            self.spare[card] -= less_free_bytes
+        if (less_held_bytes := self._least_held[slot] - held_bytes) > 0:
+            self._least_held[slot] = held_bytes
+            self.spare[card] -= less_held_bytes
+        return self.spare[card] >= 0
 
     def caught_up(self, books: Books) -> Books:
         """Return the books with the reports of the last seconds in them."""
-        for at_s, report in (*self._older.values(), *self._kept):
-            before = self._claimants[report.slot]
-            self._claimants[report.slot] = claimant = with_report(before, report)
+        for at_s, slot, told, memory in (*self._older.values(), *self._kept):
+            self._claimants[slot] = claimant = replace(self._claimants[slot], report=told, memory=memory)
             card = claimant.card or ""
-            sharing = [other for other in self._claimants.values() if other.card == card]
-            books = {**books, card: taken_in(books[card], sharing, at_s)}
+            books = {**books, card: taken_in(books[card], self._sharing(card), at_s)}
         return books
+
+    def _sharing(self, card: str) -> list[Claimant]:
+        return [claimant for claimant in self._claimants.values() if claimant.card == card]
+
+
+def _is_as_before(slot: Slot, report: Report, claimant: Claimant) -> bool:
+    """Whether it is the same process at work on the same card, with the same cap, and it can run something."""
+    device = slot.device
+    return (
+        claimant.report is not None
+        and device is not None
+        and slot.phase is Phase.WORKING
+        and slot.ready
+        and report.incarnation == claimant.report[0]
+        and device.uuid == claimant.card
+        and device.cap_bytes == claimant.cap_bytes
+        and report.state is not WorkerState.EMERGENCY
+    )
 
 
 def ample_cards(books: Books, claimants: Sequence[Claimant], leases: Mapping[str, int | None]) -> AmpleCards | None:
     """Return the cards as they were just divided, or `None` if one of them is short or not known well enough."""
-    cards: dict[str, _Card] = {}
-    for uuid, book in books.items():
-        sharing = [claimant for claimant in claimants if claimant.card == uuid]
-        if any(claimant.report is None or leases[claimant.slot] != claimant.cap_bytes for claimant in sharing):
-            return None
-        cards[uuid] = card = _Card(book, sharing)
-        if not card.has_enough():
-            return None
-    if not cards or any(claimant.card is None for claimant in claimants):
+    known = all(claimant.card is not None and claimant.report is not None for claimant in claimants)
+    if not books or not known or any(leases[claimant.slot] != claimant.cap_bytes for claimant in claimants):
         return None
-    return AmpleCards(cards, claimants)
+    cards = AmpleCards(books, claimants)
+    return cards if min(cards.spare.values()) >= 0 else None

@@ -4,7 +4,7 @@ The supervisor calls `look` once a turn, and asks for the lease of each directiv
 the leases.
 
 Leases also order the starts. Where several workers share a card, the first directive of a process lets it hold nothing:
-it opens the card, one process at a time (`workers/devices/init_lock.py`), and reports what is there. So no worker
+it opens the card, one process at a time, and reports what is there. So no worker
 obtains memory before the head knows the card, and then each worker obtains bytes of its own.
 """
 
@@ -15,9 +15,10 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from orchestrator.core.memory_broker.ample import AmpleCards, ample_cards
-from orchestrator.core.memory_broker.leases import NO_BOOKS, Books, Claimant, leased, with_report
+from orchestrator.core.memory_broker.leases import NO_BOOKS, Books, Claimant, leased
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import Phase, Slot
+from workers.messages import WorkerState
 from workers.settings import WorkerSpec
 
 #: Assumed for a context until one on the card was measured, as in `workers/devices/cuda.py`.
@@ -53,12 +54,9 @@ class MemoryBroker:
     def look(
         self, slots: Mapping[str, Slot], now_s: float, changed: Iterable[str] | None = None
     ) -> dict[str, int | None]:
-        """Take in what the slots' reports say, and return the leases that are not what they were.
+        """Take in what reports say at `now_s` (monotonic seconds), and return the leases that are not what they were.
 
-        Args:
-            slots: All of the run.
-            now_s: Monotonic seconds.
-            changed: The slots that are not as they were at the last call; `None` for all of them.
+        `changed` are those of the slots that are not as they were at the last call; `None` for all of them.
         """
         touched: defaultdict[str, list[str]] = defaultdict(list)
         for name in self._specs if changed is None else changed:
@@ -84,7 +82,6 @@ class MemoryBroker:
         return lease_bytes
 
     def _settle(self, machine: str, slots: Mapping[str, Slot], now_s: float) -> dict[str, int | None]:
-        """Divide the cards of a machine anew."""
         sharing = {name: slots[name] for name in self._machines[machine]}
         cards = self._cards(sharing)
         contexts: dict[str | None, int] = {}
@@ -135,15 +132,17 @@ class MemoryBroker:
         unopened_bytes = context_bytes if report is None else 0
         cap_bytes = slot.device.cap_bytes if slot.device is not None else max(0, spec.budget_bytes - context_bytes)
         allowed = (cap_bytes if lease is None else lease for lease in self._granted[slot.slot].values())
-        claimant = Claimant(
+        return Claimant(
             slot=slot.slot,
             card=card,
             cap_bytes=cap_bytes,
             granted_bytes=max(allowed, default=0),
             leave_free_bytes=spec.memory.leave_free_bytes,
             unopened_bytes=unopened_bytes,
+            report=None if report is None else (report.incarnation, report.sequence),
+            memory=None if report is None else report.memory,
+            starving=report is not None and report.state is WorkerState.EMERGENCY,
         )
-        return claimant if report is None else with_report(claimant, report)
 
 
 def _heeds_leases(spec: WorkerSpec) -> bool:
@@ -152,7 +151,6 @@ def _heeds_leases(spec: WorkerSpec) -> bool:
 
 
 def _is_expected(slot: Slot, now_s: float) -> bool:
-    """Whether the slot has a process, or is about to have one."""
     if slot.phase is not Phase.WORKING:
         return False
     return slot.ready or (slot.working_since_s is not None and now_s < slot.working_since_s + _EXPECTED_S)

@@ -51,7 +51,6 @@ class Demand:
     left_bytes: int = 0
     """The lease that it left then."""
     waited: int = 0
-    """Reports since then."""
 
     def wanted_bytes(self, cap_bytes: int) -> int:
         """Return the most that it should be leased while others could use the rest."""
@@ -73,15 +72,10 @@ FRESH: Final = Demand()
 def heard(
     demand: Demand, *, cap_bytes: int, lease_bytes: int, held_bytes: int, free_bytes: int, starving: bool
 ) -> Demand:
-    """Return the demand after a report.
+    """Return the demand after a report of a worker that may ever hold its cap, and now its lease.
 
-    Args:
-        demand: Before it.
-        cap_bytes: What the worker may ever hold.
-        lease_bytes: What it may hold now.
-        held_bytes: The most that it held since the report before.
-        free_bytes: What the card has free besides: what is not there was not left.
-        starving: Whether it could run nothing.
+    `held_bytes` is the most since the report before, `free_bytes` what the card has free besides: what is not there was
+    not left. A starving worker could run nothing.
     """
     grew = held_bytes > (1.0 + _GROWING) * demand.held_bytes
     demand = replace(demand, held_bytes=held_bytes, waited=demand.waited + 1)

@@ -37,7 +37,6 @@ class Looks:
     """Those of the last seconds, and of each worker at least the last one."""
 
     taken: tuple[Look, ...] = ()
-    """In the order in which they arrived."""
     granted: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     """The most that each worker may come to hold before its next report."""
 
@@ -68,9 +67,7 @@ def available(looks: Looks, total_bytes: int) -> tuple[int, int] | None:
 
     The least is that of the whole window, so that memory that is free only for a moment is not promised. The most is
     that of the last sample of each worker, so that a short lack changes no lease and a lasting one does at once.
-
-    Returns:
-        `None` before the first report.
+    `None` before the first report.
     """
     bounds = _bounds(looks)
     if not bounds:

@@ -27,7 +27,7 @@ from typing import Final, TypeAlias
 
 from orchestrator.core.memory_broker.demand import FRESH, Demand, heard
 from orchestrator.core.memory_broker.free_memory import NO_LOOKS, Look, Looks, available, gone, looked
-from workers.messages import Report, WorkerState
+from workers.messages import MemoryInfo
 
 #: Share of a card that is not promised where the caps do not fit: what changes between two reports comes out of it.
 _SPARE: Final = 0.01
@@ -60,14 +60,7 @@ class Claimant:
     """What opening the card will cost it, its context; 0 once it has reported."""
     report: tuple[int, int] | None = None
     """Incarnation and sequence of the last report of its present process; `None` before the first."""
-    held_bytes: int | None = None
-    """What its allocator held at that report; `None` if that did not say."""
-    peak_bytes: int | None = None
-    """The most that its tensors took in that slice; `None` if that did not say."""
-    free_bytes: int | None = None
-    """What the card had free at that report; `None` if that did not say."""
-    total_bytes: int | None = None
-    """Of the card; `None` if the report did not say."""
+    memory: MemoryInfo | None = None
     starving: bool = False
     """Whether it could run nothing in that slice: EMERGENCY."""
 
@@ -101,19 +94,11 @@ NO_BOOKS: Final[Books] = MappingProxyType({})
 
 
 def leased(books: Books, claimants: Sequence[Claimant], now_s: float) -> tuple[Books, dict[str, int | None]]:
-    """Take in what is new, and return what each worker may hold on its card from now on.
+    """Take in what is new, and return the books for the next call and what each worker may hold from now on.
 
-    To be called after every turn in which a report arrived, or a worker came or went. Equal arguments give equal
-    results.
-
-    Args:
-        books: As the last call returned them; `NO_BOOKS` for the first.
-        claimants: Every worker at work or sent for. One that is not among them holds nothing and gets nothing.
-        now_s: Monotonic seconds. A report that is new is taken to be of this moment.
-
-    Returns:
-        The books for the next call, and each slot's lease in bytes, at most its cap. `None` sets no limit beyond the
-        cap; 0, on a shared card, is for a process that has not reported yet.
+    To be called after every turn in which a report arrived, or a worker came or went. A report that is new is taken to
+    be of `now_s` (monotonic seconds). A worker that is not among the claimants holds nothing and gets nothing. A lease
+    is in bytes, at most the cap. `None` sets no limit beyond the cap; 0 is for a process that has not reported yet.
     """
     cards: defaultdict[str, list[Claimant]] = defaultdict(list)
     for claimant in claimants:
@@ -141,23 +126,6 @@ def fair_shares(pool_bytes: int, wanted: Mapping[str, int]) -> dict[str, int]:
     return shares
 
 
-def with_report(claimant: Claimant, report: Report) -> Claimant:
-    """Return what is known of a worker after the last report of its present process."""
-    memory = report.memory
-    free_bytes = None
-    if memory is not None and memory.device_total_bytes is not None and memory.device_used_bytes is not None:
-        free_bytes = memory.device_total_bytes - memory.device_used_bytes
-    return replace(
-        claimant,
-        report=(report.incarnation, report.sequence),
-        held_bytes=None if memory is None else memory.reserved_bytes,
-        peak_bytes=None if memory is None else memory.peak_bytes,
-        free_bytes=free_bytes,
-        total_bytes=None if memory is None else memory.device_total_bytes,
-        starving=report.state is WorkerState.EMERGENCY,
-    )
-
-
 def taken_in(book: CardBook, sharing: Sequence[Claimant], now_s: float) -> CardBook:
     """Return the book of a card with what is new in the reports of its workers; `now_s` is when they came."""
     present = {claimant.slot: claimant.report[0] for claimant in sharing if claimant.report is not None}
@@ -173,14 +141,16 @@ def taken_in(book: CardBook, sharing: Sequence[Claimant], now_s: float) -> CardB
         if claimant.report is None or (known is not None and known.report == claimant.report):
             continue
         account = replace(known or Account(report=claimant.report), report=claimant.report)
-        if claimant.held_bytes is not None and claimant.free_bytes is not None:
-            total_bytes = claimant.total_bytes or total_bytes
+        memory = claimant.memory
+        if memory is not None and memory.device_total_bytes is not None and memory.device_used_bytes is not None:
+            total_bytes = memory.device_total_bytes
+            free_bytes = total_bytes - memory.device_used_bytes
             look = Look(
                 slot=claimant.slot,
                 at_s=now_s,
-                held_bytes=claimant.held_bytes,
-                most_bytes=max(claimant.held_bytes, claimant.peak_bytes or 0),
-                free_bytes=claimant.free_bytes,
+                held_bytes=memory.reserved_bytes,
+                most_bytes=max(memory.reserved_bytes, memory.peak_bytes),
+                free_bytes=free_bytes,
             )
             looks = looked(looks, look)
             demand = heard(
@@ -188,7 +158,7 @@ def taken_in(book: CardBook, sharing: Sequence[Claimant], now_s: float) -> CardB
                 cap_bytes=claimant.cap_bytes,
                 lease_bytes=account.lease_bytes,
                 held_bytes=look.most_bytes,
-                free_bytes=claimant.free_bytes,
+                free_bytes=free_bytes,
                 starving=claimant.starving,
             )
             account = replace(account, demand=demand)
@@ -198,7 +168,6 @@ def taken_in(book: CardBook, sharing: Sequence[Claimant], now_s: float) -> CardB
 
 
 def _settled(book: CardBook, total_bytes: int, sharing: Sequence[Claimant], now_s: float) -> CardBook:
-    """Cut leases and raise them."""
     bounds = available(book.looks, total_bytes)
     if bounds is None:
         return book
