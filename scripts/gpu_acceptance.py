@@ -26,34 +26,35 @@ _NEEDED = {"torch": "torch", "psutil": "psutil", "pynvml": "nvidia-ml-py"}
 
 
 def main() -> int:
-    """Run the checks and return the exit code."""
     missing = [package for module, package in _NEEDED.items() if importlib.util.find_spec(module) is None]
     if missing:
         print(f"not installed here: {', '.join(missing)}; type: pip install {' '.join(missing)}", file=sys.stderr)
         return 2
     _prepare()
-    from acceptance import ground, page, suite
-    from acceptance.crew import SeatDiedError, open_watch
+    from acceptance import suite
+    from acceptance.machine import open_machine
+    from acceptance.outcome import page
     from benches.common import own_stdout
 
-    arguments = _parser(list(suite.CHECKS)).parse_args()
-    scale = ground.scale_of(arguments.device, quick=arguments.quick)
+    names = list(suite.CHECKS)
+    parser = argparse.ArgumentParser(description="Checks the product on a real card.")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="(default: %(default)s)")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="CHECK", help=f"of: {', '.join(names)}")
+    parser.add_argument("--quick", action="store_true", help="shorter turns and fewer rounds, the same limits")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write a results page there, too")
+    arguments = parser.parse_args()
     with own_stdout():
-        watch = open_watch(arguments.device)
         try:
-            host, profile = ground.look_around(arguments.device, " ".join(sys.orig_argv), watch, scale)
-        except (SeatDiedError, RuntimeError) as error:
+            here = open_machine(arguments.device, quick=arguments.quick, command=" ".join(sys.orig_argv))
+        except RuntimeError as error:
             print(f"{error}\nwithout a card, type: --device cpu", file=sys.stderr)
             return 2
-        print("{card}, driver {driver}, torch {torch}, Python {python}".format(**host), file=sys.stderr)
-        here = ground.Ground(
-            device=arguments.device, quick=arguments.quick, scale=scale, host=host, profile=profile, watch=watch
-        )
-        found = suite.run(here, arguments.only or list(suite.CHECKS))
+        print("{card}, driver {driver}, torch {torch}, Python {python}".format(**here.host), file=sys.stderr)
+        found = suite.run(here, arguments.only or names)
     answer = suite.as_json(here, found)
     if arguments.markdown is not None:
-        arguments.markdown.write_text(page.page(host, [outcome for outcome, _ in found]), encoding="utf-8")
-    verdicts = "  ".join(f"{outcome.check} {outcome.word}" for outcome, _ in found)
+        arguments.markdown.write_text(page(here.host, [each for each, _ in found]), encoding="utf-8")
+    verdicts = "  ".join(f"{each.check} {each.word}" for each, _ in found)
     print(f"\n{verdicts}\n{answer['took_s']:.0f} s", file=sys.stderr)
     print(json.dumps(answer))
     return 0 if answer["ok"] else 1
@@ -70,15 +71,6 @@ def _prepare() -> None:
     set_for_cuda(os.environ)
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     os.environ.setdefault("PYTHONWARNINGS", "ignore:Failed to initialize NumPy:UserWarning")
-
-
-def _parser(names: list[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Checks the product on a real card.")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="(default: %(default)s)")
-    parser.add_argument("--only", nargs="+", choices=names, metavar="CHECK", help=f"of: {', '.join(names)}")
-    parser.add_argument("--quick", action="store_true", help="shorter turns and fewer rounds, the same limits")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write a results page there, too")
-    return parser
 
 
 if __name__ == "__main__":

@@ -25,17 +25,7 @@ _MIN_WIDTH = 40
 
 
 def render(summary_path: Path, output_path: Path, width: int) -> None:
-    """Write the table of a run to a file; its suffix says in which form.
-
-    Args:
-        summary_path: The run's summary.json.
-        output_path: Ends in .svg or .txt.
-        width: Characters in a line.
-
-    Raises:
-        OSError: A file cannot be read or written.
-        ValueError: The summary is none, or the suffix is another.
-    """
+    """Write the table of a run to a file, in the form of its suffix, .svg or .txt. Raises OSError or ValueError."""
     snapshot = snapshot_from_summary(json.loads(summary_path.read_text(encoding="utf-8")))
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(health_table(snapshot, width))

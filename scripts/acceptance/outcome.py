@@ -1,59 +1,46 @@
-"""What a check found, as a value: JSON, lines for people, and a section of a results page can be made of it.
-
-Does not measure and does not judge.
-"""
+"""What a check found, as a value: JSON, lines for people, and a results page as Markdown for docs/results."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from benches.common import print_table, short
+from benches.common import print_table, short, table
 
 Row: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One check."""
+    """One check. Its name, as `--only` takes it, and what must hold are the suite's to fill in."""
 
     check: str = ""
-    """Its name, as `--only` takes it. This and what must hold are the suite's to fill in."""
-    must_hold: str = ""
-    """In words, with the limits that were applied."""
-    figures: Row = field(default_factory=dict)
-    """Flat; numbers with a unit suffix."""
-    rows: Sequence[Row] = ()
-    """A table, all rows with the same keys."""
-    broken: Sequence[str] = ()
-    """What does not hold."""
+    must_hold: str = ""  # in words, with the limits that were applied
+    figures: Row = field(default_factory=dict)  # flat; numbers with a unit suffix
+    rows: Sequence[Row] = ()  # a table, all rows with the same keys
+    broken: Sequence[str] = ()  # what does not hold
     notes: Sequence[str] = ()
     """What a reader must know to read the figures right: what was scaled, what claim did not come true."""
-    skipped: str | None = None
-    """Why the check could not be made here; then it counts neither way."""
+    skipped: str | None = None  # why the check could not be made here; then it counts neither way
 
     @property
     def ok(self) -> bool | None:
-        """Whether it holds; `None` if it was skipped."""
         return None if self.skipped is not None else not self.broken
 
     @property
     def word(self) -> str:
-        """The verdict for people."""
         return {None: "SKIPPED", True: "OK", False: "BROKEN"}[self.ok]
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data; numbers that JSON does not have become `None`."""
-        plain: dict[str, Any] = _plain({**dataclasses.asdict(self), "ok": self.ok})
-        return plain
+        return dict(_plain({**dataclasses.asdict(self), "ok": self.ok}))
 
 
 def show(outcome: Outcome) -> None:
-    """Print one check for people, to standard error."""
     print(f"\n{outcome.check}: {outcome.word}  ({outcome.must_hold})", file=sys.stderr)
     for key, value in outcome.figures.items():
         print(f"{key:>32}  {short(value)}", file=sys.stderr)
@@ -73,3 +60,60 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 - whatever a check measured
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+#: What the page says of the machine: the words, where they are not the key itself.
+_HOST = {
+    "card": "card",
+    "total_bytes": "memory shown, bytes",
+    "free_bytes": "memory free before, bytes",
+    "compute_capability": "compute capability",
+    "multiprocessors": "multiprocessors",
+    "driver": "driver",
+    "context_bytes": "CUDA context of a worker, bytes",
+    "context_source": "how the context is known",
+    "torch": "torch",
+    "cuda": "CUDA of torch",
+    "python": "Python",
+    "system": "system",
+    "cores": "cores",
+    "date": "date",
+}
+
+
+def page(host: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
+    return "\n".join(_lines(host, outcomes)) + "\n"
+
+
+def _lines(host: Mapping[str, Any], outcomes: Sequence[Outcome]) -> Iterator[str]:
+    yield from (f"# Acceptance on {host['card']}, {str(host['date']).split(maxsplit=1)[0]}", "")
+    yield from (_facts(host, outcomes), "")
+    yield from _markdown(["what", "value"], ([words, short(host[key])] for key, words in _HOST.items()))
+    yield from (f"| command | `{host['command']}` |", "", "## Checks", "")
+    yield from _markdown(
+        ["check", "verdict", "must hold"], ([each.check, each.word, each.must_hold] for each in outcomes)
+    )
+    for each in outcomes:
+        yield from ("", f"## {each.check}: {each.word}", "")
+        if each.figures:
+            yield from _markdown(["figure", "value"], ([key, short(value)] for key, value in each.figures.items()))
+        if each.rows:
+            heads, *rows = table(each.rows)
+            yield from ("", *_markdown(heads, rows))
+        sentences = [*each.broken, *each.notes, *([each.skipped] if each.skipped else [])]
+        if sentences:
+            yield from ("", *(f"- {sentence}" for sentence in sentences))
+
+
+def _facts(host: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
+    by_verdict = {ok: [each.check for each in outcomes if each.ok is ok] for ok in (True, False, None)}
+    where = f"{host['card']}, driver {short(host['driver'])}, torch {host['torch']}, Python {host['python']}"
+    words = [f"{where}, {host['date']}: {len(by_verdict[True])} of {len(outcomes)} checks hold"]
+    words += [f"broken: {', '.join(by_verdict[False])}"] if by_verdict[False] else []
+    words += [f"skipped: {', '.join(by_verdict[None])}"] if by_verdict[None] else []
+    return "; ".join(words) + "."
+
+
+def _markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    for row in (heads, None, *rows):
+        yield f"|{' --- |' * len(heads)}" if row is None else f"| {' | '.join(c.replace('|', '/') for c in row)} |"

@@ -4,67 +4,68 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from benches.common import progress
 
-from acceptance import caps, mps_shares, recovery, results, sampling, shares, side_by_side, speed, totals
-from acceptance.ground import Ground, NotHereError
+from acceptance import memory, throughput, watching
+from acceptance.machine import Machine, NotHereError
 from acceptance.outcome import Outcome, show
 
-#: By the name that `--only` takes. Each has `MUST_HOLD`, and `judge` for what its `measure` returns.
-CHECKS: Mapping[str, ModuleType] = {
-    "cap": caps,
-    "recovery": recovery,
-    "side_by_side": side_by_side,
-    "totals": totals,  # follows `side_by_side`, whose last crew it can go on with
-    "speed": speed,
-    "duty": shares,
-    "mps": mps_shares,
-    "sampler": sampling,
-    "results": results,
+
+class Check(NamedTuple):
+    """What must hold, how it is measured on a machine, and how that is judged."""
+
+    must_hold: str
+    measure: Callable[[Machine], Any]
+    judge: Callable[[Any], Outcome]
+
+
+#: By the name that `--only` takes.
+CHECKS: Mapping[str, Check] = {
+    "cap": Check(memory.CAP_MUST_HOLD, memory.measure_cap, memory.judge_cap),
+    "recovery": Check(memory.RECOVERY_MUST_HOLD, memory.measure_recovery, memory.judge_recovery),
+    "side_by_side": Check(memory.SIDE_BY_SIDE_MUST_HOLD, memory.measure_side_by_side, memory.judge_side_by_side),
+    "totals": Check(throughput.TOTALS_MUST_HOLD, throughput.measure_totals, throughput.judge_totals),
+    "speed": Check(throughput.SPEED_MUST_HOLD, throughput.measure_speed, throughput.judge_speed),
+    "duty": Check(throughput.DUTY_MUST_HOLD, throughput.measure_duty, throughput.judge_duty),
+    "mps": Check(throughput.MPS_MUST_HOLD, throughput.measure_mps, throughput.judge_mps),
+    "sampler": Check(watching.SAMPLER_MUST_HOLD, watching.measure_sampler, watching.judge_sampler),
+    "results": Check(watching.RESULTS_MUST_HOLD, watching.measure_results, watching.judge_results),
 }
-_KEEPS_CREW = "totals"
 
 
-def run(ground: Ground, names: Sequence[str]) -> list[tuple[Outcome, float]]:
+def run(machine: Machine, names: Sequence[str]) -> list[tuple[Outcome, float]]:
     """Make the named checks in their order; return each outcome with the seconds it took.
 
     A check that breaks off is a broken check and never ends the others.
     """
     found: list[tuple[Outcome, float]] = []
-    try:
-        for name, check in CHECKS.items():
-            if name not in names:
-                continue
-            if name != _KEEPS_CREW:
-                ground.crews.close()
-            progress(f"\n{name} …")
-            began_s = time.monotonic()
-            try:
-                outcome = check.judge(check.measure(ground))
-            except NotHereError as error:
-                outcome = Outcome(skipped=str(error))
-            except Exception as error:  # noqa: BLE001 - told as what it is, and the other checks go on
-                outcome = Outcome(broken=[f"broke off: {type(error).__name__}: {error}"])
-            outcome = dataclasses.replace(outcome, check=name, must_hold=check.MUST_HOLD)
-            found.append((outcome, time.monotonic() - began_s))
-            show(outcome)
-    finally:
-        ground.crews.close()
+    for name, check in CHECKS.items():
+        if name not in names:
+            continue
+        progress(f"\n{name} …")
+        began_s = time.monotonic()
+        try:
+            outcome = check.judge(check.measure(machine))
+        except NotHereError as error:
+            outcome = Outcome(skipped=str(error))
+        except Exception as error:  # noqa: BLE001 - told as what it is, and the other checks go on
+            outcome = Outcome(broken=[f"broke off: {type(error).__name__}: {error}"])
+        outcome = dataclasses.replace(outcome, check=name, must_hold=check.must_hold)
+        found.append((outcome, time.monotonic() - began_s))
+        show(outcome)
     return found
 
 
-def as_json(ground: Ground, found: Sequence[tuple[Outcome, float]]) -> dict[str, Any]:
-    """Return what goes to standard output."""
+def as_json(machine: Machine, found: Sequence[tuple[Outcome, float]]) -> dict[str, Any]:
     return {
         "schema": 1,
-        "acceptance": ground.device,
+        "acceptance": machine.device,
         "ok": all(outcome.ok is not False for outcome, _ in found),
-        "quick": ground.quick,
+        "quick": machine.quick,
         "took_s": sum(took_s for _, took_s in found),
-        **ground.host,
+        **machine.host,
         "checks": [{**outcome.as_json(), "took_s": took_s} for outcome, took_s in found],
     }

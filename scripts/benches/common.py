@@ -1,4 +1,4 @@
-"""What every benchmark shares: its result, how it is shown, and the spec of a worker.
+"""What the benchmarks share: their result and how it is shown, statistics, child processes, and the spec of a worker.
 
 A result goes out twice: as a table for people on standard error and as one JSON object on standard output.
 """
@@ -8,15 +8,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from workers.settings import MemorySettings, WorkerSpec, WorkloadSpec
 from workers.units import MIB
+
+_Found = TypeVar("_Found")
 
 #: The guides' numbers, as cluster.yaml ships them; the floor scaled like a rehearsal's.
 GUIDE = MemorySettings(
@@ -34,17 +39,14 @@ GUIDE = MemorySettings(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a benchmark found."""
+    """What a benchmark found: flat figures with a unit suffix, lists of rows, and in words what does not hold."""
 
     bench: str
     figures: Mapping[str, Any]
-    """Flat, numbers with a unit suffix; rows of the table under `rounds`."""
     broken: Sequence[str] = ()
-    """Properties that do not hold, in words; any makes the exit code 1."""
 
 
 def show(result: Result) -> int:
-    """Print the result and return the exit code."""
     for key, value in result.figures.items():
         if isinstance(value, list) and value and isinstance(value[0], Mapping):
             print_table(value)
@@ -58,7 +60,7 @@ def show(result: Result) -> int:
 
 @contextlib.contextmanager
 def own_stdout() -> Iterator[None]:
-    """Send whatever is printed meanwhile to standard error: by children too, and by Ray, of the actors that end."""
+    """Send what is printed meanwhile to standard error, also by children and by Ray when actors end."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -71,19 +73,75 @@ def own_stdout() -> Iterator[None]:
 
 
 def progress(text: str) -> None:
-    """Tell a waiting person how far it is."""
     print(text, file=sys.stderr, flush=True)
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the median and the extremes of a few rounds."""
-    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    return {f"{name}_median": statistics.median(values), f"{name}_least": min(values), f"{name}_most": max(values)}
 
 
 def percentile(values: Sequence[float], share: float) -> float:
     """Return the value below which `share` of all lie, by the nearest rank."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def in_turn(number: int, sides: Mapping[str, Callable[[], _Found]]) -> dict[str, _Found]:
+    """Call each side once, in every other round backwards: a machine is not as fast in one minute as in the next."""
+    return {name: sides[name]() for name in (reversed(list(sides)) if number % 2 else sides)}
+
+
+class ChildDiedError(RuntimeError):
+    """A child process ended by itself, does not answer, or raised what the text says."""
+
+
+class Child:
+    """A process that runs `body(pipe, *arguments)`, and our end of the pipe. To be closed, which ends the process."""
+
+    def __init__(
+        self,
+        name: str,
+        body: Callable[..., None],
+        *arguments: object,
+        context: SpawnContext | ForkServerContext = get_context("spawn"),  # noqa: B008 - is made once anyway
+    ) -> None:
+        self.name = name
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_in_child, args=(body, theirs, *arguments), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def send(self, order: object) -> None:
+        try:
+            self.pipe.send(order)
+        except OSError:
+            raise self._died() from None
+
+    def receive(self, patience_s: float | None = None) -> Any:  # noqa: ANN401 - whatever was sent
+        """Return what the process sends next, waiting so long for it. Both raise ChildDiedError."""
+        try:
+            if self.pipe.poll(patience_s):
+                return self.pipe.recv()
+        except (EOFError, OSError):
+            raise self._died() from None
+        raise ChildDiedError(f"{self.name} gave no answer within {patience_s:.0f} s")
+
+    def close(self) -> None:
+        self.pipe.close()
+        self._process.join(5.0)
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+
+    def _died(self) -> ChildDiedError:
+        self._process.join(5.0)
+        return ChildDiedError(f"the process of {self.name} ended with {self._process.exitcode}")
+
+
+def _in_child(body: Callable[..., None], *arguments: object) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the bench, which ends its children
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the bench has ended
+        body(*arguments)
 
 
 def status_bytes(key: str) -> int:
@@ -98,7 +156,6 @@ def status_bytes(key: str) -> int:
 def judged(
     text: str, found: float | None, *, at_least: float | None = None, at_most: float | None = None
 ) -> dict[str, str]:
-    """Return a row that says whether a target is met; a figure that is missing meets none."""
     met = found is not None and (at_least is None or found >= at_least) and (at_most is None or found <= at_most)
     return {
         "target": text,
@@ -108,8 +165,13 @@ def judged(
     }
 
 
+def amiss(holds: Mapping[str, object], where: str = "") -> list[str]:
+    """Return the sentences that stand before what does not hold."""
+    return [f"{where}{words}" for words, good in holds.items() if not good]
+
+
 def sized(device: str, budget_mib: float | None, size: int | None) -> tuple[int, int]:
-    """Return the budget in bytes and the edge of the matrices; where they are not given, as much as a card's guide."""
+    """Return the budget in bytes and the edge of the matrices; where not given, the guide's for such a device."""
     on_card = device == "cuda"
     return int((budget_mib or (3410 if on_card else 213)) * MIB), size or (8192 if on_card else 1024)
 
@@ -124,7 +186,6 @@ def lone_worker(
     batch: int = 128,
     **memory: Any,  # noqa: ANN401 - fields of MemorySettings
 ) -> WorkerSpec:
-    """Return the spec of a worker that has its device to itself."""
     return WorkerSpec(
         slot="bench/0",
         node="bench",
@@ -141,19 +202,15 @@ def lone_worker(
 
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows of the same keys for people, to standard error."""
-    cells = list(table(rows))
-    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-    for line in cells:
+    lines = table(rows)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)), file=sys.stderr)
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
-    """Yield the heads and then the cells of each row."""
+def table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     heads = list(rows[0])
-    yield heads
-    for row in rows:
-        yield [short(row[head]) for head in heads]
+    return [heads, *([short(row[head]) for head in heads] for row in rows)]
 
 
 def short(value: object) -> str:

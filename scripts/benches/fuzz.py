@@ -1,4 +1,4 @@
-"""Fuzzing: whatever stands in cluster.yaml and behind `--set` is refused in words, or becomes a plan that adds up.
+"""Fuzzing: what stands in cluster.yaml and behind `--set` is refused in words, or becomes a plan that adds up.
 
 Does to each input of `hostile.py` what `plan`, `up` and the beginning of a rehearsal do, in worker processes, each
 input under a watchdog. Starts no Ray and runs no command. A finding names its seed and number:
@@ -18,7 +18,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,28 +38,22 @@ from orchestrator.errors import OrchestratorError
 
 #: Of the machine's time for one input: a hundred times what the slowest takes, because the machine is shared.
 TIME_LIMIT_S = 20.0
-
 #: What one worker process may hold: an explosion becomes a MemoryError here instead of the end of the machine.
 _MEMORY_LIMIT_BYTES = 3 * 2**30
-
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
 #: A sentence names a source (180 characters) and a key (180), each of which may be written in escapes of ten, and a
 #: few words of the file. The usual sentence is below 200.
-LONGEST_LINE = 5000
-
+_LONGEST_LINE = 5000
 #: What all workers of a rehearsal may hold here, so that no plan depends on this machine's free memory.
 _REHEARSAL_BYTES = 2 * 2**30
-
 #: `up` is asked for the head and as many more nodes.
 _NODES_ASKED = 5
 _HEADS = (None, "192.168.1.10", "[fe80::1]:7000", "$(touch /tmp/owned); '\"")
-
 _CHUNK = 250
 
 
 class _TooSlow(BaseException):
-    """The watchdog barked. Not an `Exception`, so that nothing in the product can take it for its own."""
+    """The watchdog's. Not an `Exception`, so that nothing in the product can take it for its own."""
 
 
 class _WrongError(AssertionError):
@@ -67,17 +61,14 @@ class _WrongError(AssertionError):
 
 
 @dataclass(slots=True)
-class SliceStats:
-    """What became of some inputs."""
+class Tally:
+    """What became of some inputs, by family."""
 
     plans: Counter[str] = field(default_factory=Counter)
-    """By family, as are the others."""
     refusals: Counter[str] = field(default_factory=Counter)
-    scaled: int = 0
-    """Plans that could be rehearsed as well."""
+    scaled: int = 0  # plans that could be rehearsed as well
     findings: list[str] = field(default_factory=list)
-    slowest_s: float = 0.0
-    slowest: str = ""
+    slowest: tuple[float, str] = (0.0, "")
 
 
 def judge(hostile: HostileInput, folder: Path) -> str:
@@ -111,7 +102,7 @@ def _check_refusal(error: OrchestratorError) -> None:
     lines = text.split("\n")
     _demand(all(lines), "a refusal with an empty line")
     _demand(len(lines) <= MAX_PROBLEMS + 1, f"a refusal of {len(lines)} lines")
-    _demand(max(map(len, lines)) <= LONGEST_LINE, f"a line of {max(map(len, lines))} characters")
+    _demand(max(map(len, lines)) <= _LONGEST_LINE, f"a line of {max(map(len, lines))} characters")
 
 
 def _check_plan(config: Config) -> None:
@@ -198,33 +189,29 @@ def _watchdog(limit_s: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def judge_range(seed: int, numbers: range) -> SliceStats:
-    """Judge inputs `numbers` of `seed`, one after the other, in this process."""
-    stats = SliceStats()
+def judge_range(seed: int, numbers: range) -> Tally:
+    tally = Tally()
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         for number in numbers:
             hostile = make(seed, number)
             name = f"family {hostile.family}, seed {seed}, number {number}"
             began = time.monotonic()
             verdict = judge(hostile, Path(folder))
-            seconds = time.monotonic() - began
-            if seconds > stats.slowest_s:
-                stats.slowest_s, stats.slowest = seconds, name
+            tally.slowest = max(tally.slowest, (time.monotonic() - began, name))
             if verdict == "refusal":
-                stats.refusals[hostile.family] += 1
+                tally.refusals[hostile.family] += 1
             elif verdict in {"plan", "scaled"}:
-                stats.plans[hostile.family] += 1
-                stats.scaled += verdict == "scaled"
+                tally.plans[hostile.family] += 1
+                tally.scaled += verdict == "scaled"
             else:
-                stats.findings.append(f"{name}: {verdict}")
-    return stats
+                tally.findings.append(f"{name}: {verdict}")
+    return tally
 
 
-def run(inputs: int, seed: int, processes: int) -> Result:
-    """Judge the first `inputs` inputs of `seed` in worker processes."""
+def run(inputs: int, seed: int, processes: int | None = None) -> Result:
     chunks = [range(start, min(start + _CHUNK, inputs)) for start in range(0, inputs, _CHUNK)]
     began = time.monotonic()
-    tallies: list[SliceStats] = []
+    tallies: list[Tally] = []
     lost: list[str] = []
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=spawn, initializer=_bound) as pool:
@@ -235,38 +222,26 @@ def run(inputs: int, seed: int, processes: int) -> Result:
                 lost.append(f"seed {seed}, numbers {chunk.start} to {chunk.stop - 1}: {type(error).__name__}: {error}")
             if chunk.stop % (20 * _CHUNK) == 0:
                 progress(f"{chunk.stop:>8} inputs, {chunk.stop / (time.monotonic() - began):.0f}/s")
-    return Result(
-        bench="fuzz",
-        figures=_figures(inputs, seed, tallies, time.monotonic() - began),
-        broken=[*(finding for stats in tallies for finding in stats.findings), *lost],
-    )
+    plans = sum((tally.plans for tally in tallies), Counter[str]())
+    refusals = sum((tally.refusals for tally in tallies), Counter[str]())
+    findings = [finding for tally in tallies for finding in tally.findings]
+    slowest_s, slowest = max((tally.slowest for tally in tallies), default=(0.0, ""))
+    figures = {
+        "inputs": inputs,
+        "seed": seed,
+        "plans": plans.total(),
+        "rehearsals": sum(tally.scaled for tally in tallies),
+        "refusals": refusals.total(),
+        "findings": len(findings),
+        "slowest_s": slowest_s,
+        "slowest": slowest,
+        "seconds": time.monotonic() - began,
+        "families": [{"family": family, "plans": plans[family], "refusals": refusals[family]} for family in FAMILIES],
+    }
+    return Result(bench="fuzz", figures=figures, broken=[*findings, *lost])
 
 
 def _bound() -> None:
     """Keep this worker process from taking the machine's memory, and from outliving the one that gives it work."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_LIMIT_BYTES, _MEMORY_LIMIT_BYTES))
-
-
-def _figures(inputs: int, seed: int, tallies: Sequence[SliceStats], seconds: float) -> dict[str, Any]:
-    slowest = max(tallies, key=lambda stats: stats.slowest_s, default=SliceStats())
-    rows = [
-        {
-            "family": family,
-            "plans": sum(stats.plans[family] for stats in tallies),
-            "refusals": sum(stats.refusals[family] for stats in tallies),
-        }
-        for family in FAMILIES
-    ]
-    return {
-        "inputs": inputs,
-        "seed": seed,
-        "plans": sum(row["plans"] for row in rows),
-        "rehearsals": sum(stats.scaled for stats in tallies),
-        "refusals": sum(row["refusals"] for row in rows),
-        "findings": sum(len(stats.findings) for stats in tallies),
-        "slowest_s": slowest.slowest_s,
-        "slowest": slowest.slowest,
-        "seconds": seconds,
-        "families": rows,
-    }

@@ -1,214 +1,295 @@
 """What the head costs by itself: processor time and growth of its store, by the number of workers.
 
-The real supervisor, lifecycle, memory broker, event log, store and table run on a scripted fleet: every worker reports
-once a second with counters, memory, sensors and a resume state, and nothing goes wrong. Ray is not there. What the
-script itself takes is measured and left out. Each figure comes from a process of its own.
-
-With `jump` the clock jumps to what is due. That is quick, and a busy machine disturbs it less,
-but caches stay warmer than those of a head that waits in between.
+The real supervisor, lifecycle, memory broker, event log, store and table run on a scripted fleet without Ray: every
+worker reports once a second and nothing goes wrong. What the script itself takes is measured and left out. With `jump`
+the clock jumps to what is due: quick and hardly disturbed, but caches stay warmer than in a head that waits.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import heapq
 import os
-import socket
+import random
+import sqlite3
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
-from benches.common import Result, progress
-from benches.head_fleet import JumpingClock, ScriptedFleet
-from orchestrator.config.load import config_from_data, dump_config
-from orchestrator.core.placement import Target, plan_slots
-from orchestrator.run.clock import Clock, SystemClock
+from benches.common import Child, Result, progress
+from orchestrator.config.load import config_from_data
+from orchestrator.core.fleet import NodeFact, Reservation, SliceReported
+from orchestrator.core.placement import SlotPlan, Target, plan_slots
+from orchestrator.run.clock import Clock
+from workers.messages import DeviceInfo, Directive, MemoryInfo, Report, StepCounts, Verdict, WorkerState
+from workers.readings import SensorReading
+from workers.settings import Learned, LimitKey, StoredLimit, WorkerSpec
+from workers.units import GIB, MIB
 
 #: One card to a node, with so many workers on it.
 _WORKERS_PER_NODE: Final = 10
-
 #: SQLite writes its log back into the file and begins it anew after about so much; up to there it does not grow.
 _LOG_BYTES: Final = 1100 * 4096
-
-_TARGET_PCT: Final = 10.0
-_TARGET_WITH_TABLE_PCT: Final = 12.0
-_TARGET_BYTES_PER_S: Final = 10_000.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
-    """What one head took in the window."""
-
-    core_pct: float
-    """Processor time of the head's process, the script's apart, as a share of one core."""
-    store_bytes_per_s: float
-    reports_per_s: float
+#: The most that each figure of a row should be.
+_TARGETS: Final = {"core_pct": 10.0, "core_pct_with_table": 12.0, "store_bytes_per_s": 10_000.0}
+_CARD_BYTES: Final = 24 * GIB
+_CONTEXT_BYTES: Final = 320 * MIB
 
 
-class _Window:
-    """Takes the figures at both ends of the window; the supervisor asks it at every turn whether to stop."""
+class JumpingClock(Clock):
+    """A clock that moves only in `sleep`."""
 
-    def __init__(self, fleet: ScriptedFleet, clock: Clock, store: Path, warm_up_s: float, window_s: float) -> None:
-        self._fleet = fleet
+    _slept_s = 0.0
+
+    def monotonic_s(self) -> float:
+        return 1000.0 + self._slept_s
+
+    def unix_s(self) -> float:
+        return 1.8e9 + self._slept_s
+
+    def sleep(self, duration_s: float) -> None:
+        self._slept_s += duration_s
+
+
+@dataclass(slots=True)
+class _Worker:
+    spec: WorkerSpec
+    free_at_s: float  # when the slices that it was sent are done
+    learned_at_unix_s: float = field(default_factory=time.time)
+    reports: int = 0
+
+
+class ScriptedFleet:
+    """The part of `orchestrator.core.fleet.Fleet` that is used where all slices succeed, and on time."""
+
+    def __init__(self, plans: tuple[SlotPlan, ...], clock: Clock) -> None:
         self._clock = clock
-        self._store = store
-        self._begins_s = clock.monotonic_s() + warm_up_s
-        self._window_s = window_s
-        self._before: tuple[float, float, int, int] | None = None
-        self.cost: Cost | None = None
+        self._random = random.Random(1)  # noqa: S311 - repeatable is what is wanted
+        self._workers: dict[str, _Worker] = {}
+        self._due: list[tuple[float, int, _Worker, Directive]] = []
+        self._number = 0
+        self.reports = 0
+        self.script_s = 0.0  # processor time of the script, which is not the head's
+        names = dict.fromkeys(plan.spec.node for plan in plans)
+        self._nodes = tuple(
+            NodeFact(name=name, node_id=f"id-{name}", address="127.0.0.1", cpus=64.0, gpus=1.0) for name in names
+        )
 
-    def is_over(self) -> bool:
-        """Whether the head has worked for long enough."""
+    def nodes(self) -> tuple[NodeFact, ...]:
+        return self._nodes
+
+    def address(self) -> str:
+        return "127.0.0.1:6379"
+
+    def place(self, reservation: Reservation, spec: WorkerSpec) -> None:
+        starts_s = self._clock.monotonic_s() + 0.5 + self._random.random()
+        self._workers[reservation.slot] = _Worker(spec, starts_s)
+
+    def submit(self, slot: str, directive: Directive) -> None:
+        worker = self._workers[slot]
+        took_s = directive.duration_s * self._random.uniform(0.95, 1.05)
+        worker.free_at_s = max(worker.free_at_s, self._clock.monotonic_s()) + took_s
+        self._number += 1
+        heapq.heappush(self._due, (worker.free_at_s, self._number, worker, directive))
+
+    def wait(self, timeout_s: float) -> tuple[SliceReported, ...]:
+        began_s = time.thread_time()
+        wait_s = min(timeout_s, self._due[0][0] - self._clock.monotonic_s() if self._due else 0.0)
+        if wait_s > 0:
+            self._clock.sleep(wait_s)
         now_s = self._clock.monotonic_s()
-        if self._before is None and now_s >= self._begins_s:
-            self._before = self._look()
-        if self._before is None or now_s < self._before[0] + self._window_s:
-            return False
-        if self.cost is None:
-            began_s, cpu_s, stored_bytes, reports = self._before
-            ended_s, cpu_after_s, stored_after_bytes, reports_after = self._look()
-            took_s = ended_s - began_s
-            self.cost = Cost(
-                core_pct=100.0 * (cpu_after_s - cpu_s) / took_s,
-                store_bytes_per_s=(stored_after_bytes - stored_bytes) / took_s,
-                reports_per_s=(reports_after - reports) / took_s,
-            )
-        return True
+        done = []
+        while self._due and self._due[0][0] <= now_s:
+            _, _, worker, directive = heapq.heappop(self._due)
+            done.append(SliceReported(report=_report(worker, directive, self._random)))
+        self.reports += len(done)
+        self.script_s += time.thread_time() - began_s
+        return tuple(done)
 
-    def _look(self) -> tuple[float, float, int, int]:
-        cpu_s = time.process_time() - self._fleet.script_s
-        return self._clock.monotonic_s(), cpu_s, stored_bytes(self._store), self._fleet.reports
+    def forget(self, slot: str) -> None:
+        self._due = [entry for entry in self._due if entry[2].spec.slot != slot]
+        heapq.heapify(self._due)
 
 
-def stored_bytes(path: Path) -> int:
-    """Return what a store takes on disk, the log that is not written back yet included.
+def _report(worker: _Worker, directive: Directive, drawn: random.Random) -> Report:
+    """Return what a worker on a card says of a slice, every value an object of its own as if it had travelled."""
+    spec = worker.spec
+    cap_bytes = spec.budget_bytes - _CONTEXT_BYTES
+    held_bytes = int(0.8 * cap_bytes)
+    first = directive.duration_s == 0
+    steps = 1 if first else drawn.randint(18, 22)
+    wall_s = 0.05 if first else directive.duration_s
+    used_bytes = min(_CARD_BYTES, spec.workers_on_host * (_CONTEXT_BYTES + held_bytes) + drawn.randrange(64) * MIB)
+    # The footprint that the policy has learned settles, and then changes now and then.
+    worker.reports += 1
+    settled = min(worker.reports, 5) + worker.reports // 20
+    return Report(
+        slot=spec.slot,
+        incarnation=directive.incarnation,
+        sequence=directive.sequence,
+        verdict=Verdict.OK,
+        state=WorkerState.RUNNING,
+        reason="",
+        device=DeviceInfo(
+            kind="cuda",
+            name="NVIDIA GeForce RTX 3090",
+            uuid=f"GPU-{spec.node}",
+            total_bytes=_CARD_BYTES,
+            context_bytes=_CONTEXT_BYTES,
+            context_source="measured",
+            cap_bytes=cap_bytes,
+            dtype="fp16",
+            threads=1,
+            pid=4000 + directive.incarnation,
+            hostname=spec.node,
+            torch_version="2.9.0+cu128",
+            driver="580.95.05",
+        ),
+        memory=MemoryInfo(
+            device_total_bytes=_CARD_BYTES,
+            device_used_bytes=used_bytes,
+            free_bytes=min(cap_bytes - held_bytes, _CARD_BYTES - used_bytes),
+            allocated_bytes=held_bytes - drawn.randrange(32) * MIB,
+            reserved_bytes=held_bytes,
+            peak_bytes=held_bytes,
+            alloc_retries=0,
+        ),
+        size=spec.workload.size,
+        batch=spec.workload.batch,
+        claim_bytes=held_bytes,
+        counts=StepCounts(
+            steps_ok=steps, work_flop=steps * 1.1e12, busy_s=0.6 * wall_s, verify_checks=drawn.randrange(2)
+        ),
+        wall_s=wall_s,
+        sensors=SensorReading(
+            temperature_c=drawn.randint(58, 66),
+            margin_c=20.0,
+            power_w=drawn.uniform(300.0, 345.0),
+            power_limit_w=350.0,
+            sm_clock_mhz=drawn.randrange(1695, 1740, 15),
+            sm_clock_max_mhz=2100,
+            memory_clock_mhz=9501,
+            utilisation_pct=97.0,
+            throttle_bits=4,
+            throttle_pct=0.0,
+            fan_pct=61.0,
+        ),
+        rss_bytes=900 * MIB + drawn.randrange(8) * MIB,
+        resume={"policy": "adaptive", "units": held_bytes, "fixed_bytes": 1.0e6 + settled, "unit_bytes": 1.0},
+        learned=StoredLimit(
+            key=LimitKey(
+                card="NVIDIA GeForce RTX 3090",
+                total_bytes=_CARD_BYTES,
+                driver="580.95.05",
+                torch="2.9.0+cu128",
+                dtype="fp16",
+                workload="matmul@1.0 batch=128 size=8192",
+                cap_bytes=cap_bytes,
+            ),
+            learned=Learned(size=held_bytes, fixed_bytes=1.0e6 + settled, unit_bytes=1.0),
+            peak_bytes=held_bytes,
+            learned_at_unix_s=worker.learned_at_unix_s + worker.reports,
+        ),
+    )
+
+
+def _window(
+    fleet: ScriptedFleet, clock: Clock, store: Path, warm_up_s: float, window_s: float, cost: dict[str, float]
+) -> Iterator[bool]:
+    """Yield at every turn of the head whether it has worked for long enough; put into `cost` what it took.
+
+    Processor time, the script's apart, is a share of one core; bytes of the store and reports are per second.
+    """
+
+    def look() -> tuple[float, ...]:
+        return clock.monotonic_s(), time.process_time() - fleet.script_s, _stored_bytes(store), fleet.reports
+
+    begins_s = clock.monotonic_s() + warm_up_s
+    while clock.monotonic_s() < begins_s:
+        yield False
+    before = look()
+    while clock.monotonic_s() < before[0] + window_s:
+        yield False
+    took_s, cpu_s, grown_bytes, reports = (now - then for now, then in zip(look(), before, strict=True))
+    cost |= {
+        "core_pct": 100.0 * cpu_s / took_s,
+        "store_bytes_per_s": grown_bytes / took_s,
+        "reports_per_s": reports / took_s,
+    }
+    while True:
+        yield True
+
+
+def _stored_bytes(path: Path) -> int:
+    """Return what a store takes on disk, as a reader sees it: with the pages that are only in the log.
 
     The log is reused once it has reached its size: up to there it counts as if it had reached it.
     """
-    import sqlite3
-
-    reader = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
-    try:
-        # As a reader sees the file: with the pages that are in the log alone.
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as reader:
         (pages,), (page_bytes,) = (reader.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size"))
-    finally:
-        reader.close()
     log = path.with_name(f"{path.name}-wal")
     return int(pages * page_bytes) + max(_LOG_BYTES, log.stat().st_size if log.exists() else 0)
 
 
 def run(workers: list[int], warm_up_s: float, window_s: float, *, jump: bool) -> Result:
-    """Measure a head for each number of workers, without a table and with one."""
     rows: list[dict[str, Any]] = []
     for count in workers:
-        without = _measured(count, warm_up_s, window_s, table=False, jump=jump)
-        with_table = _measured(count, warm_up_s, window_s, table=True, jump=jump)
-        rows.append(
-            {
-                "workers": count,
-                "core_pct": without.core_pct,
-                "core_pct_with_table": with_table.core_pct,
-                "store_bytes_per_s": without.store_bytes_per_s,
-                "reports_per_s": without.reports_per_s,
-            }
-        )
-        progress(f"{count} workers: {without.core_pct:.2f} %, with the table {with_table.core_pct:.2f} %")
+        costs = []
+        for table in (False, True):
+            with closing(Child("the head", measure, count, warm_up_s, window_s, table, jump)) as head:
+                costs.append(head.receive())
+        without, with_table = costs
+        core_pct, with_table_pct = without.pop("core_pct"), with_table["core_pct"]
+        rows.append({"workers": count, "core_pct": core_pct, "core_pct_with_table": with_table_pct, **without})
+        progress(f"{count} workers: {core_pct:.2f} %, with the table {with_table_pct:.2f} %")
     figures = {
         "rows": rows,
         "warm_up_s": warm_up_s,
         "window_s": window_s,
         "jump": jump,
         "load": os.getloadavg()[0],
-        "target_pct": _TARGET_PCT,
-        "target_with_table_pct": _TARGET_WITH_TABLE_PCT,
-        "target_store_bytes_per_s": _TARGET_BYTES_PER_S,
-        "target_met": all(
-            row["core_pct"] <= _TARGET_PCT
-            and row["core_pct_with_table"] <= _TARGET_WITH_TABLE_PCT
-            and row["store_bytes_per_s"] <= _TARGET_BYTES_PER_S
-            for row in rows
-        ),
+        "target_pct": _TARGETS["core_pct"],
+        "target_with_table_pct": _TARGETS["core_pct_with_table"],
+        "target_store_bytes_per_s": _TARGETS["store_bytes_per_s"],
+        "target_met": all(row[key] <= most for row in rows for key, most in _TARGETS.items()),
     }
     return Result(bench="head", figures=figures)
 
 
-def _measured(workers: int, warm_up_s: float, window_s: float, *, table: bool, jump: bool) -> Cost:
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(measure, workers, warm_up_s, window_s, table=table, jump=jump).result()
-
-
-def measure(workers: int, warm_up_s: float, window_s: float, *, table: bool, jump: bool) -> Cost:
-    """Run a head in this process, and return what it took."""
+def measure(answer: Connection, workers: int, warm_up_s: float, window_s: float, table: bool, jump: bool) -> None:
     from rich.console import Console
 
-    from orchestrator.run.learned_limits import LearnedLimits
-    from orchestrator.run.run_info import RunInfo
-    from orchestrator.run.supervisor import Supervisor
-    from orchestrator.watch.events import EventLog
+    from benches.heads import supervise
     from orchestrator.watch.live import LiveTable
-    from orchestrator.watch.records import STORE_NAME, RunFacts
-    from orchestrator.watch.sinks import Outlets
-    from orchestrator.watch.store import RunStore
+    from orchestrator.watch.records import STORE_NAME
 
-    config = config_from_data(_cluster(workers), "bench")
+    # Full nodes, the last one apart.
+    node = {"gpu": "rtx-3090", "gpu_share": 0.60, "vram_per_worker_gib": 2.2, "memory_fraction": 0.99, "size": 8192}
+    nodes = {
+        f"pc{number}": {**node, "workers": min(_WORKERS_PER_NODE, workers - first)}
+        for number, first in enumerate(range(0, workers, _WORKERS_PER_NODE), start=1)
+    }
+    data = {"nodes": nodes, "run": {"duration": "1h", "stop_grace_s": 0}}
+    config = config_from_data(data, "bench")
     plans = plan_slots(config, Target())
-    clock: Clock = JumpingClock() if jump else SystemClock()
-    fleet = ScriptedFleet(plans, clock)
+    clock = JumpingClock() if jump else Clock()
+    fleet: Any = ScriptedFleet(plans, clock)  # lacks what is only asked when something fails
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, Path(os.devnull).open("w", encoding="utf-8") as screen:
-        path = Path(folder) / STORE_NAME
-        store = RunStore(path, clock.monotonic_s)
-        events = EventLog(Path(folder) / "events.jsonl", unix_s=clock.unix_s, also=store.event)
-        started_at_unix_s = clock.unix_s()
-        store.begin(
-            RunFacts(
-                run_id="bench",
-                started_at_unix_s=started_at_unix_s,
-                duration_s=config.run.duration_s,
-                min_success_rate=config.run.min_success_rate,
-                mode="cluster",
-                device=None,
-                one_machine=False,
-                config_yaml=dump_config(config),
-                chaos=None,
-                nodes_planned=tuple(config.nodes),
-                head_pid=os.getpid(),
-                head_started=None,
-                host=socket.gethostname(),
-            )
-        )
         console = Console(file=screen, force_terminal=True, width=200, height=60)
-        window = _Window(fleet, clock, path, warm_up_s, window_s)
-        Supervisor(
-            info=RunInfo(run_id="bench", started_at_unix_s=started_at_unix_s, duration_s=config.run.duration_s),
-            config=config,
-            plans=plans,
-            fleet=fleet,
-            outlets=Outlets(
-                watchers=(LiveTable(console, clock.monotonic_s),) if table else (), events=events, store=store
-            ),
-            interrupted=window.is_over,
-            learned_limits=LearnedLimits(None, events),
+        cost: dict[str, float] = {}
+        window = _window(fleet, clock, Path(folder) / STORE_NAME, warm_up_s, window_s, cost)
+        supervise(
+            config,
+            plans,
+            fleet,
+            Path(folder),
+            config.run.duration_s,
+            interrupted=window.__next__,
             clock=clock,
-        ).run()
-        store.end("interrupted", 130, None, ())
-        events.close()
-    if window.cost is None:
-        raise RuntimeError("the run ended before the window did")
-    return window.cost
-
-
-def _cluster(workers: int) -> dict[str, Any]:
-    """Return a cluster of full nodes, the last one apart."""
-    nodes = {}
-    for number, first in enumerate(range(0, workers, _WORKERS_PER_NODE), start=1):
-        nodes[f"pc{number}"] = {
-            "gpu": "rtx-3090",
-            "workers": min(_WORKERS_PER_NODE, workers - first),
-            "gpu_share": 0.60,
-            "vram_per_worker_gib": 2.2,
-            "memory_fraction": 0.99,
-            "size": 8192,
-        }
-    return {"nodes": nodes, "run": {"duration": "1h", "stop_grace_s": 0}}
+            watchers=[LiveTable(console, clock.monotonic_s)] if table else [],
+        )
+    answer.send(cost)

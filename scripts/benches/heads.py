@@ -1,13 +1,9 @@
-"""A head inside this process: the real supervisor with its event log and its store, and who hears each report first.
-
-Does not start Ray.
-"""
+"""A head inside this process: the real supervisor with its event log and its store. Does not start Ray."""
 
 from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,13 +14,14 @@ from orchestrator.config.load import dump_config
 from orchestrator.config.schema import Config
 from orchestrator.core.fleet import Fleet, SliceEnded, SliceReported
 from orchestrator.core.placement import SlotPlan
+from orchestrator.run.clock import Clock
 from orchestrator.run.learned_limits import LearnedLimits
-from orchestrator.run.run_info import RunInfo
+from orchestrator.run.resume import Past
 from orchestrator.run.supervisor import Supervisor
 from orchestrator.watch.events import EventLog
+from orchestrator.watch.live import Outlets, Watcher
 from orchestrator.watch.model import Snapshot
 from orchestrator.watch.records import STORE_NAME, RunFacts
-from orchestrator.watch.sinks import Outlets
 from orchestrator.watch.store import RunStore
 from workers.messages import Report
 
@@ -40,7 +37,6 @@ class Arrivals:
         return getattr(self._fleet, name)
 
     def wait(self, timeout_s: float) -> tuple[SliceEnded, ...]:
-        """See `Fleet.wait`."""
         outcomes = self._fleet.wait(timeout_s)
         now_s = time.monotonic()
         for outcome in outcomes:
@@ -53,24 +49,30 @@ def supervise(
     config: Config,
     plans: Sequence[SlotPlan],
     fleet: Fleet,
-    heard: Callable[[float, Report], None],
     folder: Path,
     duration_s: float,
-    interrupted: threading.Event | None = None,
+    *,
+    interrupted: Callable[[], bool] = lambda: False,
+    clock: Clock | None = None,
+    watchers: Sequence[Watcher] = (),
 ) -> Snapshot:
-    """Run all slots for so long, or until interrupted; return the last picture. The run's files lie in `folder`."""
-    started_at_unix_s = time.time()
-    store = RunStore(folder / STORE_NAME)
-    store.begin(facts(config, started_at_unix_s, duration_s))
-    events = EventLog(folder / "events.jsonl", also=store.event)
+    """Run all slots for so long, or until interrupted; return the last snapshot. The run's files lie in `folder`."""
+    clock = clock or Clock()
+    started_at_unix_s = clock.unix_s()
+    store = RunStore(folder / STORE_NAME, clock.monotonic_s)
+    about = facts(config, started_at_unix_s, duration_s)
+    store.begin(about)
+    events = EventLog(folder / "events.jsonl", unix_s=clock.unix_s, also=store.event)
     snapshot = Supervisor(
-        info=RunInfo(run_id="bench", started_at_unix_s=started_at_unix_s, duration_s=duration_s),
+        facts=about,
+        past=Past(),
         config=config,
         plans=tuple(plans),
-        fleet=Arrivals(fleet, heard),
-        outlets=Outlets(watchers=(), events=events, store=store),
-        interrupted=(interrupted or threading.Event()).is_set,
+        fleet=fleet,
+        outlets=Outlets(watchers=tuple(watchers), events=events, store=store),
+        interrupted=interrupted,
         learned_limits=LearnedLimits(None, events),
+        clock=clock,
     ).run()
     store.end("good", 0, None, ())
     events.close()
@@ -78,7 +80,6 @@ def supervise(
 
 
 def facts(config: Config, started_at_unix_s: float, duration_s: float) -> RunFacts:
-    """Return what the store keeps of a run of this process."""
     return RunFacts(
         run_id="bench",
         started_at_unix_s=started_at_unix_s,

@@ -1,10 +1,8 @@
 """Hostile configurations for `fuzz.py`: the same seed and number give the same input, on every machine.
 
-That holds as long as this file and cluster.yaml stay as they are, so what was found is kept as a file of its own.
-
-Covers three families: `structure` (the lines of cluster.yaml with wrong parts), `text` (the file itself, cut and
-spliced) and `set` (overrides, over good and bad files). Does not judge what becomes of them, and is no model of what is
-valid: about a third is meant to be good or nearly so.
+That holds as long as this file, hostile.json and cluster.yaml stay as they are: a finding is kept as a file of its own.
+Families: `structure` (the lines of cluster.yaml with wrong parts), `text` (the file itself, cut and spliced) and `set`
+(overrides, over good and bad files). No model of what is valid: about a third is meant to be good or nearly so.
 """
 
 from __future__ import annotations
@@ -12,14 +10,13 @@ from __future__ import annotations
 import json
 import random
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
 SHIPPED = (Path(__file__).resolve().parents[2] / "cluster.yaml").read_bytes()
-
 _DATA = yaml.safe_load(SHIPPED)
 _WITHOUT_COMMENTS = yaml.safe_dump(_DATA, sort_keys=False).encode()
 _PATHS = (
@@ -40,88 +37,27 @@ class HostileInput:
     overrides: tuple[str, ...]
 
 
-#: Values that a key may have, the last ones it may just have: with these most inputs stay valid.
-_GOOD = {
-    "address": "auto 192.168.1.10:6379 pc1.lan:65535 '[fe80::1]:6379' a-b.c:1",
-    "head": "null pc1 pc2",
-    "port": "6379 7000 1 65535",
-    "auth": "token none",
-    "gpu": "rtx-3070 rtx-3090 h200 cpu 'A_(x)+b.c-d' 'a b'",
-    "gpus": "0 1 1 1 2 3 64",
-    "workers": "1 2 3 7 64 100 1024",
-    "cpus_per_worker": "1 4 1024",
-    "gpu_share": "0.6 1.0 1.0e-12 1",
-    "vram_per_worker_gib": "0.5 1.0 2 0.001 1.0e-9 1.0e-320 4096",
-    "memory_fraction": "0.9 1.0 0.5 1.0e-12",
-    "size": "null 64 8192 1 1048576",
-    "dtype": "fp32 tf32 fp16 bf16",
-    "vram_gib": "null 8 24.5 48 4096 4096.0",
-    "host": "null 192.168.1.11 pc2.lan '[fe80::2]' 0 A",
-    "name": "matmul mine.module:Class a:b _1.__x__:y",
-    "batch": "1 64 1048576",
-    "seed": "0 7 4294967295",
-    "policy": "classic",
-    "first_fraction": "0.2 1.0 1.0e-12",
-    "retry_reduction": "0.1 0.999 1.0e-12",
-    "floor_mib": "100 1 1.0e-9 1048576",
-    "size_decay": "0.7 1.0e-12 0.999999",
-    "size_floor": "256 1 1048576",
-    "batch_step": "16 0 1048576",
-    "batch_floor": "32 1 1048576",
-    "emergency_size": "128 1 1048576",
-    "cleanup_every": "15 0 1000000",
-    "compute_share_mode": "duty mps none",
-    "duration": "5 30s 1h30m 365d 0.001 1.0e-9",
-    "slice_s": "1 0.5 1.0e-9 60",
-    "min_success_rate": "0.95 0 1",
-    "dir": "runs ../x /tmp/$(x) 'a b' -rf ~ é '*'",
-}
-_ANY_S = "86400 1.0e-9 60 10"
+_WORDS = json.loads(Path(__file__).with_name("hostile.json").read_text(encoding="ascii"))
+#: Values that a key may have, the last ones it may just have: most inputs stay valid. "" stands for the rest.
+_GOOD: Mapping[str, str] = _WORDS["good"]
 
-#: Values that nobody types: wrong types, wrong sizes, and whatever YAML has in its cellar.
-_NASTY = (
-    "0", "-1", "-0.0", ".nan", ".inf", "-.inf", "1e999", "1e-320", "1e308", "4096.0000001", "1048577", "9" * 400,
-    "1" + "0" * 5000, "-1" + "0" * 5000, "0x" + "f" * 4000, "0b" + "1" * 9000, "0o17", "08", "0_", "0x", "1__0",
-    "190:20:30", "1:30", "12:30:45", "2024-01-01", "2024-13-45", "2001-12-14t21:59:43.10-05:00", "yes", "no", "on", "~",
-    "", "=", "<<", "[]", "{}", "[1, 2]", "{a: 1}", "{a}", "[[[]]]", "'7'", '"7"', "'a\nb'", '"\\0"', '"\\ud800"',
-    '"\\UFFFFFFFF"', '"\\U00110000"', '"\\x1b[31m"', '"\\e]0;x\\a"', '"\\u202e"', '"\\x9b2J"', '"\\N"', '"\\q"',
-    "ünï", "\U0001d7df", "\u0663", "\u00a0", "\u2028", "\ufeff", "\u200b7", "\u65e5\u672c", "$(touch /tmp/owned)",
-    "`touch /tmp/owned`",
-    "'; touch /tmp/owned; '", "a b", "-oProxyCommand=x", "../../etc", "/dev/zero", "file:///etc/passwd", "x" * 6000,
-    "'" + "y " * 3000 + "'", "!!python/object/apply:os.system ['touch /tmp/owned']", "!!python/name:os.system ''",
-    "!!python/tuple [1]", "!!binary '////'", "!!binary 7", "!!timestamp 2001-01-01", "!!timestamp x", "!!int x",
-    "!!int ''", "!!int '-'", "!!int [1]", "!!float ''", "!!float _", "!!bool maybe", "!!null x", "!!str 7", "!!set {a}",
-    "!!omap [a: 1]", "!!pairs [a: 1]", "!!map [1]", "!!seq {a: 1}", "!mine 7", "!<tag:x> 7", "!<%ff> 7", "!e!x 7",
-    "! 7",
-    "!" + "t" * 6000 + " 7", "&a [*a]", "&a {b: *a}", "&a 7", "*a", "*" + "n" * 6000, "&b &c 7", "|\n      a",
-    ">-\n   b",
-    "|9\n  a", "|+-\n  a", "? a", "- a", "a: b", "[", "]", "{", "}", "'", '"', "#", "%", "@", "`", ",", "&", "*", "!",
-    "|",
-    "\t7", "7 # x", "7 #x", "[" * 10_000, "{a: " * 10_000, "- " * 10_000, "? " * 10_000, "[" * 40 + "]" * 40, "\x00",
-    "\x01", "\x1b[2J", "\x7f", "\x85", "\ud800", "\r", "...", "---", "\n---\n", "\n...\n", "\n%YAML 9.9\n---\n",
-)  # fmt: skip
 
-_KEYS = (
-    "nodes", "cluster", "workload", "memory", "run", "compute_share_mode", "pc1", "pc2", "workers", "gpu", "gpus",
-    "head",
-    "vram_gib", "vram_per_worker_gib", "memory_fraction", "cpus_per_worker", "gpu_share", "size", "dtype", "host",
-    "address", "port", "auth", "name", "batch", "seed", "policy", "floor_mib", "size_floor", "duration", "slice_s",
-    "dir",
-    "hang_timeout_s", "stale_after_s", "min_success_rate", "wrkers", "a.b", "<<", "? x", "7", "no", "~", "'a b'",
-    "../../x", "$(touch /tmp/x)", '"\\x1b[31m"', '"\\ud800"', "[a, b]", "{a: b}", "!!int 5", "!!python/name:os.x ''",
-    "*a", "&k z", "PC1", "-pc", "pc-", "p" * 64, "k" * 6000, "\u202e", "", "'", "=", "1.5", "2024-01-01", "\ufb01",
-    "pc1.lan",
-)  # fmt: skip
+def _spelled(words: list[str | list[tuple[str, int]]]) -> tuple[str, ...]:
+    """Return the words; a long one is stored as pieces and how often each stands there."""
+    return tuple(word if isinstance(word, str) else "".join(piece * times for piece, times in word) for word in words)
+
+
+#: Values that nobody types: wrong types, wrong sizes, and rare forms of YAML.
+_NASTY = _spelled(_WORDS["nasty"])
+_KEYS = _spelled(_WORDS["keys"])
 
 
 def make(seed: int, number: int) -> HostileInput:
-    """Return input `number` of the sequence that belongs to `seed`."""
     chance = random.Random(f"{seed}:{number}")  # noqa: S311 - repeatable is what is wanted
     family = FAMILIES[number % len(FAMILIES)]
-    if family == "structure":
-        return HostileInput(family=family, content=_structure(chance), overrides=())
-    if family == "text":
-        return HostileInput(family=family, content=_text(chance), overrides=())
+    if family != "set":
+        content = _structure(chance) if family == "structure" else _text(chance)
+        return HostileInput(family=family, content=content, overrides=())
     content = chance.choices([lambda _: SHIPPED, _structure, _text], weights=[6, 2, 1])[0](chance)
     overrides = tuple(_override(chance) for _ in range(chance.choice([1, 1, 2, 3, 6])))
     if chance.random() < 0.1:
@@ -189,7 +125,7 @@ def _depth(line: str) -> int:
 def _value(chance: random.Random, key: str) -> str:
     kind = chance.random()
     if kind < 0.6:
-        return chance.choice(shlex.split(_GOOD.get(key, _ANY_S), posix=False))
+        return chance.choice(shlex.split(_GOOD.get(key, _GOOD[""]), posix=False))
     if kind < 0.65:
         return repr(chance.choice([chance.uniform(0, 100), chance.randint(-3, 200), chance.expovariate(1e-6)]))
     if kind < 0.68:

@@ -1,13 +1,10 @@
 """Workers killed one after the other under load: how long until each runs again, against a bare Ray actor with torch.
 
-One rehearsal of the reference pair with all its workers at work. In turn, a worker chosen at random and a bare actor
-on the same raylet meet SIGKILL; the next one only when this one is back. Ours is back when the report arrives that
-proves the new process, with one good step done; the bare actor when it answers. Both restart on a machine that the
-other workers keep busy. The head runs in a thread of this process, with its event log and its store.
-
-Deaths are far from each other for the head (`run.death_window_s`): pauses between repeated deaths are meant, and not
-what is measured. A target that is missed is told; what makes the result broken is a slot that does not come back, and
-books that the witness contradicts.
+One rehearsal of the reference pair with all its workers at work, its head in a thread of this process. In turn, a
+worker chosen at random and a bare actor on the same raylet meet SIGKILL; the next one only when this one is back. Ours
+is back when the report of a new process with one good step arrives; the bare actor when it answers. The head takes
+deaths for single ones (`run.death_window_s`) and makes no pauses. Broken: a slot that does not come back, or counts
+that the witness contradicts.
 """
 
 from __future__ import annotations
@@ -20,30 +17,29 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benches.common import Result, percentile
-from benches.heads import supervise
+from benches.heads import Arrivals, supervise
 from benches.outside import WITNESS, WITNESS_FOLDER, Ledger, Scene, sums
 from benches.startup import torch_actor
 from orchestrator.config.load import load_config
 from orchestrator.core.fleet import Fleet
 from orchestrator.run import environment as environments
 from orchestrator.run.environment import Environment
-from orchestrator.run.stdio import own_screen
+from orchestrator.run.terminal import own_screen
 from orchestrator.watch.model import Snapshot
 from workers.messages import Report, Verdict, WorkerState
 
 _TARGET = 1.5
-_PATIENCE_S = 120.0
-"""For one restart; what takes longer hangs."""
+_PATIENCE_S = 120.0  # for one restart; what takes longer hangs
 _POLL_S = 0.01
 _DAY_S = 86_400.0
 
 
 def run(kills: int, seed: int, config: str, overrides: Sequence[str]) -> Result:
-    """Kill so many workers, and a bare actor after each."""
     calm = ["run.death_window_s=1", "run.min_success_rate=0", f'workload.name="{WITNESS}"']
     environment = environments.in_rehearsal(load_config(config, [*calm, *overrides]), None)
     scene = Scene()
@@ -52,7 +48,7 @@ def run(kills: int, seed: int, config: str, overrides: Sequence[str]) -> Result:
     ledger = Ledger(scene.steps)
     rows: list[dict[str, Any]] = []
     broken: list[str] = []
-    snapshot: Snapshot | None = None
+    last: Snapshot | BaseException | None = None
     kept: str | None = None
     try:
         # Ray writes of every death there, whatever it is told.
@@ -67,11 +63,14 @@ def run(kills: int, seed: int, config: str, overrides: Sequence[str]) -> Result:
             except TimeoutError as error:
                 broken.append(str(error))
             finally:
-                snapshot = head.end()
+                last = head.end()
             stored = ledger.look(head.folder)
         if stored is not None:
             ledger.end(stored)
-        lost = _lost(snapshot)
+        lost = [f"the head ended with {last!r}"]
+        if isinstance(last, Snapshot):
+            rows_lost = [row for row in last.rows if row.state not in {WorkerState.RUNNING, WorkerState.BACKOFF}]
+            lost = [f"{row.slot} is lost: {row.state}, {row.reason}" for row in rows_lost]
         broken += [*lost, *ledger.broken]
         books = [] if stored is None else ledger.rows(stored)
         broken += scene.leftovers(within_s=10.0)
@@ -79,18 +78,16 @@ def run(kills: int, seed: int, config: str, overrides: Sequence[str]) -> Result:
         kept = scene.close(keep=bool(broken))
     figures: dict[str, Any] = {"kills": len(rows), "kept": kept}
     if rows:
-        ours_s, bare_s = [row["ours_s"] for row in rows], [row["bare_s"] for row in rows]
-        ratio = statistics.median(ours_s) / statistics.median(bare_s)
+        for side in ("ours", "bare"):
+            took_s = [row[f"{side}_s"] for row in rows]
+            figures |= {f"{side}_median_s": statistics.median(took_s), f"{side}_p90_s": percentile(took_s, 0.9)}
+        ratio = figures["ours_median_s"] / figures["bare_median_s"]
         figures |= {
             "rounds": rows,
             "slots": books,
             "slots_lost": len(lost),
-            "restarts": None if snapshot is None else snapshot.restart_count,
+            "restarts": last.restart_count if isinstance(last, Snapshot) else None,
             **sums(books),
-            "ours_median_s": statistics.median(ours_s),
-            "ours_p90_s": percentile(ours_s, 0.9),
-            "bare_median_s": statistics.median(bare_s),
-            "bare_p90_s": percentile(bare_s, 0.9),
             "ratio_of_medians": ratio,
             "target": _TARGET,
             "target_met": ratio <= _TARGET,
@@ -99,23 +96,17 @@ def run(kills: int, seed: int, config: str, overrides: Sequence[str]) -> Result:
 
 
 class _Head:
-    """A supervisor at work in a thread of its own."""
-
     def __init__(self, environment: Environment, fleet: Fleet, folder: Path) -> None:
         folder.mkdir()
         self.folder = folder
+        #: Slot and process id -> when its first RUNNING report arrived, in monotonic seconds.
         self.first: dict[tuple[str, int], float] = {}
-        """Slot and process id -> when its first RUNNING report arrived, in monotonic seconds."""
         self.pids: dict[str, int] = {}
         self._stop = threading.Event()
-        self._snapshot: Snapshot | None = None
-
-        def work() -> None:
-            config, plans = environment.config, environment.plans
-            self._snapshot = supervise(config, plans, fleet, self._hear, folder, _DAY_S, self._stop)
-
-        self._thread = threading.Thread(target=work, name="head")
-        self._thread.start()
+        config, plans, heard = environment.config, environment.plans, Arrivals(fleet, self._hear)
+        thread = ThreadPoolExecutor(1)
+        self._run = thread.submit(supervise, config, plans, heard, folder, _DAY_S, interrupted=self._stop.is_set)
+        thread.shutdown(wait=False)
 
     def _hear(self, at_s: float, report: Report) -> None:
         good = report.verdict is Verdict.OK and report.state is WorkerState.RUNNING and report.counts.steps_ok > 0
@@ -124,38 +115,29 @@ class _Head:
             self.pids[report.slot] = report.device.pid
 
     def await_first(self, slot: str, pids_before: set[int]) -> float:
-        """Wait for the first RUNNING report of a process of the slot that is none of these; return when it came.
-
-        Raises:
-            TimeoutError: It did not come.
-        """
+        """Wait for the first RUNNING report of a process of the slot that is none of these; return when it came."""
         deadline_s = time.monotonic() + _PATIENCE_S
-        while time.monotonic() < deadline_s and self._thread.is_alive():
+        while time.monotonic() < deadline_s and not self._run.done():
             found = [at for (of, pid), at in list(self.first.items()) if of == slot and pid not in pids_before]
             if found:
                 return min(found)
             time.sleep(_POLL_S)
         raise TimeoutError(f"{slot} was not RUNNING within {_PATIENCE_S:.0f} s after its process was killed")
 
-    def end(self) -> Snapshot | None:
-        """End the run as Ctrl-C would; return its last picture."""
+    def end(self) -> Snapshot | BaseException:
+        """End the run as Ctrl-C would; return its last snapshot, or the error that ended it."""
         self._stop.set()
-        self._thread.join()
-        return self._snapshot
+        return self._run.exception() or self._run.result()
 
 
 def _kill_all(kills: int, seed: int, environment: Environment, head: _Head) -> Iterator[dict[str, Any]]:
-    """Yield what each pair of kills took.
-
-    Raises:
-        TimeoutError: Somebody did not come back.
-    """
+    """Yield what each pair of kills took. TimeoutError: a process did not come back."""
     import ray  # not earlier: it reads the rehearsal's token settings when it is imported
 
     slots = {plan.reservation.slot: plan.reservation.node for plan in environment.plans}
     for slot in slots:
         head.await_first(slot, set())
-    # Ray itself repeats the call after a restart: nobody has to find out when to ask again.
+    # Ray itself repeats the call after a restart.
     actors = {node: torch_actor(node, num_cpus=0, max_task_retries=-1) for node in environment.config.nodes}
     pids = {node: ray.get(actor.pid.remote(), timeout=_PATIENCE_S) for node, actor in actors.items()}
     chance = random.Random(seed)  # noqa: S311 - repeatable is what is wanted
@@ -175,10 +157,3 @@ def _kill_all(kills: int, seed: int, environment: Environment, head: _Head) -> I
             pids[node] = ray.get(actors[node].pid.remote(), timeout=_PATIENCE_S)
         bare_s += time.monotonic()
         yield {"kill": number + 1, "slot": slot, "ours_s": ours_s, "bare_s": bare_s}
-
-
-def _lost(snapshot: Snapshot | None) -> list[str]:
-    if snapshot is None:
-        return ["the head ended with an error"]
-    works = {WorkerState.RUNNING, WorkerState.BACKOFF}
-    return [f"{row.slot} is lost: {row.state}, {row.reason}" for row in snapshot.rows if row.state not in works]

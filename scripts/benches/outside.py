@@ -1,8 +1,7 @@
-"""A real run of the real command, looked at from outside: its books, its processes, and what it leaves behind.
+"""A real run of the real command, looked at from outside: its counts, its processes, and what it leaves behind.
 
-Covers starting a run in folders of its own with the witness as its workload (`witness.py`), comparing its store with
-what the workers have noted themselves, and finding what outlives it. Changes nothing in a run and judges no figure:
-what does not hold becomes a sentence. Linux only.
+The workload is the witness (`witness.py`); the store is compared with what the workers have noted themselves. Changes
+nothing in a run and judges no figure: what does not hold becomes a sentence. Linux only.
 """
 
 from __future__ import annotations
@@ -31,20 +30,15 @@ from orchestrator.watch.opening import reading
 from orchestrator.watch.records import SlotRecord
 
 ROOT = Path(__file__).resolve().parents[2]
-
 #: Workers find it because runs are started in `ROOT`; the other one is for comparing work per second.
 WITNESS = "scripts.benches.witness:Witness"
 RESTING = "scripts.benches.witness:Resting"
-
 #: As in `witness.py`, which is not imported here: it loads torch.
 WITNESS_FOLDER = "ORCH_WITNESS_DIR"
-
+#: For a run to start and to end, beyond its planned length.
 PATIENCE_S = 180.0
-"""For a run to start and to end, beyond its planned length."""
-
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _SHARED = Path("/dev/shm")  # noqa: S108 - looked at, not written
-
 #: Sentences about one kind of thing; the rest would say the same.
 _SENTENCES_MOST = 20
 
@@ -53,7 +47,7 @@ class Scene:
     """Folders of its own for some runs, and an account of every process that they bring."""
 
     def __init__(self) -> None:
-        """Make the folders, and become the parent of whatever a run leaves behind: then it cannot hide."""
+        # What a run leaves behind becomes a child of this process, and is found.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         # Short, because Ray's sockets lie below it and a socket's path ends at 107 bytes.
         self.folder = Path(tempfile.mkdtemp(prefix="b", dir="/tmp"))
@@ -96,12 +90,11 @@ class Scene:
         out, err = (self._output(number, name).read_text(encoding="utf-8") for name in ("json", "err"))
         return code, out or err
 
-    def folder_of_newest(self) -> Path | None:
-        """The newest run folder, if there is one."""
+    def newest_run(self) -> Path | None:
         return max(self.runs.glob("*"), default=None)
 
     def look(self) -> list[psutil.Process]:
-        """Note which processes of the runs live now, and on which ports they listen; reap what nobody else does."""
+        """Note which processes of the runs live now, and on which ports they listen; reap those that have ended."""
         heads = {head.pid for head in self._heads}
         for child in psutil.Process().children():
             if child.pid not in heads | self._before and _is_dead(child):
@@ -147,27 +140,22 @@ class Scene:
             *(f"process {process.pid} still lives: {_called(process)}" for process in alive),
             *(f"{path} was left" for path in self.folder.glob("orch-*")),
             *(f"{path} was left" for path in sorted(set(_SHARED.iterdir()) - self._shared_before) if not _in_use(path)),
-            *(f"somebody still listens on {host}:{port}" for host, port in sorted(taken)),
+            *(f"a process still listens on {host}:{port}" for host, port in sorted(taken)),
         ]
 
 
 class Ledger:
-    """Compares the store of a run with what its workers have noted themselves, look by look.
+    """Compares the store of a run with what its workers have noted in the witness's folder, look by look.
 
     The store is committed before anything is sent to a worker, and a report is counted after its steps were done.
     So of two counts of the witness, one before the store is read and one after, must hold for each slot at any moment::
 
         counted <= witnessed after        witnessed before <= counted + lost at most + at risk
 
-    Both are strict: no step that is done while somebody looks falls between them. Counters only grow.
+    Both are strict: no step that is done during a look falls between them. Counters only grow.
     """
 
     def __init__(self, steps: Path) -> None:
-        """Begin.
-
-        Args:
-            steps: The folder of the witness.
-        """
         self._steps = steps
         self._seeds: dict[str, int] = {}
         self._last: dict[str, dict[str, float]] = {}
@@ -186,7 +174,7 @@ class Ledger:
             return None
         after = self._counts()
         self.looks += 1
-        self._seeds = self._seeds or seeds_of(run)
+        self._seeds = self._seeds or _seeds_of(run)
         for slot in run.slots:
             self._compare(slot, before.get(self._seeds[slot.slot], 0), after.get(self._seeds[slot.slot], 0))
         return run
@@ -199,8 +187,8 @@ class Ledger:
                 "slot": slot.slot,
                 "steps_ok": slot.counters["steps_ok"],
                 "lost_at_most": slot.counters["steps_lost_upper_bound"],
-                "witnessed": counts.get(self._seeds[slot.slot], 0),
-                "really_lost": counts.get(self._seeds[slot.slot], 0) - slot.counters["steps_ok"],
+                "witnessed": (witnessed := counts.get(self._seeds[slot.slot], 0)),
+                "really_lost": witnessed - slot.counters["steps_ok"],
                 "restarts": slot.counters["restarts"],
                 "state": slot.state,
                 "reason": slot.reason,
@@ -246,15 +234,11 @@ def watched(
     look: Callable[[psutil.Process, StoredRun | None, int], None] | None = None,
     every_s: float = 2.0,
 ) -> Result:
-    """Run the command to its end, its books compared all along, and return what came of it.
+    """Run the command to its end, its store compared all along, and return what came of it.
 
-    Args:
-        bench: The result's name.
-        arguments: Of the command.
-        planned_s: How long it should take, starting and ending apart.
-        judge: Returns the figures, given the run's folder, its store, its slots' rows, and where to add what is broken.
-        look: Called at each look with the head, the store so far, and how many processes live.
-        every_s: From one look to the next.
+    It should take `planned_s`, starting and ending apart. `judge` returns the figures, given the run's folder, its
+    store, its slots' rows, and where to add what is broken. `look` is called every so often with the head, the store so
+    far, and how many processes live.
     """
     scene = Scene()
     ledger = Ledger(scene.steps)
@@ -264,7 +248,7 @@ def watched(
         head = scene.run(*arguments)
         deadline_s = time.monotonic() + planned_s + PATIENCE_S
         while head.poll() is None and time.monotonic() < deadline_s:
-            folder = scene.folder_of_newest()
+            folder = scene.newest_run()
             stored = None if folder is None else ledger.look(folder)
             alive = scene.look()
             if look is not None:
@@ -277,7 +261,7 @@ def watched(
         elif code not in {0, 1}:
             broken.append(f"exit code {code}: {said[-500:]}")
         broken += scene.leftovers(within_s=10.0)
-        folder = scene.folder_of_newest()
+        folder = scene.newest_run()
         stored = None if folder is None else ledger.look(folder)
         if folder is None or stored is None:
             broken.append("the run left no record")
@@ -292,12 +276,11 @@ def watched(
 
 
 def sums(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the steps of all slots together, of `Ledger.rows`."""
     names = {"steps_ok": "steps_ok", "steps_lost_at_most": "lost_at_most", "steps_really_lost": "really_lost"}
     return {name: sum(row[key] for row in rows) for name, key in names.items()}
 
 
-def seeds_of(run: StoredRun) -> dict[str, int]:
+def _seeds_of(run: StoredRun) -> dict[str, int]:
     """Return the seed of each slot's workload: by it the witness names its files."""
     config = config_from_data(yaml.safe_load(run.facts.config_yaml), "the run's configuration")
     plans = plan_slots(config, Target(device=run.facts.device, one_machine=run.facts.one_machine))
@@ -305,32 +288,26 @@ def seeds_of(run: StoredRun) -> dict[str, int]:
 
 
 def sample_times(folder: Path) -> list[float]:
-    """Return the moments at which the slots were sampled, in Unix seconds.
-
-    Raises:
-        ArchiveError: There is no store, or it cannot be read.
-    """
+    """Return the moments at which the slots were sampled, in Unix seconds. ArchiveError: the store cannot be read."""
     with reading(folder) as store:
         found = store.execute("SELECT DISTINCT at_unix_s FROM samples ORDER BY at_unix_s")
         return [float(line["at_unix_s"]) for line in found]
 
 
 def settings(*values: str) -> list[str]:
-    """Return `--set` before each of the values."""
     return [word for value in values for word in ("--set", value)]
 
 
 def _listening(pids: set[int] | None) -> set[tuple[str, int]]:
-    """Return where these processes, or any, listen."""
     return {
         (entry.laddr.ip, entry.laddr.port)
         for entry in psutil.net_connections("tcp")
-        if entry.status == psutil.CONN_LISTEN and (pids is None or entry.pid in pids)
+        if entry.laddr and entry.status == psutil.CONN_LISTEN and (pids is None or entry.pid in pids)
     }
 
 
 def _in_use(path: Path) -> bool:
-    """Say whether a living process has this file in its memory: then it is somebody else's, ours are told of."""
+    """Tell whether a living process has this file in its memory: then it is another program's, ours are told of."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if str(path) in Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8", errors="replace"):

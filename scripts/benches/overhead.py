@@ -1,21 +1,20 @@
 """What the whole head and the engine cost: the product's work per second against the same torch loop without them.
 
-Both run in an actor of one rehearsal cluster and take turns, each in a process of its own, with the same matrices,
-threads, element type, ring and kernel limit. The product is driven by the supervisor with its event log and its
-store, and counted from the outside: work in the reports over the time between the first report's arrival and the
-last one's. Whatever lies between two slices counts against it.
+Both take turns in an actor of one rehearsal cluster, each in a process of its own, with the same matrices, threads,
+element type, ring and kernel limit. The product is driven by the supervisor with its event log and its store, and
+counted from outside: work in the reports over the time from the first report's arrival to the last one's.
 """
 
 from __future__ import annotations
 
+import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benches.common import Result, progress, spread, status_bytes
-from benches.heads import supervise
+from benches.common import Result, in_turn, progress, spread, status_bytes
+from benches.heads import Arrivals, supervise
 from orchestrator.config.load import config_from_data
 from orchestrator.core.placement import Target, plan_slots
 from workers.messages import DeviceInfo, Report
@@ -28,34 +27,19 @@ class BareLoop:
     """The same work with nothing around it. The body of a Ray actor."""
 
     def run(self, seconds: float, dtype: str, size: int, claim_bytes: int, device: DeviceInfo) -> float:
-        """Multiply for so long, and return the work per second."""
-        import ctypes
         import resource
 
         import torch
 
-        ctypes.CDLL(None).mallopt(-3, 64 * 1024)  # M_MMAP_THRESHOLD, as the product sets it
+        from benches import bodies
+
         torch.set_num_threads(device.threads)
         limit_bytes = status_bytes("VmData") + device.cap_bytes + device.context_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-
-        torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-        each_bytes = size * size * torch_dtype.itemsize
-        block = torch.empty(claim_bytes, dtype=torch.uint8)
-        matrices = block[: claim_bytes // each_bytes * each_bytes].view(torch_dtype).view(-1, size, size)
-        matrices[:2].normal_(generator=torch.Generator().manual_seed(0))
-        left, right, *ring = matrices.unbind()
-        torch.mm(left, right, out=ring[0])  # the product's first report comes after one product, too
-        started = time.perf_counter()
-        products = 0
-        while (took_s := time.perf_counter() - started) < seconds:
-            products += 1
-            torch.mm(left, right, out=ring[products % len(ring)])
-        return 2.0 * size**3 * products / took_s
+        return bodies.BareLoop((dtype, size, claim_bytes), torch.device("cpu")).flop_per_s(seconds)
 
 
 def run(rounds: int, seconds: float, size: int, dtype: str, slice_s: float) -> Result:
-    """Let product and bare loop take turns."""
     from orchestrator.cluster.local_cluster import rehearsed
     from orchestrator.cluster.raylets import RayletPlan
 
@@ -77,9 +61,9 @@ def run(rounds: int, seconds: float, size: int, dtype: str, slice_s: float) -> R
 
         def product(turn_s: float) -> Sequence[tuple[float, Report]]:
             arrived: list[tuple[float, Report]] = []
+            arrivals = Arrivals(fleet, lambda at_s, report: arrived.append((at_s, report)))
             with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-                heard = lambda at_s, report: arrived.append((at_s, report))  # noqa: E731 - a name for one line
-                supervise(config, plans, fleet, heard, Path(folder), turn_s)
+                supervise(config, plans, arrivals, Path(folder), turn_s)
             fleet.abandon(plans[0].reservation.slot)
             return arrived
 
@@ -93,16 +77,15 @@ def run(rounds: int, seconds: float, size: int, dtype: str, slice_s: float) -> R
             actor: Any = ray.remote(BareLoop).options(num_cpus=cpus, max_restarts=0).remote()
             flop_per_s = ray.get(actor.run.remote(seconds, device.dtype, size, last.claim_bytes, device))
             ray.kill(actor)
-            return float(flop_per_s)
+            return float(flop_per_s) / 1e9
 
         for number in range(rounds):
-            bare_flop_per_s = bare() if number % 2 else None
-            row = {"round": number + 1, **_shares(product(seconds))}
-            row["bare_gflops"] = (bare_flop_per_s or bare()) / 1e9
+            turns: dict[str, Any] = in_turn(number, {"product": lambda: _shares(product(seconds)), "bare": bare})
+            row = {"round": number + 1, **turns["product"], "bare_gflops": turns["bare"]}
             row["ratio"] = row["product_gflops"] / row["bare_gflops"]
             rows.append(row)
             progress(f"{number + 1}/{rounds}  ratio {row['ratio']:.3f}")
-    ratios = spread([row["ratio"] for row in rows])
+    ratios = spread("ratio", [row["ratio"] for row in rows])
     figures = {
         "size": size,
         "dtype": device.dtype,
@@ -110,11 +93,10 @@ def run(rounds: int, seconds: float, size: int, dtype: str, slice_s: float) -> R
         "slice_s": slice_s,
         "seconds": seconds,
         "rounds": rows,
-        **{f"ratio_{key}": value for key, value in ratios.items()},
-        "in_slices_median": spread([row["in_slices"] for row in rows])["median"],
-        "in_steps_median": spread([row["in_steps"] for row in rows])["median"],
+        **ratios,
+        **{f"{key}_median": statistics.median(row[key] for row in rows) for key in ("in_slices", "in_steps")},
         "target": _TARGET,
-        "target_met": ratios["median"] >= _TARGET,
+        "target_met": ratios["ratio_median"] >= _TARGET,
     }
     return Result(bench="overhead", figures=figures)
 

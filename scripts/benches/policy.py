@@ -1,12 +1,9 @@
 """How much of the work an oracle would do the rules for a step's size do, and how often they fail meanwhile.
 
 Plays the adaptive rule with each of its three signals, and the rules in use today, in the worlds of `simulator.py`;
-then the adaptive one from cold and from learned limits at a constant level, and takes the time of its decisions. Judges
-the targets one by one; a target that is missed breaks nothing. Needs no torch, no Ray and, but for the time of a
-decision, gives the same figures everywhere.
-
-The rules of today are blind: they learn from success and failure alone. They are written anew from what their authors'
-code and texts do, without the decorators around it; the simulator charges a failure the same for all.
+then the adaptive one from cold and from learned limits at a constant level, and takes the time of its decisions. A
+target that is missed breaks nothing. The rules of today learn from success and failure alone; they are written anew
+from their authors' code and texts, and the simulator charges a failure the same for all.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benches.common import Result, judged, progress
@@ -39,10 +36,8 @@ from workers.resilience.adaptive_size import AdaptiveSize, Learned
 from workers.units import GIB
 
 ADAPTIVE = "adaptive"
-
 #: What the adaptive rule is told it may fail within any sixty seconds.
 FAILURES_PER_MINUTE = 6
-
 #: At a constant level: this share of the largest size that fits in every step, whatever its wobble, counts as there.
 THERE = 0.98
 COLD_LEVELS_GIB = (1.2, 1.7, 2.4, 3.4, 4.7, 6.3, 8.0)
@@ -73,82 +68,47 @@ TARGETS = (
 
 
 @dataclass(slots=True)
-class Shrinking:
-    """Starts at the largest size, takes a share of it after a failure and never grows; at zero it gives up."""
+class RuleOfToday:
+    """Begins with the largest size, takes a share of it after a failure, and may grow after ten good steps."""
 
-    size: int
+    largest: int
     share: float
+    floor: float = 0.0  # at zero it gives up
+    growth: float = 1.0
+    whole: bool = False  # whether the share is taken of a whole number
+    _size: float = field(init=False)
+    _good: int = 0
+
+    def __post_init__(self) -> None:
+        self._size = self.largest
 
     def next(self, free_bytes: int | None = None) -> int | None:  # noqa: ARG002
-        """Return the size of the next step."""
-        return self.size or None
-
-    def succeeded(self, size: int, peak_bytes: int | None = None) -> None:
-        """Take no notice."""
-
-    def failed(self, size: int) -> None:
-        """Shrink."""
-        self.size = int(size * self.share)
-
-
-class Guide:
-    """The 3070 guide: max(floor, int(base * 0.7 ** failures)); its count of failures never goes down."""
-
-    def __init__(self, largest: int, *, floor: int = 256) -> None:
-        self._largest, self._floor, self._failures = largest, floor, 0
-
-    def next(self, free_bytes: int | None = None) -> int | None:  # noqa: ARG002
-        """Return the size of the next step."""
-        return max(self._floor, int(self._largest * 0.7**self._failures))
-
-    def succeeded(self, size: int, peak_bytes: int | None = None) -> None:
-        """Take no notice."""
-
-    def failed(self, size: int) -> None:  # noqa: ARG002
-        """Count it, for good."""
-        self._failures += 1
-
-
-class Aimd:
-    """As TCP does it: 0.7 of it after a failure, 2 % more after ten good steps; begins anew at neither."""
-
-    def __init__(self, largest: int) -> None:
-        self._largest, self._size, self._good = largest, float(largest), 0
-
-    def next(self, free_bytes: int | None = None) -> int | None:  # noqa: ARG002
-        """Return the size of the next step."""
-        return int(self._size)
+        return int(self._size) or None
 
     def succeeded(self, size: int, peak_bytes: int | None = None) -> None:  # noqa: ARG002
-        """Count it; after ten in a row, grow by 2 %."""
         self._good += 1
         if self._good == 10:
-            self._size, self._good = min(self._largest, self._size * 1.02), 0
+            self._size, self._good = min(self.largest, self._size * self.growth), 0
 
     def failed(self, size: int) -> None:  # noqa: ARG002
-        """Reduce to 70 %."""
-        self._size, self._good = max(1.0, self._size * 0.7), 0
+        less = self._size * self.share
+        self._size, self._good = max(self.floor, int(less) if self.whole else less), 0
 
 
+#: By name; each is made with the largest size, which it starts from.
 RULES: Mapping[str, Callable[[int], Rule]] = {
-    "accelerate": lambda largest: Shrinking(largest, 0.9),  # 1.15, find_executable_batch_size
-    "toma": lambda largest: Shrinking(largest, 0.5),  # 1.1, `batch` without a cache between calls
-    "guide": Guide,
-    "aimd": Aimd,
+    # 1.15, find_executable_batch_size
+    "accelerate": lambda largest: RuleOfToday(largest, 0.9, whole=True),
+    # 1.1, `batch` without a cache between calls
+    "toma": lambda largest: RuleOfToday(largest, 0.5, whole=True),
+    # The 3070 guide: max(floor, int(base * 0.7 ** failures)); its count of failures never goes down.
+    "guide": lambda largest: RuleOfToday(largest, 0.7, floor=256.0),
+    # As TCP does it: 0.7 after a failure, 2 % more after ten good steps; begins anew at neither.
+    "aimd": lambda largest: RuleOfToday(largest, 0.7, floor=1.0, growth=1.02),
 }
-"""By name; each is made with the largest size, which it starts from."""
 
 
 def run(seeds: int, seed: int, rules: Sequence[str], rate: float) -> Result:
-    """Play the rules in the worlds of some seeds.
-
-    Args:
-        seeds: How many, from the first one on.
-        seed: The first; another one, other worlds.
-        rules: `ADAPTIVE` and names of `RULES`.
-        rate: Items per second of an endlessly large step.
-
-    """
     figures: dict[str, Any] = {"seeds": seeds, "first_seed": seed, "rate_items_per_s": rate}
     broken: list[str] = []
     for regime in HALF_SPEED_ITEMS:
@@ -175,20 +135,19 @@ def run(seeds: int, seed: int, rules: Sequence[str], rate: float) -> Result:
 
 def _maker(name: str, signal: Signal, learned: Learned | None = None, made: list[AdaptiveSize] | None = None) -> Maker:
     """Return what makes a rule; an adaptive one is told whether samples are exact, and put into `made` too."""
+    if name != ADAPTIVE:
+        return lambda _clock: RULES[name](LARGEST)
+    exact = signal.every_step
 
     def adaptive(clock: Callable[[], float]) -> AdaptiveSize:
         rule = AdaptiveSize(
-            LARGEST,
-            failures_per_minute=FAILURES_PER_MINUTE,
-            exact_samples=signal.every_step,
-            learned=learned,
-            clock=clock,
+            LARGEST, failures_per_minute=FAILURES_PER_MINUTE, exact_samples=exact, learned=learned, clock=clock
         )
         if made is not None:
             made.append(rule)
         return rule
 
-    return adaptive if name == ADAPTIVE else lambda _clock: RULES[name](LARGEST)
+    return adaptive
 
 
 def _row(outcomes: Sequence[tuple[World, Outcome]]) -> dict[str, Any]:
@@ -209,45 +168,43 @@ def _row(outcomes: Sequence[tuple[World, Outcome]]) -> dict[str, Any]:
 
 
 def _broken(name: str, where: str, outcomes: Sequence[tuple[World, Outcome]]) -> list[str]:
-    # A rule may beat the oracle by a hair, which never waits for memory that is about to come; not by more.
-    sentences = [
-        f"{name} beats the oracle in {where}, {world.name}/{world.seed}: {outcome.score:.4f}"
-        for world, outcome in outcomes
-        if outcome.score > 1.002
-    ]
-    if name == ADAPTIVE:
-        sentences += [
-            f"{outcome.worst_minute} failures within a minute in {where}, {world.name}/{world.seed}; "
-            f"{FAILURES_PER_MINUTE} are allowed"
-            for world, outcome in outcomes
-            if outcome.worst_minute > FAILURES_PER_MINUTE
-        ]
+    sentences = []
+    for world, outcome in outcomes:
+        # A rule may beat the oracle by a hair, which never waits for memory that is about to come; not by more.
+        if outcome.score > 1.002:
+            sentences.append(f"{name} beats the oracle in {where}, {world.name}/{world.seed}: {outcome.score:.4f}")
+        if name == ADAPTIVE and outcome.worst_minute > FAILURES_PER_MINUTE:
+            sentences.append(
+                f"{outcome.worst_minute} failures within a minute in {where}, {world.name}/{world.seed}; "
+                f"{FAILURES_PER_MINUTE} are allowed"
+            )
     return sentences
 
 
 def _cold_start(signal: Signal, seed: int, rate_per_s: float) -> dict[str, Any]:
     """Return the worst that the adaptive rule does at a few constant levels, from nothing and from what it learned."""
-    steps: list[int | None] = []
+    steps: dict[str, list[int | None]] = {"cold": [], "learned": []}
     failures: list[int] = []
-    second_steps: list[int | None] = []
     second_failures: list[int] = []
     for level_gib in COLD_LEVELS_GIB:
         world, largest = constant_world(seed, level_gib, _COLD_S, rate_per_s=rate_per_s)
         made: list[AdaptiveSize] = []
         first = play(_maker(ADAPTIVE, signal, made=made), world, signal).tried
-        steps.append(_first_there(first, THERE * largest))
-        failures.append(sum(not good for _, good in first[: steps[-1]]))
         # Another run meets other steps.
         turned = replace(world, wobble=world.wobble[::-1])
         second = play(_maker(ADAPTIVE, signal, made[0].learned), turned, signal).tried
-        second_steps.append(_first_there(second, THERE * largest))
+        for name, tried in (("cold", first), ("learned", second)):
+            there = (number for number, (size, good) in enumerate(tried, 1) if good and size >= THERE * largest)
+            steps[name].append(next(there, None))
+        failures.append(sum(not good for _, good in first[: steps["cold"][-1]]))
         second_failures.append(sum(not good for _, good in second[:_SECOND_RUN_STEPS]))
+    most = {name: None if None in known else max(known) for name, known in steps.items()}  # type: ignore[type-var]
     return {
         "signal": signal.name,
         "levels": len(COLD_LEVELS_GIB),
-        "most_steps_from_cold": _most(steps),
+        "most_steps_from_cold": most["cold"],
         "most_failures_till_there": max(failures),
-        "most_steps_from_learned": _most(second_steps),
+        "most_steps_from_learned": most["learned"],
         f"most_failures_in_{_SECOND_RUN_STEPS}_steps_from_learned": max(second_failures),
     }
 
@@ -256,16 +213,6 @@ def constant_world(seed: int, level_gib: float, duration_s: float, **options: An
     """Return a world whose level stays as it is, and the largest size that fits however its steps wobble."""
     world = world_of(f"constant at {level_gib}", [(0.0, level_gib * GIB)], duration_s, seed=seed, **options)
     return world, (level_gib * GIB / (1 + WOBBLE) - world.job.fixed_bytes) / world.job.item_bytes
-
-
-def _first_there(tried: Sequence[tuple[int, bool]], there: float) -> int | None:
-    return next((number for number, (size, good) in enumerate(tried, start=1) if good and size >= there), None)
-
-
-def _most(steps: Sequence[int | None]) -> int | None:
-    """Return the most, None if one of them never got there."""
-    known = [step for step in steps if step is not None]
-    return max(known) if len(known) == len(steps) else None
 
 
 def _decision_us(signal: Signal, seed: int) -> float:

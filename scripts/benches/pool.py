@@ -20,6 +20,7 @@ Measured over a scene, the start included:
 from __future__ import annotations
 
 import heapq
+import itertools
 import random
 import statistics
 from collections import defaultdict
@@ -29,31 +30,28 @@ from functools import partial
 from typing import Any
 
 from benches.common import Result, judged
-from benches.pool_card import CARD_BYTES, LEAVE_FREE_BYTES, Card, Habits, Scene, Worker, jobs, scenes
+from benches.pool_card import CARD_BYTES, LEAVE_FREE_BYTES, Card, Scene, Worker, jobs, scenes
 from benches.simulator import WOBBLE
 from orchestrator.core.memory_broker.leases import NO_BOOKS, Books, Claimant, fair_shares, leased
+from workers.messages import MemoryInfo
 from workers.units import MIB
 
 #: Share of the card that the budgets of all workers make up: 7 x 3.33 of 24 GiB, as in the guide for the RTX 3090.
 BUDGETED = 0.97
 CONTEXT_BYTES = 300 * MIB
-
 #: Loading torch takes a process so long; one at a time opens the card, which takes this.
 START_S = 3.0
 OPEN_S = 0.4
 #: From the end of a slice to its report at the head.
 TRAVEL_S = 0.005
-
 TENANTS_LOOK_S = 0.1
 SAMPLE_S = 0.25
-
 #: Nothing counts as quiet sooner after a tenant came or went, or had to wait, or a process ended.
 SETTLED_S = 20.0
 #: A smaller change of size is the policy following the wobble of its own steps.
 WORTH_COUNTING = 0.02
 #: A tenant that lacks less of the card than this has what it wants.
 NOISE = 0.01
-
 #: What leases shall reach in every scene.
 LEAST = {"jain_bytes": 0.95, "jain_work": 0.95, "used": 0.92}
 MOST = {"quiet_changes_per_minute": 6.0}
@@ -62,7 +60,16 @@ MOST = {"quiet_changes_per_minute": 6.0}
 class Play:
     """One scene, from beginning to end."""
 
-    def __init__(self, scene: Scene, *, seed: int, workers: int, habits: Habits, leasing: bool) -> None:
+    def __init__(
+        self,
+        scene: Scene,
+        *,
+        seed: int,
+        workers: int,
+        leasing: bool,
+        keeps_pool: bool = True,
+        looks_every_step: bool = True,
+    ) -> None:
         self._scene = scene
         self._draw = random.Random(f"{seed}/{scene.name}/play")  # noqa: S311 - a simulation, no secret
         self._now_s = 0.0
@@ -73,29 +80,27 @@ class Play:
                 job=job,
                 budget_bytes=budget_bytes,
                 context_bytes=CONTEXT_BYTES,
-                habits=habits,
                 draw=random.Random(self._draw.random()),  # noqa: S311
                 clock=lambda: self._now_s,
+                keeps_pool=keeps_pool,
+                looks_every_step=looks_every_step,
             )
             for index, job in enumerate(jobs(seed, workers, budget_bytes - CONTEXT_BYTES, modest=scene.modest))
         ]
-        self.card = Card(total_bytes=CARD_BYTES, wishes=scene.tenants, workers=self.workers)
+        self.card = Card(wishes=scene.tenants, workers=self.workers)
         self._leasing = leasing and workers > 1
         self._books: Books = NO_BOOKS
         self._said: dict[str, Claimant] = {}
         self._leases: dict[str, int | None] = {}
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
-        self._noted = 0
+        self._numbers = itertools.count()
         self._card_is_taken_until_s = 0.0
         self._disturbed_at_s = 0.0
         self._used_bytes = self._usable_bytes = self._tenants_waited_s = 0.0
         self._quiet_at: list[bool] = []
-        self._held: defaultdict[str, float] = defaultdict(float)
-        self._fair: defaultdict[str, float] = defaultdict(float)
-        self._best_items: defaultdict[str, float] = defaultdict(float)
+        self._held, self._fair, self._best_items = (defaultdict[str, float](float) for _ in range(3))
 
     def run(self) -> dict[str, float]:
-        """Play it, and return what came out."""
         self._look_after_tenants()
         for worker in self.workers:
             self._start(worker)
@@ -110,8 +115,8 @@ class Play:
         return self._figures()
 
     def _note(self, at_s: float, what: Callable[[], None]) -> None:
-        self._noted += 1  # what is due at the same moment is done in the order in which it was noted
-        heapq.heappush(self._agenda, (at_s, self._noted, what))
+        # What is due at the same moment is done in the order in which it was noted.
+        heapq.heappush(self._agenda, (at_s, next(self._numbers), what))
 
     def _disturb(self) -> None:
         self._disturbed_at_s = self._now_s
@@ -172,10 +177,15 @@ class Play:
             cap_bytes=worker.cap_bytes,
             leave_free_bytes=LEAVE_FREE_BYTES,
             report=(incarnation, worker.sequence),
-            held_bytes=worker.held_bytes,
-            peak_bytes=worker.peak_bytes,
-            free_bytes=self.card.free_bytes,
-            total_bytes=CARD_BYTES,
+            memory=MemoryInfo(
+                device_total_bytes=CARD_BYTES,
+                device_used_bytes=CARD_BYTES - self.card.free_bytes,
+                free_bytes=self.card.free_bytes,
+                allocated_bytes=worker.held_bytes,
+                reserved_bytes=worker.held_bytes,
+                peak_bytes=worker.peak_bytes,
+                alloc_retries=0,
+            ),
             starving=worker.starving,
         )
         idle = not worker.leases
@@ -195,15 +205,14 @@ class Play:
 
     def _sample(self) -> None:
         card = self.card
-        taken_bytes = card.outside_bytes + card.context_bytes
         wants = {worker.slot: worker.wants_bytes for worker in self.workers}
-        fair = fair_shares(CARD_BYTES - taken_bytes, wants)
+        fair = fair_shares(CARD_BYTES - card.taken_bytes, wants)
         self._used_bytes += CARD_BYTES - card.free_bytes
-        self._usable_bytes += min(CARD_BYTES, taken_bytes + sum(wants.values()))
+        self._usable_bytes += min(CARD_BYTES, card.taken_bytes + sum(wants.values()))
         self._quiet_at.append(self._now_s >= self._disturbed_at_s + SETTLED_S)
         for worker in self.workers:
             # Where nothing is kept between steps, the most of a slice stands for what is held in it.
-            self._held[worker.slot] += worker.held_bytes if worker.habits.keeps_pool else worker.peak_bytes
+            self._held[worker.slot] += worker.held_bytes if worker.keeps_pool else worker.peak_bytes
             self._fair[worker.slot] += fair[worker.slot]
             best = worker.job.largest_within(fair[worker.slot] / (1 + WOBBLE))
             self._best_items[worker.slot] += best / worker.job.step_s(best) * SAMPLE_S
@@ -235,24 +244,12 @@ def jain(values: Sequence[float]) -> float:
 
 
 def run(seed: int, workers: int = 4, minutes: float = 10.0) -> Result:
-    """Play every scene of a seed with leases and without, by workers that keep their pool and by others.
-
-    Args:
-        seed: Another one, other jobs and tenants.
-        workers: On the card.
-        minutes: Length of each scene.
-
-    Returns:
-        Under `pool` a row for each play; under `pool_targets` what leases shall reach, and do.
-    """
     rows: list[dict[str, Any]] = []
-    for keeps_pool in (True, False):
-        for scene in scenes(seed, workers, 60.0 * minutes):
-            for leasing in (True, False):
-                habits = Habits(keeps_pool=keeps_pool)
-                play = Play(scene, seed=seed, workers=workers, habits=habits, leasing=leasing)
-                ways = {"memory": "kept" if keeps_pool else "given back", "leases": "yes" if leasing else "no"}
-                rows.append({"scene": scene.name, **ways, **play.run()})
+    drawn = scenes(seed, workers, 60.0 * minutes)
+    for keeps_pool, scene, leasing in itertools.product((True, False), drawn, (True, False)):
+        play = Play(scene, seed=seed, workers=workers, leasing=leasing, keeps_pool=keeps_pool)
+        ways = {"memory": "kept" if keeps_pool else "given back", "leases": "yes" if leasing else "no"}
+        rows.append({"scene": scene.name, **ways, **play.run()})
     # The worst of the plays with leases is judged.
     with_leases = [row for row in rows if row["leases"] == "yes"]
     targets = [

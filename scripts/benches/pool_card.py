@@ -2,9 +2,8 @@
 
 A worker asks its `AdaptiveSize` before each step. What the step took it holds until it gives it back: after a failure,
 before a smaller step, when its lease is below what it holds, or after every step where it keeps no pool. A step that
-does not fit takes all there is before it fails, as real ones do, and so may take others down with it; its cap and its
-lease are enforced. Tenants take what is free and wait for the rest. No fragmentation, and allocating takes no time.
-Seconds are virtual, and all that happens is drawn from a seed.
+does not fit takes all there is before it fails; its cap and its lease are enforced. Tenants take what is free and wait
+for the rest. No fragmentation, and allocating takes no time. Seconds are virtual, and all is drawn from a seed.
 """
 
 from __future__ import annotations
@@ -20,12 +19,10 @@ from workers.units import GIB, MIB
 
 CARD_BYTES = 24 * GIB
 LARGEST = 16_000
-
-#: What workers leave free for everybody, as shipped (`memory.leave_free_mib`).
+#: What workers leave free for others, as shipped (`memory.leave_free_mib`).
 LEAVE_FREE_BYTES = 128 * MIB
 #: A step that is smaller by this share gives back what is held.
 SMALLER = 0.01
-
 SLICE_S = 1.0
 #: The slice of a worker that may hold nothing: a look at the card.
 GLANCE_S = 0.1
@@ -37,27 +34,19 @@ Wishes = Sequence[tuple[float, int]]
 class Card:
     """The card's memory."""
 
-    def __init__(self, *, total_bytes: int, wishes: Sequence[Wishes], workers: Sequence[Worker]) -> None:
-        self._total_bytes = total_bytes
+    def __init__(self, *, wishes: Sequence[Wishes], workers: Sequence[Worker]) -> None:
         self._workers = workers
         self._wishes = [list(reversed(tenant)) for tenant in wishes]
         self._taken_bytes = [0] * len(wishes)
 
     @property
-    def outside_bytes(self) -> int:
-        """What tenants have."""
-        return sum(self._taken_bytes)
-
-    @property
-    def context_bytes(self) -> int:
-        """What the workers' contexts take."""
-        return sum(worker.open_bytes for worker in self._workers)
+    def taken_bytes(self) -> int:
+        """What tenants have, and the workers' contexts."""
+        return sum(self._taken_bytes) + sum(worker.open_bytes for worker in self._workers)
 
     @property
     def free_bytes(self) -> int:
-        """What anybody may take."""
-        held_bytes = sum(worker.held_bytes for worker in self._workers)
-        return self._total_bytes - self.outside_bytes - self.context_bytes - held_bytes
+        return CARD_BYTES - self.taken_bytes - sum(worker.held_bytes for worker in self._workers)
 
     def serve_tenants(self, now_s: float) -> int:
         """Let tenants give back, and take of what is free; return the most that one of them lacks then."""
@@ -71,40 +60,28 @@ class Card:
         return lacks_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Habits:
-    """How workers treat the card's memory."""
-
-    keeps_pool: bool = True
-    """Whether what a step took is held till the next, as torch's allocator does it."""
-    looks_every_step: bool = True
-    """Whether a worker asks the card what is free before each step, or once in a slice and after a failure."""
-
-
 @dataclass(slots=True, kw_only=True)
 class Worker:
-    """A slot and the process in it. Whoever drives it calls `go_on` again at the time that it returned."""
+    """A slot and the process in it. `go_on` is called again at the time that it returned."""
 
     slot: str
     job: Job
     budget_bytes: int
     context_bytes: int
-    habits: Habits
+    keeps_pool: bool = True  # whether what a step took is held till the next, as torch's allocator does it
+    looks_every_step: bool = True
+    """Whether it asks the card what is free before each step, or once in a slice and after a failure."""
     draw: Random
     clock: Callable[[], float]
     incarnation: int = 0
     sequence: int = 0
     leases: list[int | None] = field(default_factory=list)
     """Of the slice that runs, and of those queued behind it."""
-    ready: bool = False
-    """Whether its process works, or would if the card had room for its context."""
-    open_bytes: int = 0
-    """Its context, once it is open."""
+    ready: bool = False  # whether its process works, or would if the card had room for its context
+    open_bytes: int = 0  # its context, once it is open
     held_bytes: int = 0
-    peak_bytes: int = 0
-    """The most it held in this slice."""
-    starving: bool = False
-    """Whether it could run nothing in this slice."""
+    peak_bytes: int = 0  # the most it held in this slice
+    starving: bool = False  # whether it could run nothing in this slice
     items: float = 0.0
     failures: int = 0
     sizes: list[tuple[float, int]] = field(default_factory=list)
@@ -118,7 +95,6 @@ class Worker:
 
     @property
     def cap_bytes(self) -> int:
-        """What its allocator may hold."""
         return self.budget_bytes - self.context_bytes
 
     @property
@@ -127,7 +103,6 @@ class Worker:
         return int(min(self.cap_bytes, self.job.need_bytes(self.job.largest))) if self.ready else 0
 
     def open(self, card: Card) -> bool:
-        """Open the card; return whether there was room."""
         self.ready = True
         if card.free_bytes < self.context_bytes:
             return False
@@ -145,10 +120,9 @@ class Worker:
         self.incarnation += 1
 
     def go_on(self, card: Card, now_s: float) -> tuple[float, bool]:
-        """End what is under way and begin what comes next. It must have a directive.
+        """End what is under way and begin what comes next; it must have a directive.
 
-        Returns:
-            When to call again, and whether a slice has ended: then it has begun nothing yet.
+        Return when to call again, and whether a slice has ended: then it has begun nothing yet.
         """
         if self._step is not None:
             self._end_step(*self._step)
@@ -169,7 +143,7 @@ class Worker:
             self.held_bytes = 0
         usable_bytes = max(0, min(limit_bytes, self.held_bytes + card.free_bytes - LEAVE_FREE_BYTES))
         size = self._sizes.next(usable_bytes if self._look_is_due else None) if limit_bytes else None
-        self._look_is_due = self.habits.looks_every_step
+        self._look_is_due = self.looks_every_step
         if size is None:
             self.held_bytes = 0
             self.starving = limit_bytes > 0
@@ -195,12 +169,11 @@ class Worker:
             self.failures += 1
             self._look_is_due = True
             self._sizes.failed(size)
-        if not good or not self.habits.keeps_pool:
+        if not good or not self.keeps_pool:
             self.held_bytes = 0
 
 
 def jobs(seed: int, workers: int, cap_bytes: int, *, modest: int | None) -> list[Job]:
-    """Draw the workers' jobs: other fixed parts, other items, other times."""
     draw = Random(f"{seed}/jobs")  # noqa: S311 - a simulation, no secret
     made = []
     for index in range(workers):
@@ -227,15 +200,12 @@ class Scene:
     name: str
     duration_s: float
     tenants: Sequence[Wishes] = ()
-    deaths: Sequence[tuple[float, int]] = ()
-    """(second, index of the worker whose process ends)."""
-    modest: int | None = None
-    """Index of a worker whose largest step is small."""
-    disturbed_at_s: Sequence[float] = ()
-    """When a tenant comes or goes, beyond what it always does."""
+    deaths: Sequence[tuple[float, int]] = ()  # (second, index of the worker whose process ends)
+    modest: int | None = None  # index of a worker whose largest step is small
+    disturbed_at_s: Sequence[float] = ()  # when a tenant comes or goes, beyond what it always does
 
 
-def _somebody(draw: Random) -> Sequence[Wishes]:
+def _tenant(draw: Random) -> Sequence[Wishes]:
     """A tenant who has a part of the card and keeps it."""
     return [[(0.0, int(draw.uniform(0.2, 0.5) * CARD_BYTES))]]
 
@@ -266,28 +236,27 @@ def _visits(draw: Random, _workers: int, duration_s: float) -> dict[str, Any]:
 
 
 def _restart(draw: Random, workers: int, duration_s: float) -> dict[str, Any]:
-    """Somebody has a part of the card, and a worker's process dies now and then."""
+    """A tenant has a part of the card, and a worker's process dies now and then."""
     deaths, at_s = [], draw.uniform(60.0, 90.0)
     while at_s < duration_s:
         deaths.append((at_s, draw.randrange(workers)))
         at_s += draw.uniform(60.0, 120.0)
-    return {"tenants": _somebody(draw), "deaths": deaths}
+    return {"tenants": _tenant(draw), "deaths": deaths}
 
 
+#: By name; each returns fields of a scene.
 SCENES: dict[str, Callable[[Random, int, float], dict[str, Any]]] = {
-    "constant": lambda *_: {},  # nobody else: what the budgets allow is there
-    "crowded": lambda draw, *_: {"tenants": _somebody(draw)},
+    "constant": lambda *_: {},  # no tenant: what the budgets allow is there
+    "crowded": lambda draw, *_: {"tenants": _tenant(draw)},
     "game": _game,
     "neighbour": _neighbour,
     "visits": _visits,
     "restart": _restart,
-    "modest": lambda draw, workers, _: {"tenants": _somebody(draw), "modest": draw.randrange(workers)},
+    "modest": lambda draw, workers, _: {"tenants": _tenant(draw), "modest": draw.randrange(workers)},
 }
-"""By name; each returns fields of a scene."""
 
 
 def scenes(seed: int, workers: int, duration_s: float) -> list[Scene]:
-    """Draw the scenes of a seed."""
     return [
         Scene(name=name, duration_s=duration_s, **draw_scene(Random(f"{seed}/{name}/scene"), workers, duration_s))  # noqa: S311
         for name, draw_scene in SCENES.items()

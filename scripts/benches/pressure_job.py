@@ -1,10 +1,8 @@
 """The job under pressure: a real training step on which larger is faster, the device it runs on, and its measures.
 
 It is one of a deep & cross network (arXiv 1708.05123): a dense Adam sweeps over all embedding tables, however small
-the batch, and each item's activations take memory. So larger is faster per item, as on a card; how large the tables
-are says how precious memory is. `scout` makes them as large as it takes for half of the full speed to lie at a given
-share of the largest size, because how fast a sweep and an item are depends on the machine. Does not choose sizes and
-does not move the cap: that is done from outside.
+the batch, and each item's activations take memory. How large the tables are says how precious memory is: `scout` makes
+half of the full speed lie at a given share of the largest size, whatever a sweep and an item take on this machine.
 """
 
 from __future__ import annotations
@@ -22,74 +20,64 @@ from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import psutil
 import torch
 from torch import nn
 from torch.nn import functional
 
 from benches.common import lone_worker, status_bytes
-from benches.pressure_caps import leave_to_the_bench
-from workers.devices.opening import open_device
+from workers.devices.base import open_device
 from workers.units import MIB
 
+#: Of the network. An item is one row of each of so many tables, so many numbers each.
 _FEATURES, _WIDTH, _LAYERS = 16, 32, 6
-"""Of the network. An item is one row of each of so many tables, so many numbers each."""
+#: A parameter, its gradient and Adam's two moments, over all tables.
 _ROW_BYTES = _FEATURES * _WIDTH * 4 * 4
-"""A parameter, its gradient and Adam's two moments, over all tables."""
 _FIRST_ITEMS = 64
-
+#: What a step takes of `RLIMIT_DATA` beside its tensors: a page for each mapping, small things on the heap.
 _SMALL_BYTES = MIB // 2
-"""What a step takes of `RLIMIT_DATA` beside its tensors: a page for each mapping, small things on the heap."""
 _UNUSED_BUDGET_BYTES = 256 * MIB
+#: Python's table of interned strings is filled up so far: torch leaves it close to doubling, by 3.7 MiB at once.
 _INTERNED = 60_000
-"""Python's table of interned strings is filled up so far: torch leaves it close to doubling, 3.7 MiB at a stroke."""
+#: Of mmap(2); Python's module has no names for them.
 _PROT_NONE, _MAP_FIXED_NOREPLACE = 0, 0x100000
-"""Of mmap(2); Python's module has no names for them."""
+#: More than a CUDA context takes. What is left of it widens the allocator's cap; the neighbour stays where it is.
 _CONTEXT_BYTES = 1024 * MIB
-"""More than a CUDA context takes. What is left of it widens the allocator's cap; the neighbour stays where it is."""
-
+#: Of the largest size that fits: the size that runs at half of the speed of an endlessly large one. The simulator's
+#: regime where memory is precious has it at 1000 items of 2 GiB, on levels up to 8 GiB.
 _HALF_SPEED_SHARE = 0.42
-"""Of the largest size that fits: the size that runs at half of the speed of an endlessly large one. The simulator's
-regime where memory is precious has it at 1000 items of 2 GiB, on levels up to 8 GiB."""
+#: Parameters, gradients and moments, as multiples of the memory of a step.
 _LEAST_STATE, _MOST_STATE = 1 / 8, 3.0
-"""Parameters, gradients and moments, as multiples of the memory of a step."""
+#: Small, so that a step takes a tenth of a second and a minute has hundreds of them.
 _CPU_BYTES = 48 * MIB
-"""Small, so that a step takes a tenth of a second and a minute has hundreds of them."""
+#: Of a card's memory: leaves room for the largest tables, two contexts and a desktop.
 _CARD_SHARE = 1 / 6
-"""Of a card's memory: leaves room for the largest tables, two contexts and a desktop."""
 _STEPS = 7
 _SMALL_ITEMS = 16
+#: Of the largest size that fits: where the throughput is measured.
 _SHARES = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1.0)
-"""Of the largest size that fits: where the throughput is measured."""
-_LINE = (1 / 4, 1.0)
-"""Of these, where footprint and time are taken for a line; small sizes take what the optimiser takes."""
 
 
-class CpuGround:
+class _CpuHost:
     """The process's data size against `RLIMIT_DATA`, which is moved from outside.
 
-    Its clock is the process's own processor time, on one thread: what else this machine does, twice as much in one
-    minute as in the next, costs nobody anything. On an idle machine it goes as fast as any.
+    Its clock is the process's own processor time, on one thread, so that other load on the machine costs no contestant
+    anything. On an idle machine it goes as fast as any.
     """
 
-    fused = False
-    """Which Adam: the one that takes no memory of its own, or the default."""
+    fused = False  # which Adam: the one that takes no memory of its own, or the default
 
     def __init__(self, _most_bytes: int) -> None:
-        import resource  # absent on Windows, where a card needs none of this
-
-        self._resource = resource
-        # Sets malloc up: what is freed is the kernel's at once, and small things have room at the wall. Its own cap,
+        self._process = psutil.Process()
+        # Sets malloc up: what is freed is the kernel's at once, and small things have room at the limit. Its own cap,
         # which holds only where it is asked for, is not used.
         device = open_device(lone_worker(budget_bytes=_UNUSED_BUDGET_BYTES))
         self.name, self.torch_device = device.info.name, device.torch_device
+        self.clock_s, self.give_back = time.process_time, gc.collect
         torch.set_num_threads(1)
 
-    def clock_s(self) -> float:
-        """Return seconds that go forward while the job runs."""
-        return time.process_time()
-
     def wait(self, seconds: float) -> None:
-        """Let so much of `clock_s` pass: who sleeps has no processor time."""
+        """Let so much of `clock_s` pass; a process that sleeps has no processor time."""
         until_s = time.process_time() + seconds
         while time.process_time() < until_s:
             pass
@@ -98,13 +86,11 @@ class CpuGround:
         """Wait until all that was begun is done, so that `clock_s` counts it: a processor's call has returned."""
 
     def base_bytes(self) -> int:
-        """Return what the job holds between steps, as whoever caps it counts."""
         return status_bytes("VmData")
 
     def free_bytes(self) -> int:
         """Return what one step may take now: what the device has free, and what this process would use again."""
-        soft, _ = self._resource.getrlimit(self._resource.RLIMIT_DATA)
-        return max(0, soft - status_bytes("VmData") - _SMALL_BYTES)
+        return max(0, self._limits()[0] - status_bytes("VmData") - _SMALL_BYTES)
 
     def measured(self, step: Callable[[], None]) -> int:
         """Run a step and return the most it took: the kernel keeps the peak until told to forget it (man 5 proc)."""
@@ -113,35 +99,33 @@ class CpuGround:
         step()
         return max(0, status_bytes("VmHWM") - before_bytes)
 
-    def give_back(self) -> None:
-        """Let go of what no tensor needs."""
-        gc.collect()
-
     def settle(self, step: Callable[[], object]) -> None:
-        """Take now what a step or a failure leaves behind once, so that it is not charged to who runs then."""
+        """Take now what a step or a failure leaves behind once, so that no contestant is charged for it."""
         _fence_heap()
         for number in range(_INTERNED):
             sys.intern(f"settle {number}")
-        soft, hard = self._resource.getrlimit(self._resource.RLIMIT_DATA)
-        self._resource.setrlimit(self._resource.RLIMIT_DATA, (status_bytes("VmData") + MIB, hard))
+        soft, hard = self._limits()
+        self._limits((status_bytes("VmData") + MIB, hard))
         try:
             with contextlib.suppress(RuntimeError):
                 step()
         finally:
-            self._resource.setrlimit(self._resource.RLIMIT_DATA, (soft, hard))
-        self.give_back()
+            self._limits((soft, hard))
+        gc.collect()
 
     def lift(self) -> None:
-        """End the cap."""
-        hard = self._resource.getrlimit(self._resource.RLIMIT_DATA)[1]
-        self._resource.setrlimit(self._resource.RLIMIT_DATA, (hard, hard))
+        hard = self._limits()[1]
+        self._limits((hard, hard))
+
+    def _limits(self, limits: tuple[int, int] | None = None) -> tuple[int, int]:
+        return self._process.rlimit(psutil.RLIMIT_DATA, limits)
 
 
-class CudaGround:
-    """torch's allocator on a card whose other tenant comes and goes; the surface of `CpuGround`.
+class _CudaHost:
+    """torch's allocator on a card whose other tenant comes and goes; the surface of `_CpuHost`.
 
-    Each step gives its pool back. A neighbour on Linux can only take what nobody holds, so a job whose pool stays
-    would never meet pressure (and the game would not start). All contestants pay alike.
+    Each step gives its pool back. A neighbour on Linux can only take what is free, so a job that keeps its pool would
+    never meet pressure (and the game would not start). All contestants pay alike.
     """
 
     fused = True
@@ -154,7 +138,6 @@ class CudaGround:
         self.free_bytes, self.give_back = self._device.free_bytes, self._device.release
 
     def measured(self, step: Callable[[], None]) -> int:
-        """Run a step and return what the allocator took from the card for it, its gaps included."""
         torch.cuda.reset_peak_memory_stats()
         before_bytes = torch.cuda.memory_reserved()
         step()
@@ -163,21 +146,20 @@ class CudaGround:
         return peak_bytes
 
     def settle(self, step: Callable[[], object]) -> None:
-        """Load what a step loads; torch's pool is given back after it."""
         step()
         self.give_back()
 
     def lift(self) -> None:
-        """Do nothing: the neighbour is ended by whoever started it."""
+        """Do nothing: the bench ends the neighbour."""
 
 
-Ground = CpuGround | CudaGround
-GROUNDS: Mapping[str, type[Ground]] = {"cpu": CpuGround, "cuda": CudaGround}
-"""By device; each is opened with all that the job may ever hold."""
+Host = _CpuHost | _CudaHost
+#: By device; each is opened with all that the job may ever hold.
+HOSTS: Mapping[str, type[Host]] = {"cpu": _CpuHost, "cuda": _CudaHost}
 
 
 def _fence_heap() -> None:
-    """Map a page that nobody may touch right behind the heap, so that it never grows again.
+    """Map a page without access right behind the heap, so that it never grows again.
 
     Where the kernel refuses a block its own mapping, malloc puts it on the heap if that still fits, a small thing
     settles behind it, and the heap stays so large: up to 5 MiB after a thousand refusals, half of what a game leaves.
@@ -190,9 +172,7 @@ def _fence_heap() -> None:
     libc.mmap(end, mmap.PAGESIZE, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE, -1, 0)
 
 
-class Network(nn.Module):
-    """Embeddings, cross layers, and one number for each item."""
-
+class _Network(nn.Module):
     def __init__(self, rows: int) -> None:
         super().__init__()
         wide = _FEATURES * _WIDTH
@@ -202,11 +182,10 @@ class Network(nn.Module):
         self.head = nn.Linear(wide, 1)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the logits of items given as one row number for each table."""
         first = torch.cat([table(rows[:, place]) for place, table in enumerate(self.tables)], dim=1)
         crossed = first
         for cross, bias in zip(self.crosses, self.biases, strict=True):
-            # Not GELU, which torch hands to oneDNN: refused memory, that fails with words nobody takes for memory.
+            # Not GELU, which torch hands to oneDNN: refused memory, that fails with words that do not name memory.
             crossed = functional.silu(first * (crossed @ cross) + bias + crossed)
         logits: torch.Tensor = self.head(crossed).squeeze(1)
         return logits
@@ -215,14 +194,13 @@ class Network(nn.Module):
 class Job:
     """Model, optimiser and data; a step trains on so many fresh items."""
 
-    def __init__(self, rows: int, ground: Ground) -> None:
+    def __init__(self, rows: int, host: Host) -> None:
         torch.manual_seed(0)
         self._rows = rows
-        self._ground = ground
-        self._network = Network(rows).to(ground.torch_device)
-        self._adam = torch.optim.Adam(self._network.parameters(), lr=1e-3, fused=ground.fused)
-        self.sweeps_s: list[float] = []
-        """What Adam took in each good step."""
+        self._host = host
+        self._network = _Network(rows).to(host.torch_device)
+        self._adam = torch.optim.Adam(self._network.parameters(), lr=1e-3, fused=host.fused)
+        self.sweeps_s: list[float] = []  # what Adam took in each good step
         self.last_loss = float("nan")
         # Adam makes its moments in its first step; a library, what it keeps.
         for _ in range(2):
@@ -230,62 +208,55 @@ class Job:
         self.sweeps_s.clear()
 
     def step(self, items: int) -> int:
-        """Train once and return the most memory it took.
-
-        Raises:
-            RuntimeError: The device's own out-of-memory.
-
-        """
-        return self._ground.measured(lambda: self._train(items))
+        """Train once and return the most memory it took; may raise the device's own out-of-memory."""
+        return self._host.measured(lambda: self._train(items))
 
     def step_s(self, items: int) -> float:
         """Return the median time of a few steps, the first one left out."""
         times_s = []
         for _ in range(1 + _STEPS):
-            began_s = self._ground.clock_s()
+            began_s = self._host.clock_s()
             self.step(items)
-            times_s.append(self._ground.clock_s() - began_s)
+            times_s.append(self._host.clock_s() - began_s)
         return statistics.median(times_s[1:])
 
     def _train(self, items: int) -> None:
-        rows = torch.randint(self._rows, (items, _FEATURES), device=self._ground.torch_device)
+        rows = torch.randint(self._rows, (items, _FEATURES), device=self._host.torch_device)
         labels = (rows.sum(dim=1) % 2).float()
         # Gradients stay where they are: they belong to the state and not to the step.
         self._adam.zero_grad(set_to_none=False)
         loss = functional.binary_cross_entropy_with_logits(self._network(rows), labels)
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
-        self._ground.await_work()
-        began_s = self._ground.clock_s()
+        self._host.await_work()
+        began_s = self._host.clock_s()
         self._adam.step()
-        self._ground.await_work()
-        self.sweeps_s.append(self._ground.clock_s() - began_s)
+        self._host.await_work()
+        self.sweeps_s.append(self._host.clock_s() - began_s)
         self.last_loss = float(loss.detach())  # waits for the card
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scouted:
-    """How the job behaves here without pressure."""
+    """How the job behaves here without pressure.
+
+    A step may take `memory_bytes` when no other program wants memory; `fits` is the largest size that takes no more, on
+    tables of so many rows. An item adds `unit_bytes`; a step lasts `fixed_s` and `unit_s` an item. `points` by size:
+    items, items_per_s, step_ms, peak_mib.
+    """
 
     device: str
     device_name: str
     memory_bytes: int
-    """All that a step may take when nobody else wants memory."""
     rows: int
-    """Of each table."""
     fits: int
-    """The largest size whose step takes no more than `memory_bytes`."""
     unit_bytes: float
-    """What an item adds."""
     fixed_s: float
-    """A step lasts so long, and `unit_s` an item."""
     unit_s: float
     points: Sequence[Mapping[str, float]]
-    """By size: items, items_per_s, step_ms, peak_mib."""
 
-    def open(self) -> tuple[Ground, Job]:
-        """Return the device and the job, in a process that has neither yet."""
-        ground = GROUNDS[self.device](self.memory_bytes + self.rows * _ROW_BYTES)
-        return ground, Job(self.rows, ground)
+    def open(self) -> tuple[Host, Job]:
+        host = HOSTS[self.device](self.memory_bytes + self.rows * _ROW_BYTES)
+        return host, Job(self.rows, host)
 
     def largest_within(self, limit_bytes: float) -> int:
         """Return the largest size whose step takes no more: between two measured sizes by interpolation.
@@ -297,26 +268,20 @@ class Scouted:
             if limit_bytes <= more_bytes:
                 share = (limit_bytes - less_bytes) / max(1.0, more_bytes - less_bytes)
                 return max(1, int(few + (many - few) * share))
-        many, most_bytes = known[-1]
-        return int(many + (limit_bytes - most_bytes) / self.unit_bytes)
+        return int(many + (limit_bytes - more_bytes) / self.unit_bytes)
 
 
 def scout(connection: Connection, device: str, memory_bytes: int | None) -> None:
-    """Send a `Scouted`. Runs in a process of its own: on a card, what it holds is gone with it.
+    """Send a `Scouted`, from a process of its own: on a card, what it holds is gone with it.
 
-    Args:
-        connection: Where it is sent.
-        device: "cpu" or "cuda".
-        memory_bytes: What a step may take; `None` for a share of the card that leaves room for the tables.
-
+    `memory_bytes` is what a step may take; `None` stands for a share of the card that leaves room for the tables.
     """
-    leave_to_the_bench()
     if memory_bytes is None:
         card = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0
         memory_bytes = int(card * _CARD_SHARE) or _CPU_BYTES
     few, more, most = (max(16, int(memory_bytes * state / _ROW_BYTES)) for state in (_LEAST_STATE, 0.5, _MOST_STATE))
-    ground = GROUNDS[device](memory_bytes + most * _ROW_BYTES)
-    job = Job(more, ground)
+    host = HOSTS[device](memory_bytes + most * _ROW_BYTES)
+    job = Job(more, host)
     items = _SMALL_ITEMS
     while (peak_bytes := job.step(items)) < memory_bytes / 4:
         items *= 2
@@ -324,18 +289,19 @@ def scout(connection: Connection, device: str, memory_bytes: int | None) -> None
     unit_s = (job.step_s(fits) - job.step_s(fits // 4)) / (fits - fits // 4)
     more_s = job.step_s(_SMALL_ITEMS)
     del job
-    per_row_s = (more_s - Job(few, ground).step_s(_SMALL_ITEMS)) / (more - few)
+    per_row_s = (more_s - Job(few, host).step_s(_SMALL_ITEMS)) / (more - few)
     missing_s = _HALF_SPEED_SHARE * fits * unit_s - more_s
     rows = min(max(more + int(missing_s / max(per_row_s, 1e-12)), few), most)
 
-    job = Job(rows, ground)
+    job = Job(rows, host)
     job.step(fits)
     points = []
     for size in (max(1, int(share * fits)) for share in _SHARES):
         peak_mib = statistics.median(job.step(size) for _ in range(3)) / MIB
         step_s = job.step_s(size)
         points.append({"items": size, "items_per_s": size / step_s, "step_ms": step_s * 1e3, "peak_mib": peak_mib})
-    low, high = (points[_SHARES.index(share)] for share in _LINE)
+    # A line through a quarter and all of it; small sizes take what the optimiser takes.
+    low, high = (points[_SHARES.index(share)] for share in (1 / 4, 1.0))
     span = high["items"] - low["items"]
     unit_bytes = (high["peak_mib"] - low["peak_mib"]) * MIB / span
     unit_s = (high["step_ms"] - low["step_ms"]) / 1e3 / span
@@ -343,7 +309,7 @@ def scout(connection: Connection, device: str, memory_bytes: int | None) -> None
     connection.send(
         Scouted(
             device=device,
-            device_name=ground.name,
+            device_name=host.name,
             memory_bytes=memory_bytes,
             rows=rows,
             fits=int((memory_bytes - fixed_bytes) / unit_bytes),

@@ -23,32 +23,29 @@ class EverySecondStepFails(Matmul):
     """Asks for more than the whole budget at every second step, with all tensors of the ring alive."""
 
     excess_bytes: ClassVar[int] = 0
-    failed_at_s: ClassVar[list[float]] = []
-    began_at_s: ClassVar[list[float]] = []
-    ended_at_s: ClassVar[list[float]] = []
-    _fails_next: ClassVar[bool] = False
+    #: Of each recovery: when the step failed, and when the next good one began and ended.
+    recoveries_s: ClassVar[list[tuple[float, float, float]]] = []
+    _failed_at_s: ClassVar[float | None] = None
+    _fails: ClassVar[bool] = True
 
     def step(self, size: int, batch: int) -> StepResult:
-        """Do one product, or fail."""
         mine = EverySecondStepFails
-        if mine._fails_next:
-            mine._fails_next = False
+        mine._fails = not mine._fails
+        if mine._fails:
             try:
                 torch.empty(mine.excess_bytes, dtype=torch.uint8, device=self.context.device)
             except RuntimeError:
-                mine.failed_at_s.append(time.perf_counter())
+                mine._failed_at_s = time.perf_counter()
                 raise
             raise AssertionError("the device gave more than its budget")
         began_s = time.perf_counter()
         result = super().step(size, min(batch, 1))
-        mine._fails_next = True
-        mine.began_at_s.append(began_s)
-        mine.ended_at_s.append(time.perf_counter())
+        if mine._failed_at_s is not None:
+            mine.recoveries_s.append((mine._failed_at_s, began_s, time.perf_counter()))
         return result
 
 
 def run(errors: int, device: str, budget_mib: float | None = None, size: int | None = None) -> Result:
-    """Provoke `errors` and measure each recovery."""
     budget_bytes, size = sized(device, budget_mib, size)
     spec = lone_worker(
         budget_bytes=budget_bytes,
@@ -85,14 +82,12 @@ def run(errors: int, device: str, budget_mib: float | None = None, size: int | N
 
 
 def _figures(budget_bytes: int, size: int) -> dict[str, Any]:
-    mine = EverySecondStepFails
-    # The first good step comes before the first failure; from then on they alternate.
-    to_next_s = [began - failed for failed, began in zip(mine.failed_at_s, mine.began_at_s[1:], strict=False)]
-    to_done_s = [ended - failed for failed, ended in zip(mine.failed_at_s, mine.ended_at_s[1:], strict=False)]
-    steps_s = [ended - began for began, ended in zip(mine.began_at_s[1:], mine.ended_at_s[1:], strict=False)]
-    if not to_next_s:
+    recoveries_s = EverySecondStepFails.recoveries_s
+    if not recoveries_s:
         return {"errors": 0}
-    step_s = statistics.median(steps_s)
+    to_next_s = [began_s - failed_s for failed_s, began_s, _ in recoveries_s]
+    to_done_s = [ended_s - failed_s for failed_s, _, ended_s in recoveries_s]
+    step_s = statistics.median(ended_s - began_s for _, began_s, ended_s in recoveries_s)
     rows = [
         {
             "from the exception to": words,

@@ -4,17 +4,16 @@ One rehearsal of the reference pair; pc2's raylet is ended as by a power cut and
 pc1's workers do per second in each cycle is compared with what they did before the first one, and each time all of
 pc2's slots must be back before the next.
 
-Real nodes share no processor, but these share the cores of one machine, and starting pc2's processes costs pc1's
-workers theirs. That is the rehearsal's price and not the head's. So a step is a long rest and one small product of
-always the same size, as of a processor that waits for its card: ten such workers leave most of the machine idle, steps
-per second are work per second, and a head that keeps a worker waiting for longer than its queued slice is seen.
-No duty: that makes a worker rest in proportion to the time its step took, and so doubles what the neighbours cost.
+These nodes share one machine's cores, and starting pc2's processes costs pc1's workers theirs. So a step is a long rest
+and one small product of always the same size: ten such workers leave most of the machine idle, and a head that keeps a
+worker waiting for longer than its queued slice is seen. No duty: that would double what the neighbours cost.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -26,34 +25,19 @@ from orchestrator.watch.opening import reading
 
 _STAYS, _GOES = "pc1", "pc2"
 _TARGET = 0.95
-_PAUSE_S = 8.0
-"""How long the node is away; Ray itself would need longer to miss it."""
-
-_SETTLING_S = 3.0
-"""At the beginning, until claims and pace have settled."""
+_PAUSE_S = 8.0  # how long the node is away; Ray itself would need longer to miss it
+_SETTLING_S = 3.0  # at the beginning, until claims and pace have settled
 
 
 def run(cycles: int, quiet_s: float, cycle_s: float) -> Result:
-    """Let the node go and come back so often.
-
-    Args:
-        cycles: How often.
-        quiet_s: Before the first one: what it is compared with.
-        cycle_s: From one end of the node to the next.
-    """
-
     def judge(folder: Path, _stored: StoredRun, _rows: object, broken: list[str]) -> dict[str, Any]:
         rows = _cycles(folder, cycle_s, broken)
         if len(rows) != cycles:
             broken.append(f"{len(rows)} cycles happened, {cycles} were planned")
         return {"cycles_planned": cycles, **_figures(rows)}
 
-    return watched("rejoin", _arguments(cycles, quiet_s, cycle_s), quiet_s + cycles * cycle_s, judge)
-
-
-def _arguments(cycles: int, quiet_s: float, cycle_s: float) -> list[str]:
     moments_s = [_SETTLING_S + quiet_s + number * cycle_s for number in range(cycles)]
-    return [
+    arguments = [
         "--rehearse", "--duration", f"{_SETTLING_S + quiet_s + cycles * cycle_s:.3f}s", "--workload", RESTING,
         "--chaos", ";".join(f"node:{_GOES}@{at_s:.2f}s+{_PAUSE_S:g}s" for at_s in moments_s),
         *settings(
@@ -63,10 +47,10 @@ def _arguments(cycles: int, quiet_s: float, cycle_s: float) -> list[str]:
             "run.min_success_rate=0",
         ),
     ]  # fmt: skip
+    return watched("rejoin", arguments, quiet_s + cycles * cycle_s, judge)
 
 
 def _cycles(folder: Path, cycle_s: float, broken: list[str]) -> list[dict[str, Any]]:
-    """Return a line for each cycle."""
     events = read_events(folder, ("state", "counting", "chaos_node_ended", "chaos_node_started"))
     began_s = next((_unix_s(event) for event in events if event.event == "counting"), 0.0)
     ended_s = [_unix_s(event) for event in events if event.event == "chaos_node_ended"]
@@ -109,30 +93,23 @@ def _all_in(state: str, events: Sequence[StoredEvent], slots: set[str], since_s:
     return max(first.values()) if first.keys() == slots else None
 
 
-def _steps(folder: Path) -> Mapping[str, list[tuple[float, int]]]:
-    """Return the samples of the slots that stay: moments in Unix seconds, and steps counted by then."""
-    steps: dict[str, list[tuple[float, int]]] = {}
+def _steps(folder: Path) -> list[tuple[float, int]]:
+    """Return the samples of the slots that stay: the moment in Unix seconds, and steps counted by then in all."""
+    query = "SELECT at_unix_s, SUM(steps_ok) FROM samples WHERE slot LIKE ? GROUP BY at_unix_s ORDER BY at_unix_s"
     with reading(folder) as store:
-        for line in store.execute("SELECT at_unix_s, slot, steps_ok FROM samples ORDER BY at_unix_s"):
-            if line["slot"].startswith(f"{_STAYS}/"):
-                steps.setdefault(line["slot"], []).append((line["at_unix_s"], line["steps_ok"]))
-    return steps
+        return [(at_unix_s, steps_ok) for at_unix_s, steps_ok in store.execute(query, (f"{_STAYS}/%",))]
 
 
-def _rate(steps: Mapping[str, Sequence[tuple[float, int]]], from_s: float, to_s: float) -> float:
-    """Return steps per second of all slots together, between two moments that may fall between two samples."""
-    done = sum(_steps_at(samples, to_s) - _steps_at(samples, from_s) for samples in steps.values())
-    return done / (to_s - from_s)
+def _rate(steps: Sequence[tuple[float, int]], from_s: float, to_s: float) -> float:
+    """Return steps per second between two moments that may fall between two samples."""
+    return (_steps_at(steps, to_s) - _steps_at(steps, from_s)) / (to_s - from_s)
 
 
-def _steps_at(samples: Sequence[tuple[float, int]], at_s: float) -> float:
-    before, count = samples[0]
-    for moment_s, steps_ok in samples:
-        if moment_s >= at_s:
-            share = (at_s - before) / (moment_s - before) if moment_s > before else 1.0
-            return count + share * (steps_ok - count)
-        before, count = moment_s, steps_ok
-    return float(count)
+def _steps_at(steps: Sequence[tuple[float, int]], at_s: float) -> float:
+    for (before_s, count), (after_s, more) in itertools.pairwise(steps):
+        if before_s <= at_s <= after_s:
+            return count + (at_s - before_s) / (after_s - before_s) * (more - count)
+    return float(steps[0 if at_s < steps[0][0] else -1][1])
 
 
 def _unix_s(event: StoredEvent) -> float:
@@ -142,21 +119,20 @@ def _unix_s(event: StoredEvent) -> float:
 def _figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if not rows:
         return {"cycles": 0}
-    ratios = spread([row["ratio"] for row in rows])
-    known = {
-        name: [row[name] for row in rows if row[name] is not None]
-        for name in ("lost_after_s", "back_after_s", "back_after_start_s")
-    }
-    overall = statistics.fmean(row["ratio"] for row in rows)
-    return {
+    ratios = [row["ratio"] for row in rows]
+    overall = statistics.fmean(ratios)
+    figures = {
         "cycles": len(rows),
         "rounds": list(rows),
-        "ratio_median": ratios["median"],
-        "ratio_least": ratios["least"],
+        **spread("ratio", ratios),
         "ratio_overall": overall,
         "ratio_while_away_least": min(row["ratio_while_away"] for row in rows),
-        **{f"{name[:-2]}_median_s": statistics.median(values) for name, values in known.items() if values},
+    }
+    for name in ("lost_after", "back_after", "back_after_start"):
+        known = [row[f"{name}_s"] for row in rows if row[f"{name}_s"] is not None]
+        figures |= {f"{name}_median_s": statistics.median(known)} if known else {}
+    return figures | {
         "target": _TARGET,
         "target_met": overall >= _TARGET,
-        "target_met_in_each": ratios["least"] >= _TARGET,
+        "target_met_in_each": min(ratios) >= _TARGET,
     }

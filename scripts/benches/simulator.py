@@ -1,45 +1,44 @@
-"""A virtual clock to play a rule for sizes against eight made-up courses of free memory, and an oracle's work in them.
+"""A virtual clock to play a rule for sizes against eight courses of free memory, drawn at random, and an oracle's work.
 
 A step of b items takes (half_items + b) / rate seconds and needs (fixed + item x b) bytes, give or take 1 %. Where a
 signal wants it so, needs come in blocks and with a library's workspace that comes and goes with the size. A step fails
-when it needs more than what is available at the moment it begins. The score of a rule is its work divided by that of an
-oracle that knows every need and always runs the largest size that fits. The same seed is the same world, for every
-rule. No fragmentation, no cache, and no device that is slow to give memory back. Needs no torch and no real second.
+when it needs more than what is available as it begins. The score of a rule is its work divided by that of an oracle
+that knows every need and always runs the largest size that fits. No fragmentation, no cache.
+
+How much memory others take, and how often, is set such that the rules of today score, as a mean over many seeds where
+memory is precious: accelerate's 0.77, toma's 0.66, the guide's 0.73, AIMD 0.89 with 10,000 items a second to grow in.
 """
 
 from __future__ import annotations
 
 import math
-import random
 from array import array
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from random import Random
 from typing import Protocol
 
-from benches.courses import COURSES
 from workers.units import GIB
 
-LARGEST = 8000
-"""No size is larger; 16 GiB and more, above every level."""
-RATE_PER_S = 10_000.0
-"""Items per second of an endlessly large step."""
+LARGEST = 8000  # no size is larger; 16 GiB and more, above every level
+RATE_PER_S = 10_000.0  # items per second of an endlessly large step
 ITEM_BYTES = 2 * GIB / 1000
+#: By regime: the size that runs at half of the full rate.
 HALF_SPEED_ITEMS = {"precious": 1000, "saturating": 150}
-"""By regime: the size that runs at half of the full rate."""
 WOBBLE = 0.01
-BLOCK_BYTES = 2 * 2**20
-"""torch's caching allocator takes large memory in blocks of 2 MiB."""
+BLOCK_BYTES = 2 * 2**20  # torch's caching allocator takes large memory in blocks of 2 MiB
+#: What a library's workspace adds at the sizes for which it picks the algorithm that wants one.
 WORKSPACE = 0.05
-"""What a library's workspace adds at the sizes for which it picks the algorithm that wants one."""
-WORKSPACE_ITEMS = 64
-"""So many neighbouring sizes share the library's choice."""
-FAILURE_S = 0.05
-"""What a failure costs beside half of its step: the cleanup."""
-IDLE_S = 0.1
-"""How long a rule waits that runs nothing."""
-
+WORKSPACE_ITEMS = 64  # so many neighbouring sizes share the library's choice
+FAILURE_S = 0.05  # what a failure costs beside half of its step: the cleanup
+IDLE_S = 0.1  # how long a rule waits that runs nothing
 _DRAWS = 8192
+_LOW_GIB, _HIGH_GIB = 1.2, 8.0  # the least and the most that others leave
+
+#: (second, available bytes), the first at second 0; a level holds until the next.
+Course = list[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,18 +47,14 @@ class Job:
 
     fixed_bytes: float
     item_bytes: float
-    half_items: float
-    """The size that runs at half of the rate."""
-    rate_per_s: float
-    """Items per second of an endlessly large step."""
+    half_items: float  # the size that runs at half of the rate
+    rate_per_s: float  # items per second of an endlessly large step
     largest: int = LARGEST
 
     def need_bytes(self, size: int) -> float:
-        """Return the bytes of a step."""
         return self.fixed_bytes + self.item_bytes * size
 
     def step_s(self, size: int) -> float:
-        """Return how long a step takes that fits."""
         return (self.half_items + size) / self.rate_per_s
 
     def largest_within(self, limit_bytes: float) -> int:
@@ -76,18 +71,13 @@ class World:
     seed: int
     job: Job
     duration_s: float
-    times_s: Sequence[float]
-    """When the level changes; the first is 0."""
-    levels_bytes: Sequence[int]
-    """What is available from the time at the same place on."""
-    wobble: Sequence[float]
-    """Factor on the need of the n-th step, over and over."""
+    times_s: Sequence[float]  # when the level changes; the first is 0
+    levels_bytes: Sequence[int]  # what is available from the time at the same place on
+    wobble: Sequence[float]  # factor on the need of the n-th step, over and over
     workspace: Sequence[bool]
     """By size // `WORKSPACE_ITEMS`: whether the library wants its workspace."""
-    samples_bytes: Sequence[int]
-    """What is available at each whole second."""
-    noise: Sequence[float]
-    """Standard normal, for each whole second."""
+    samples_bytes: Sequence[int]  # what is available at each whole second
+    noise: Sequence[float]  # standard normal, for each whole second
 
     def need_bytes(self, size: int, step: int, *, blocks: bool) -> int:
         """Return what the given step (counted from 0) needs at this size, failed or not."""
@@ -99,7 +89,6 @@ class World:
         return math.ceil(need / BLOCK_BYTES) * BLOCK_BYTES
 
     def largest_that_fits(self, available_bytes: int, step: int, *, blocks: bool) -> int:
-        """Return the largest size this step could have, 0 if none."""
         wobble = self.wobble[step % _DRAWS]
         if not blocks:
             return self.job.largest_within(available_bytes / wobble)
@@ -123,15 +112,10 @@ def world_of(
     rate_per_s: float = RATE_PER_S,
 ) -> World:
     """Return the world of a course given as (second, available bytes), the first at 0."""
-    draw = random.Random(f"{seed}/{name}/workload")  # noqa: S311 - a simulation, no secret
+    draw = Random(f"{seed}/{name}/workload")  # noqa: S311 - a simulation, no secret
     times = [point[0] for point in points]
     levels = [int(point[1]) for point in points]
-    samples: list[int] = []
-    place = 0
-    for second in range(math.ceil(duration_s) + 1):
-        while place + 1 < len(times) and times[place + 1] <= second:
-            place += 1
-        samples.append(levels[place])
+    samples = [levels[bisect_right(times, second) - 1] for second in range(math.ceil(duration_s) + 1)]
     return World(
         name=name,
         seed=seed,
@@ -152,31 +136,20 @@ def world_of(
 
 
 class Rule(Protocol):
-    """Whatever chooses sizes: `next`, then `succeeded` or `failed`, and again."""
+    """What chooses sizes: `next`, then `succeeded` or `failed`, and again."""
 
     def next(self, free_bytes: int | None = None) -> int | None:
         """Return the size of the next step; None to run nothing now."""
 
     def succeeded(self, size: int, peak_bytes: int | None = None) -> None:
-        """Take note that a step ended well."""
+        pass
 
     def failed(self, size: int) -> None:
-        """Take note that a step ran out of memory."""
+        pass
 
 
+#: Makes a rule that knows nothing yet, given the clock it may read.
 Maker = Callable[[Callable[[], float]], Rule]
-"""Makes a rule that knows nothing yet, given the clock it may read."""
-
-
-@dataclass(slots=True)
-class VirtualClock:
-    """Seconds since the start of the course."""
-
-    now_s: float = 0.0
-
-    def __call__(self) -> float:
-        """Return the time."""
-        return self.now_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,13 +157,11 @@ class Signal:
     """What a rule is told."""
 
     name: str
-    every_step: bool = False
-    """Tells what is available, truly, before each step."""
+    every_step: bool = False  # tells what is available, truly, before each step
     noise: float | None = None
     """Tells once a second what was available at that second, with this relative standard deviation; None: it does
     not. Between two samples a rule is told None."""
-    peaks: bool = True
-    """Tells what a good step needed."""
+    peaks: bool = True  # tells what a good step needed
     blocks: bool = False
     """Needs come in whole blocks, and with a workspace that comes and goes with the size."""
 
@@ -198,50 +169,33 @@ class Signal:
 EXACT = Signal(name="exact", every_step=True)
 REAL = Signal(name="real", noise=0.03, blocks=True)
 BLIND = Signal(name="blind", peaks=False)
-PEAK = Signal(name="peak")
-"""Peaks and nothing else: a process that can measure itself, but not its device."""
+PEAK = Signal(name="peak")  # peaks and nothing else: a process that can measure itself, but not its device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """How a rule fared in a world."""
 
-    score: float
-    """Its work as a share of the oracle's."""
+    score: float  # its work as a share of the oracle's
     items: float
-    tried: Sequence[tuple[int, bool]]
-    """Of each step: its size, and whether it ended well."""
+    tried: Sequence[tuple[int, bool]]  # of each step: its size, and whether it ended well
     failures: int
-    worst_minute: int
-    """Most failures within any sixty seconds."""
+    worst_minute: int  # most failures within any sixty seconds
     size_changes: int
     idle_s: float
 
 
 def play(make: Maker, world: World, signal: Signal) -> Outcome:
-    """Let a fresh rule choose the sizes from the beginning to the end of a course.
-
-    Args:
-        make: Returns the rule, given the clock it may read.
-        world: The course.
-        signal: What the rule is told.
-
-    Raises:
-        ValueError: The rule returned a size outside 1..`LARGEST`.
-
-    """
-    clock = VirtualClock()
-    rule = make(clock)
+    """Let a fresh rule choose the sizes of a course, told by a signal. ValueError: a size outside 1..`LARGEST`."""
+    now = 0.0
+    rule = make(lambda: now)
     times, levels, duration = world.times_s, world.levels_bytes, world.duration_s
-    place, last_place, sampled_s = 0, len(times) - 1, -1
-    now, items, idle_s = 0.0, 0.0, 0.0
-    changes = 0
+    sampled_s = -1
+    items, idle_s, changes = 0.0, 0.0, 0
     tried: list[tuple[int, bool]] = []
     failed_at: list[float] = []
     while now < duration:
-        while place < last_place and times[place + 1] <= now:
-            place += 1
-        available = levels[place]
+        available = levels[bisect_right(times, now) - 1]
         told: int | None = None
         if signal.every_step:
             told = available
@@ -252,7 +206,6 @@ def play(make: Maker, world: World, signal: Signal) -> Outcome:
         if size is None:
             now += IDLE_S
             idle_s += IDLE_S
-            clock.now_s = now
             continue
         if not 1 <= size <= LARGEST:
             raise ValueError(f"{type(rule).__name__}.next() returned {size}; a size is from 1 to {LARGEST}")
@@ -263,20 +216,18 @@ def play(make: Maker, world: World, signal: Signal) -> Outcome:
         if need > available:
             failed_at.append(now)
             now += step_s / 2 + FAILURE_S
-            clock.now_s = now
             rule.failed(size)
             continue
         # Of a step that the end cuts off, only the part before the end counts.
         items += size if now + step_s <= duration else size * (duration - now) / step_s
         now += step_s
-        clock.now_s = now
         rule.succeeded(size, need if signal.peaks else None)
     return Outcome(
         score=items / oracle_items(world, blocks=signal.blocks),
         items=items,
         tried=tried,
         failures=len(failed_at),
-        worst_minute=_most_within(failed_at, 60.0),
+        worst_minute=max((n - bisect_right(failed_at, at_s - 60.0) for n, at_s in enumerate(failed_at, 1)), default=0),
         size_changes=changes,
         idle_s=idle_s,
     )
@@ -285,11 +236,10 @@ def play(make: Maker, world: World, signal: Signal) -> Outcome:
 @lru_cache(maxsize=1024)
 def oracle_items(world: World, *, blocks: bool) -> float:
     """Return the work of a rule that knows what each step needs and has, and never fails."""
-    place, last_place, step, now, items = 0, len(world.times_s) - 1, 0, 0.0, 0.0
+    step, now, items = 0, 0.0, 0.0
     while now < world.duration_s:
-        while place < last_place and world.times_s[place + 1] <= now:
-            place += 1
-        size = world.largest_that_fits(world.levels_bytes[place], step, blocks=blocks)
+        available = world.levels_bytes[bisect_right(world.times_s, now) - 1]
+        size = world.largest_that_fits(available, step, blocks=blocks)
         if size == 0:
             now += IDLE_S
             continue
@@ -300,29 +250,112 @@ def oracle_items(world: World, *, blocks: bool) -> float:
     return items
 
 
-def _most_within(moments_s: Sequence[float], span_s: float) -> int:
-    first = most = 0
-    for last, moment_s in enumerate(moments_s):
-        while moment_s - moments_s[first] >= span_s:
-            first += 1
-        most = max(most, last - first + 1)
-    return most
+def _constant(draw: Random, _duration_s: float) -> Course:
+    return [(0.0, draw.uniform(_LOW_GIB, _HIGH_GIB) * GIB)]
+
+
+def _steps(draw: Random, duration_s: float) -> Course:
+    """Another level every two to five minutes."""
+    points, at_s = [], 0.0
+    while at_s < duration_s:
+        points.append((at_s, draw.uniform(_LOW_GIB, _HIGH_GIB) * GIB))
+        at_s += draw.uniform(120.0, 300.0)
+    return points
+
+
+def _squeeze(draw: Random, duration_s: float) -> Course:
+    """High at first; then one or two cuts, and what is cut stays cut."""
+    return _in_parts(draw, duration_s, draw.uniform(5.0, _HIGH_GIB), at_once=(0.25, 0.5), each=(0.45, 0.7))
+
+
+def _release(draw: Random, duration_s: float) -> Course:
+    """Low at first; more is released, at once or in two parts."""
+    return _in_parts(draw, duration_s, draw.uniform(_LOW_GIB, 2.2), at_once=(2.5, 3.6), each=(1.6, 1.9))
+
+
+def _in_parts(
+    draw: Random, duration_s: float, level: float, at_once: tuple[float, float], each: tuple[float, float]
+) -> Course:
+    points = [(0.0, level * GIB)]
+    parts = draw.choice((1, 2))
+    for part in range(parts):
+        level = min(_HIGH_GIB, max(_LOW_GIB, level * draw.uniform(*(at_once if parts == 1 else each))))
+        points.append((duration_s * (draw.uniform(0.2, 0.4) if part == 0 else draw.uniform(0.5, 0.7)), level * GIB))
+    return points
+
+
+def _game(draw: Random, duration_s: float) -> Course:
+    """A desktop that takes a little more or less each second; twice a game takes most of the memory for minutes."""
+    level, jitter = draw.uniform(4.0, _HIGH_GIB), draw.uniform(0.02, 0.08)
+    games = []
+    for half in (0.0, 0.5):
+        begin_s = duration_s * (half + draw.uniform(0.08, 0.2))
+        games.append((begin_s, begin_s + duration_s * draw.uniform(0.08, 0.25), draw.uniform(0.18, 0.35)))
+    points = []
+    for second in range(int(duration_s) + 1):
+        left = next((share for begin_s, end_s, share in games if begin_s <= second < end_s), 1.0)
+        points.append((float(second), level * left * (1 - jitter * draw.random()) * GIB))
+    return points
+
+
+def _neighbour(draw: Random, duration_s: float) -> Course:
+    """A job that takes a fixed amount for minutes, ends, and comes again."""
+    level = draw.uniform(4.0, _HIGH_GIB)
+    amount = level * draw.uniform(0.45, 0.75)
+    here, at_s, points = draw.random() < 0.5, 0.0, []
+    while at_s < duration_s:
+        points.append((at_s, (level - amount * here) * GIB))
+        here = not here
+        at_s += draw.uniform(60.0, 240.0)
+    return points
+
+
+def _leak(draw: Random, duration_s: float) -> Course:
+    """A neighbour that takes more and more, and gives all of it back when it restarts."""
+    high = draw.uniform(4.0, _HIGH_GIB)
+    low = max(_LOW_GIB, high * draw.uniform(0.2, 0.4))
+    points, begin_s = [], 0
+    length_s = draw.randint(120, 300)
+    for second in range(int(duration_s) + 1):
+        if second - begin_s >= length_s:
+            begin_s, length_s = second, draw.randint(120, 300)
+        points.append((float(second), (high - (high - low) * (second - begin_s) / length_s) * GIB))
+    return points
+
+
+def _walk(draw: Random, duration_s: float) -> Course:
+    """A small step each second, reflected where it would leave the bounds."""
+    level, step = draw.uniform(2.5, 6.0), draw.uniform(0.04, 0.1)
+    points = []
+    for second in range(int(duration_s) + 1):
+        points.append((float(second), level * GIB))
+        level += draw.gauss(0.0, step)
+        level = 2 * _LOW_GIB - level if level < _LOW_GIB else level
+        level = 2 * _HIGH_GIB - level if level > _HIGH_GIB else level
+    return points
+
+
+COURSES: Mapping[str, Callable[[Random, float], Course]] = {
+    "constant": _constant,
+    "steps": _steps,
+    "squeeze": _squeeze,
+    "release": _release,
+    "game": _game,
+    "neighbour": _neighbour,
+    "leak": _leak,
+    "walk": _walk,
+}
 
 
 @lru_cache(maxsize=64)
 def worlds(seed: int, regime: str, rate_per_s: float = RATE_PER_S) -> tuple[World, ...]:
-    """Return the eight worlds of a seed, in the order of `COURSES`.
+    """Return the eight worlds of a seed, in the order of `COURSES`; both regimes share their courses and needs.
 
-    Args:
-        seed: Whatever is drawn is drawn from it; both regimes of a seed share their courses and needs.
-        regime: A key of `HALF_SPEED_ITEMS`.
-        rate_per_s: Items per second of an endlessly large step. At a lower rate a rule has fewer steps to learn from
-            between two changes.
-
+    At a lower rate (items per second of an endlessly large step) a rule has fewer steps to learn from between changes.
     """
     made = []
     for name, course in COURSES.items():
-        draw = random.Random(f"{seed}/{name}/course")  # noqa: S311 - a simulation, no secret
+        draw = Random(f"{seed}/{name}/course")  # noqa: S311 - a simulation, no secret
         duration_s = draw.uniform(20.0, 40.0) * 60
         points = course(draw, duration_s)
         made.append(world_of(name, points, duration_s, seed=seed, regime=regime, rate_per_s=rate_per_s))

@@ -1,13 +1,10 @@
-"""Half an hour under random chaos, checked from outside all along: the books, the head's own use, and what is left.
+"""Half an hour under random chaos, checked from outside all along: the counts, the head's own use, and what is left.
 
-Starts the real command as a rehearsal of the reference pair, with eight kinds of faults: workers that are killed,
-crash, leave, hang or lose their device, steps that fail or run out of memory, and a node that goes and comes back.
-Every few seconds it reads the store, the witness of each slot and /proc. In 30 minutes about 260 strikes and nodes,
-and faults of single steps besides; the breakers stay on, with room for what the plan itself brings. Judges no speed.
-
-A slot must end RUNNING, or BACKOFF where its very last slice met a failed step, or QUARANTINED with a reason. The
-product leaves the last minute of a run alone, so that what was struck can come back; in a very short run that minute is
-a few seconds, and what a fault has struck that the run's end overtook is allowed there.
+A rehearsal of the reference pair with eight kinds of faults: workers that are killed, crash, leave, hang or lose their
+device, steps that fail or run out of memory, and a node that goes and comes back; in 30 minutes about 260 strikes and
+nodes. Every few seconds it reads the store, the witness of each slot and /proc. A slot must end RUNNING, or BACKOFF
+where its very last slice met a failed step, or QUARANTINED with a reason. The product injects nothing in the last
+minute; in a very short run that is a few seconds, and what is still away at its end is allowed.
 """
 
 from __future__ import annotations
@@ -29,45 +26,29 @@ from workers.units import MIB
 
 #: Seconds between two faults of a kind at the usual pace; the last of each comes well before the end.
 _EVERY_S = {"kill": 20.0, "segv": 35.0, "exit": 40.0, "poison": 40.0, "hang": 60.0, "node": 120.0}
-
 #: Share of a period that is left when the last fault of a kind has struck: the slow ones first.
 _REST = {"kill": 0.4, "segv": 0.5, "exit": 0.6, "poison": 0.7, "hang": 0.8, "node": 0.9}
-
 #: Of steps. About four steps a second in all on two cores.
 _OOM_RATE = 0.004
 _RAISE_RATE = 0.002
-
 _LOOK_EVERY_S = 2.0
 _TELL_EVERY_S = 60.0
 #: A fault that is older than this when the run ends is not late, its slot or node is lost. Seen: at most 24 s.
 _BACK_WITHIN_S = 90.0
-
 #: From this length on the calm at the end is a whole minute: nothing is excused by it.
 _CALM_ENOUGH_S = 300.0
-
 #: From here on the quarters of a run are long enough to be compared; before, they are figures.
 _JUDGED_FROM_S = 100.0
-
 #: What the head may grow by from the second quarter to the last: 5 %, or this.
 _GROWTH = 1.05
 _GROWTH_MOST = {"rss_bytes": 10 * MIB, "fds": 8, "threads": 4, "zombies": 8}
-
-#: Janitor, GCS and its reaper; raylet, its two agents and a reaper on each node.
-_PROCESSES = 3
-_PROCESSES_A_NODE = 4
-
-#: Of one slot: a process that ends while the next one starts.
-_PROCESSES_A_SLOT = 2
+#: Reaper, GCS and its reaper; raylet, its two agents and a reaper on each node; of one slot, a process that ends while
+#: the next one starts.
+_PROCESSES, _PROCESSES_A_NODE, _PROCESSES_A_SLOT = 3, 4, 2
 
 
 def run(minutes: float, seed: int, pace: float) -> Result:
-    """Run for so long.
-
-    Args:
-        minutes: Planned length.
-        seed: Of the faults.
-        pace: Times the usual rate of faults: a short run needs more of them to see any.
-    """
+    """Run for so long; a short run needs a higher pace of faults to see any."""
     duration_s = 60.0 * minutes
     looks: list[dict[str, float]] = []
     told_s = time.monotonic()
@@ -90,25 +71,20 @@ def run(minutes: float, seed: int, pace: float) -> Result:
             progress(", ".join(f"{name} {value:,.0f}" for name, value in looks[-1].items()))
 
     def judge(folder: Path, stored: StoredRun, rows: list[dict[str, Any]], broken: list[str]) -> dict[str, Any]:
-        summary = _summary(folder)
+        path = folder / "summary.json"
+        summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"workers": [], "faults": []}
         broken += [
             *_slots_broken(summary, duration_s),
-            *_books_broken(rows),
-            *_faults_broken(summary),
-            *_head_broken(looks, duration_s),
-            *_family_broken(looks, stored),
+            *_counts_broken(rows, summary),
+            *(_head_broken(looks) if duration_s >= _JUDGED_FROM_S else ()),
+            *_processes_broken(looks, stored),
         ]
-        figures = _figures(summary, rows, looks, sample_times(folder), len(stored.slots))
+        figures = _figures(summary, rows, looks, sample_times(folder))
         return {"minutes": minutes, "seed": seed, "chaos": _chaos(duration_s, pace), **figures}
 
-    every_s = _LOOK_EVERY_S if duration_s >= _JUDGED_FROM_S else _LOOK_EVERY_S / 4
-    return watched("soak", _arguments(duration_s, seed, pace), duration_s, judge, look=look, every_s=every_s)
-
-
-def _arguments(duration_s: float, seed: int, pace: float) -> list[str]:
     # In a very short run a hanging worker must be found sooner, or it would not be back before the end.
     hang_timeout_s = min(10.0, duration_s / 6)
-    return [
+    arguments = [
         "--rehearse", "--duration", f"{duration_s:.3f}s", "--workload", WITNESS,
         "--chaos", _chaos(duration_s, pace), "--chaos-seed", str(seed),
         *settings(
@@ -124,6 +100,8 @@ def _arguments(duration_s: float, seed: int, pace: float) -> list[str]:
             "workload.size=2048",
         ),
     ]  # fmt: skip
+    every_s = _LOOK_EVERY_S if duration_s >= _JUDGED_FROM_S else _LOOK_EVERY_S / 4
+    return watched("soak", arguments, duration_s, judge, look=look, every_s=every_s)
 
 
 def _chaos(duration_s: float, pace: float) -> str:
@@ -135,11 +113,6 @@ def _chaos(duration_s: float, pace: float) -> str:
         pause = f",for={min(12.0, duration_s / 6):.2f}s" if kind == "node" else ""
         pieces.append(f"{kind}:every={every_s:.2f}s{pause}")
     return ";".join(pieces)
-
-
-def _summary(folder: Path) -> dict[str, Any]:
-    path = folder / "summary.json"
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {"workers": [], "faults": []}
 
 
 def _slots_broken(summary: Mapping[str, Any], duration_s: float) -> list[str]:
@@ -166,26 +139,21 @@ def _slots_broken(summary: Mapping[str, Any], duration_s: float) -> list[str]:
     ]
 
 
-def _books_broken(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [
+def _counts_broken(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> list[str]:
+    wrong = [
         f"{row['slot']}: {row['witnessed']} steps were done, {row['steps_ok']} counted and at most "
         f"{row['lost_at_most']} lost"
         for row in rows
         if not row["steps_ok"] <= row["witnessed"] <= row["steps_ok"] + row["lost_at_most"]
     ]
-
-
-def _faults_broken(summary: Mapping[str, Any]) -> list[str]:
-    return [
+    return wrong + [
         f"fault {fault['number']} ({fault['kind']} at {fault['target']}) has no outcome: {fault['became']}"
         for fault in summary["faults"]
         if fault["fate"] == "pending" or fault["became"] == "under way" or not fault["became"]
     ]
 
 
-def _head_broken(looks: Sequence[Mapping[str, float]], duration_s: float) -> list[str]:
-    if duration_s < _JUDGED_FROM_S:
-        return []
+def _head_broken(looks: Sequence[Mapping[str, float]]) -> list[str]:
     quarters = {name: _quarters(looks, name) for name in _GROWTH_MOST}
     return [
         f"the head's {name} grew from {second:,.0f} in the second quarter to {last:,.0f} in the last"
@@ -194,7 +162,7 @@ def _head_broken(looks: Sequence[Mapping[str, float]], duration_s: float) -> lis
     ]
 
 
-def _family_broken(looks: Sequence[Mapping[str, float]], stored: StoredRun) -> list[str]:
+def _processes_broken(looks: Sequence[Mapping[str, float]], stored: StoredRun) -> list[str]:
     nodes, slots = len(stored.facts.nodes_planned), len(stored.slots)
     bound = _PROCESSES + _PROCESSES_A_NODE * nodes + _PROCESSES_A_SLOT * slots
     most = max((look["processes"] for look in looks), default=0)
@@ -214,18 +182,15 @@ def _figures(
     rows: Sequence[Mapping[str, Any]],
     looks: Sequence[Mapping[str, float]],
     sampled_at_s: Sequence[float],
-    slots: int,
 ) -> dict[str, Any]:
     faults = summary["faults"]
     struck = [fault for fault in faults if fault["fate"] != "moot"]
-    gaps = [after - before for before, after in itertools.pairwise(sampled_at_s)]
-    kinds = _kinds(faults)
     return {
         "outcome": summary.get("outcome"),
         "exit_code": summary.get("exit_code"),
         "strikes_and_nodes": sum(fault["kind"] not in {"oom", "raise"} for fault in struck),
         "failed_steps": sum(fault["count"] for fault in struck if fault["kind"] in {"oom", "raise"}),
-        "kinds": kinds,
+        "kinds": _kinds(faults),
         "slots": list(rows),
         **sums(rows),
         "restarts": summary.get("restart_count"),
@@ -236,9 +201,9 @@ def _figures(
             for when, value in zip(("second_quarter", "last_quarter"), _quarters(looks, name), strict=True)
         },
         "processes_most": max((look["processes"] for look in looks), default=0),
-        "samples": len(sampled_at_s) * slots,
-        "samples_expected": slots * (sampled_at_s[-1] - sampled_at_s[0]) if sampled_at_s else 0,
-        "longest_gap_s": max(gaps, default=0.0),
+        "samples": len(sampled_at_s) * len(rows),
+        "samples_expected": len(rows) * (sampled_at_s[-1] - sampled_at_s[0]) if sampled_at_s else 0,
+        "longest_gap_s": max((after - before for before, after in itertools.pairwise(sampled_at_s)), default=0.0),
     }
 
 
@@ -248,11 +213,10 @@ def _kinds(faults: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for kind in dict.fromkeys(fault["kind"] for fault in faults):
         mine = [fault for fault in faults if fault["kind"] == kind]
         took_s = [fault["recovered_s"] for fault in mine if fault["recovered_s"] is not None]
-        counts = {
-            fate: sum(fault["count"] for fault in mine if fault["fate"] == fate)
-            for fate in ("survived", "recovered", "given_up", "not_back", "moot")
-        }
-        shares = {"recovered_p50_s": 0.5, "recovered_p99_s": 0.99}
-        times = {name: percentile(took_s, share) if took_s else None for name, share in shares.items()}
-        rows.append({"kind": kind, **counts, **times})
+        row: dict[str, Any] = {"kind": kind}
+        for fate in ("survived", "recovered", "given_up", "not_back", "moot"):
+            row[fate] = sum(fault["count"] for fault in mine if fault["fate"] == fate)
+        for name, share in (("recovered_p50_s", 0.5), ("recovered_p99_s", 0.99)):
+            row[name] = percentile(took_s, share) if took_s else None
+        rows.append(row)
     return rows

@@ -1,7 +1,7 @@
 """A storm of real out-of-memory errors in one process, which must survive a million and stay as it was.
 
 Fills the CPU device's kernel cap with blocks from 64 KiB to more than all of it until the kernel refuses, classifies,
-releases, and begins again. Uses the product's device and its classification, and not the engine's loop around them.
+releases, and begins again, with the product's device and classification and without the engine.
 """
 
 from __future__ import annotations
@@ -17,20 +17,16 @@ from typing import Any
 
 import psutil
 
-from benches.common import Result, lone_worker, progress, status_bytes
+from benches.common import Result, amiss, lone_worker, progress, status_bytes
 from workers.settings import FailureKind, WorkerSpec
 from workers.units import MIB
 
 _LEAST_BLOCK_BYTES = 64 * 1024
-_LARGEST_SHARE = 1.25
-"""Of the cap: some blocks are refused although nothing is held."""
-
+_LARGEST_SHARE = 1.25  # of the cap: some blocks are refused although nothing is held
 _EMERGENCY_EVERY = 1000
 _POINTS = 10
-
 #: The last of ten looks at the resident set may be this much above the first.
 _RSS_GROWTH = 1.05
-
 #: At the end the process may hold this much more than after the first tenth: the stacks of two threads that Ray
 #: starts late (8 MiB each) and small objects, and no tensor.
 _LEFT_BYTES = 20 * MIB
@@ -48,7 +44,7 @@ class Storm:
         self._held: list[Any] = []
         # Private writable memory as the kernel counts it: the device's own account may be what is wrong.
         self._opened_bytes = status_bytes("VmData")
-        # As the engine does: torch's modules live for ever, and a collection must not walk them every time.
+        # As the engine does: torch's modules stay, and a collection must not walk them every time.
         gc.collect()
         gc.freeze()
 
@@ -101,7 +97,6 @@ class Storm:
 
 
 def run(errors: int, budget_mib: float, *, bare: bool) -> Result:
-    """Provoke `errors` out-of-memory errors in one process, in a Ray actor or here."""
     spec = lone_worker(budget_bytes=int(budget_mib * MIB))
     if bare:
         return _judged(errors, Storm(spec).provoke, where="plain process")
@@ -129,7 +124,8 @@ def _judged(errors: int, provoke: Callable[[int], Mapping[str, Any]], *, where: 
         last = parts[-1]
         rate = last["errors"] / last["seconds"]
         progress(f"{point + 1:>2}/{_POINTS}  {rate:,.0f} errors/s, {last['rss_bytes'] / MIB:.1f} MiB")
-    count, seconds = (sum(part[key] for part in parts) for key in ("errors", "seconds"))
+    names = ("errors", "seconds", "blocks", "emergencies")
+    count, seconds, blocks, emergencies = (sum(part[key] for part in parts) for key in names)
     kinds = sum((part["kinds"] for part in parts), Counter[str]())
     rss_bytes, left_bytes = ([part[key] for part in parts] for key in ("rss_bytes", "left_bytes"))
     figures = {
@@ -138,20 +134,20 @@ def _judged(errors: int, provoke: Callable[[int], Mapping[str, Any]], *, where: 
         "seconds": seconds,
         "errors_per_s": count / seconds if seconds else None,
         "kinds": dict(kinds),
-        "blocks_granted": sum(part["blocks"] for part in parts),
-        "emergency_products": sum(part["emergencies"] for part in parts),
+        "blocks_granted": blocks,
+        "emergency_products": emergencies,
         "left_bytes": left_bytes,
         "rss_bytes": rss_bytes,
         "rss_last_to_first": rss_bytes[-1] / rss_bytes[0] if parts else None,
     }
-    if count != errors:
-        broken.append(f"{count} errors survived, {errors} were to be provoked")
-    if set(kinds) - {FailureKind.DEFINITE.value}:
-        broken.append("some were not classified as a definite out-of-memory")
-    if len({part["pid"] for part in parts}) > 1:
-        broken.append("the process was replaced on the way")
-    if parts and rss_bytes[-1] > _RSS_GROWTH * rss_bytes[0]:
-        broken.append(f"the resident set grew by more than {_RSS_GROWTH - 1:.0%} after the first tenth")
-    if parts and left_bytes[-1] > left_bytes[0] + _LEFT_BYTES:
-        broken.append("memory was not given back")
+    holds = {
+        f"{count} errors survived, {errors} were to be provoked": count == errors,
+        "some were not classified as a definite out-of-memory": not set(kinds) - {FailureKind.DEFINITE.value},
+        "the process was replaced on the way": len({part["pid"] for part in parts}) <= 1,
+        f"the resident set grew by more than {_RSS_GROWTH - 1:.0%} after the first tenth": (
+            not parts or rss_bytes[-1] <= _RSS_GROWTH * rss_bytes[0]
+        ),
+        "memory was not given back": not parts or left_bytes[-1] <= left_bytes[0] + _LEFT_BYTES,
+    }
+    broken += amiss(holds)
     return Result(bench="oom-storm", figures=figures, broken=broken)

@@ -1,12 +1,9 @@
 """How well the thermal governor holds a card's temperature, against the best constant duty and the guides' rule.
 
-Plays them on made-up cards: ambient temperature, cooling, time constants, sensor, fan and the number of workers are
+Virtual time on made-up cards: ambient temperature, cooling, time constants, sensor, fan and the number of workers are
 drawn from a seed, in ranges that fit real cards. Every worker runs a rule of its own on the same temperature, read at
-its own moment. Needs no card, no torch and no real second: the same seed gives the same figures everywhere. Does not
-say how well sleeping between steps keeps a duty (the engine's tests do).
-
-The best constant duty knows the card: the largest one whose readings, noise included, stay below the critical
-temperature once it has settled. What counts is the work after settling; before, the governor is ahead.
+its own moment. The best constant duty is the largest one whose readings, noise included, stay below the critical
+temperature once it has settled; what counts is the work after settling.
 """
 
 from __future__ import annotations
@@ -15,12 +12,14 @@ import itertools
 import math
 import random
 import statistics
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 from benches.common import Result, progress
-from workers.policy.thermal.governor import SensorsRead, ThermalGovernor
+from workers.policy.thermal.governor import ThermalGovernor
 from workers.readings import SensorReading
 from workers.settings import ThermalSettings
 
@@ -32,21 +31,17 @@ _PHASE_S = 900.0
 _STEP_S = 0.25
 #: The guides: reduce above this, pause from there until below that.
 _HOT_C, _CRITICAL_C, _RESUME_C, _BOOST_C = 78.0, 83.0, 75.0, 70.0
-
-
+#: Turns a temperature, read at some second, into the share of time to use the card; 0 is a pause.
 Rule = Callable[[float, float], float]
-"""Whatever turns a temperature, read at some second, into the share of time to use the card; 0 is a pause."""
 
 
 def governor() -> Rule:
-    """Return the governor, as an engine would use it."""
     thermal = ThermalGovernor(ThermalSettings())
     state = thermal.initial()
 
     def duty(temperature_c: float, at_s: float) -> float:
         nonlocal state
-        event = SensorsRead(at_s=at_s, reading=SensorReading(temperature_c=temperature_c))
-        state, decision = thermal.decide(state, event)
+        state, decision = thermal.after_reading(state, SensorReading(temperature_c=temperature_c), at_s)
         return decision.duty
 
     return duty
@@ -68,11 +63,6 @@ def guides() -> Rule:
     return duty
 
 
-def constant(value: float) -> Callable[[], Rule]:
-    """Return what makes a rule that always says the same."""
-    return lambda: lambda _temperature_c, _at_s: value
-
-
 RULES: dict[str, Callable[[], Rule]] = {"governor": governor, "guides": guides}
 
 
@@ -82,40 +72,28 @@ class Card:
 
     seed: int
     ambient_c: float
-    full_c: float
-    """Where it would end at full load, its fan as slow as it is at rest."""
-    idle_share: float
-    """Of the full power that it takes while nothing runs."""
-    heatsink_s: float
-    """Time constant of all it has, or of the heatsink alone."""
-    die_share: float
-    """Of the whole thermal resistance that lies between die and heatsink; 0: one mass."""
+    full_c: float  # where it would end at full load, its fan as slow as it is at rest
+    idle_share: float  # of the full power that it takes while nothing runs
+    heatsink_s: float  # time constant of all it has, or of the heatsink alone
+    die_share: float  # of the whole thermal resistance that lies between die and heatsink; 0: one mass
     die_s: float
-    fan: float
-    """By how much a full fan lowers the thermal resistance."""
+    fan: float  # by how much a full fan lowers the thermal resistance
     lag_s: float
     noise_c: float
-    truncates: bool
-    """Whether the sensor cuts fractions off instead of rounding."""
-    offsets_s: tuple[float, ...]
-    """When in a second each worker looks at the sensor."""
-    slot_duty: float
-    """What each worker is allowed anyway."""
-    fills_gaps: bool
-    """Whether one worker alone would keep the device busy, so that they fill each other's gaps."""
-    game: float
-    """Load of the game, where there is one."""
+    truncates: bool  # whether the sensor cuts fractions off instead of rounding
+    offsets_s: tuple[float, ...]  # when in a second each worker reads the sensor
+    slot_duty: float  # what each worker is allowed anyway
+    fills_gaps: bool  # whether one worker alone would keep the device busy, so that they fill each other's gaps
+    game: float  # load of the game, where there is one
     ambient_step_c: float
 
     def used(self, duties: Sequence[float]) -> float:
-        """Return the share of the device that the workers use."""
         if self.fills_gaps:
             return 1.0 - math.prod(1.0 - duty for duty in duties)
         return statistics.fmean(duties)
 
 
 def draw(seed: int) -> Card:
-    """Return the card of a seed."""
     chance = random.Random(seed)  # noqa: S311 - to play, not to keep secrets
     heatsink_s = math.exp(chance.uniform(math.log(10.0), math.log(200.0)))
     return Card(
@@ -138,9 +116,7 @@ def draw(seed: int) -> Card:
     )
 
 
-class ThermalControl:
-    """The temperature of a card over time."""
-
+class _Heat:
     def __init__(self, card: Card, scene: str) -> None:
         self._card = card
         self._scene = scene
@@ -152,7 +128,6 @@ class ThermalControl:
         self._sensed_c = self.die_c = card.ambient_c + rise_c
 
     def pass_time(self, used: float, at_s: float) -> None:
-        """Let a step pass in which the workers use this share of the device."""
         card = self._card
         in_the_middle = _PHASE_S <= at_s < 2.0 * _PHASE_S
         if in_the_middle and self._scene == "game":
@@ -170,37 +145,30 @@ class ThermalControl:
         self._sensed_c += (self.die_c - self._sensed_c) * min(1.0, _STEP_S / max(_STEP_S, card.lag_s))
 
     def read(self) -> float:
-        """Return what the sensor says, in whole degrees."""
         told_c = self._sensed_c + self._noise.gauss(0.0, self._card.noise_c)
         return float(math.floor(told_c) if self._card.truncates else math.floor(told_c + 0.5))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
-    """A worker looked at the sensor."""
+class Look(NamedTuple):
+    """A worker read the sensor, and its rule answered with a duty."""
 
     at_s: float
     worker: int
     temperature_c: float
     duty: float
-    """What its rule answered."""
     settled: bool
 
 
 @dataclass(slots=True)
 class Course:
-    """What happened on a card."""
+    """What happened on a card, in seconds: when the die was critical, and the work since it first had settled."""
 
     looks: list[Look] = field(default_factory=list)
     work_s: float = 0.0
-    """Device time of the workers since everything was settled for the first time."""
-    critical_unsettled_s: float = 0.0
-    """Seconds in which the die itself was critical, before everything had settled."""
-    critical_settled_s: float = 0.0
+    critical_s: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})  # by whether it had settled
 
     @property
     def settled_c(self) -> list[float]:
-        """What was read when everything had settled."""
         return [look.temperature_c for look in self.looks if look.settled]
 
     def runs_of(self, worker: int) -> list[list[float]]:
@@ -210,51 +178,41 @@ class Course:
         return [[look.duty for look in run] for settled, run in runs if settled]
 
 
-def settled(scene: str, at_s: float) -> bool:
-    """Return whether the last change of the scene is long ago."""
-    return (at_s if scene == "steady" else at_s % _PHASE_S) >= SETTLED_S
-
-
 def play(card: Card, scene: str, make: Callable[[], Rule]) -> Course:
-    """Return what happens on a card whose workers all follow a rule."""
-    heat, course = ThermalControl(card, scene), Course()
+    heat, course = _Heat(card, scene), Course()
     rules = [make() for _ in card.offsets_s]
     looks_at_s = list(card.offsets_s)
     duties = [0.0] * len(rules)
     for number in range(int(SCENES[scene] / _STEP_S)):
         now_s = number * _STEP_S
-        calm = settled(scene, now_s)
+        settled = (now_s if scene == "steady" else now_s % _PHASE_S) >= SETTLED_S
         for worker, rule in enumerate(rules):
             if now_s >= looks_at_s[worker]:
                 looks_at_s[worker] += 1.0
                 told_c = heat.read()
                 duty = rule(told_c, now_s)
                 duties[worker] = card.slot_duty * duty
-                course.looks.append(Look(at_s=now_s, worker=worker, temperature_c=told_c, duty=duty, settled=calm))
+                course.looks.append(Look(now_s, worker, told_c, duty, settled))
         used = card.used(duties)
         heat.pass_time(used, now_s)
-        critical_s = _STEP_S if heat.die_c >= _CRITICAL_C else 0.0
-        course.work_s += used * _STEP_S if now_s >= SETTLED_S else 0.0
-        course.critical_settled_s += critical_s if calm else 0.0
-        course.critical_unsettled_s += 0.0 if calm else critical_s
+        if now_s >= SETTLED_S:
+            course.work_s += used * _STEP_S
+        if heat.die_c >= _CRITICAL_C:
+            course.critical_s[settled] += _STEP_S
     return course
 
 
 def best_constant(card: Card, scene: str) -> Course:
-    """Return the course under the largest constant duty of which no settled reading is critical."""
-    low, high = 0.0, 1.0
-    best = play(card, scene, constant(high))
-    if max(best.settled_c) < _CRITICAL_C:
-        return best
-    best = play(card, scene, constant(low))
-    for _ in range(9):
-        middle = (low + high) / 2.0
-        tried = play(card, scene, constant(middle))
-        if max(tried.settled_c) < _CRITICAL_C:
-            low, best = middle, tried
-        else:
-            high = middle
-    return best
+    """Return the course under the largest constant duty, in 512ths, of which no settled reading is critical."""
+
+    @cache
+    def constant(parts: int) -> Course:
+        return play(card, scene, lambda: lambda _temperature_c, _at_s: parts / 512)
+
+    def is_hot(parts: int) -> bool:
+        return max(constant(parts).settled_c) >= _CRITICAL_C
+
+    return constant(max(0, bisect_left(range(512), True, key=is_hot) - 1) if is_hot(512) else 512)
 
 
 def turns(duties: Sequence[float], noticed: float = 0.05) -> int:
@@ -270,7 +228,6 @@ def turns(duties: Sequence[float], noticed: float = 0.05) -> int:
 
 
 def judge(card: Card, course: Course, best: Course) -> dict[str, Any]:
-    """Return the figures of a course, beside the best constant duty's on the same card."""
     runs = [run for worker in range(len(card.offsets_s)) for run in course.runs_of(worker)]
     outside_s = [look.at_s for look in course.looks if _outside(look) and look.at_s < _PHASE_S]
     return {
@@ -278,8 +235,8 @@ def judge(card: Card, course: Course, best: Course) -> dict[str, Any]:
         "least_c": min(course.settled_c),
         "most_c": max(course.settled_c),
         "outside_settled_pct": 100.0 * statistics.fmean(_outside(look) for look in course.looks if look.settled),
-        "critical_unsettled_s": course.critical_unsettled_s,
-        "critical_settled_s": course.critical_settled_s,
+        "critical_unsettled_s": course.critical_s[False],
+        "critical_settled_s": course.critical_s[True],
         "pauses_settled": sum(a > b == 0.0 for run in runs for a, b in itertools.pairwise(run)),
         "swing": max(max(run) - min(run) for run in runs),
         "turns_per_min": max(60.0 * turns(run) / len(run) for run in runs),
@@ -294,13 +251,6 @@ def _outside(look: Look) -> bool:
 
 
 def run(cards: int, seed: int) -> Result:
-    """Play the governor and the guides' rule on some cards, in each of the scenes.
-
-    Args:
-        cards: How many, from the first seed on.
-        seed: Of the first; another one, other cards.
-
-    """
     figures: dict[str, Any] = {"cards": cards, "first_seed": seed}
     broken: list[str] = []
     drawn = [draw(number) for number in range(seed, seed + cards)]

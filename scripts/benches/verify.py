@@ -1,8 +1,8 @@
-"""The check of results: how often it cries wolf, which flipped bits it finds, and what it costs.
+"""The check of results: how often it refuses a right product, and which flipped bits it finds.
 
-False alarms are looked for with fresh operands at every check, of several distributions; products and checks are the
-product's own. Most checks are of small matrices, where a million is a matter of minutes; each size and type is counted
-by itself, and nothing is concluded for those that were not tried.
+Products and checks are the product's own, with fresh operands at every check. Most checks are of small matrices; each
+size and type is counted by itself, and nothing is concluded for those that were not tried. What checks cost a
+worker is told by `watching`, and judged by the acceptance checks.
 """
 
 from __future__ import annotations
@@ -23,27 +23,19 @@ from workers.verification.tamper import bit_class, flip_bit
 from workers.verification.tolerance import tolerance
 
 _DTYPES: Final = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 #: Of 1000 checks, how many are of this size. A product in fp16 of more than 64 takes a CPU ten times the others' time.
 _MIX: Final = {64: 800, 128: 170, 256: 26, 512: 3, 1024: 1}
 _MIX_FP16: Final = {64: 990, 128: 9, 256: 1}
 _MIX_CUDA: Final = {64: 500, 256: 250, 1024: 200, 4096: 48, 8192: 2}
-
 #: The workload's own operands, operands whose products never cancel, and rows and columns of very different size.
 _DRAWS: Final = ("normal", "normal", "positive", "scaled")
-
 #: Each this many checks the product is repeated instead.
 _REPEAT_EVERY: Final = 10
-
 #: A flip that changes a result by so many tolerances must be found whatever rounding does: the row passed before, so
 #: rounding takes at most one of them away.
 _SURELY: Final = 2.0
-
 #: Of the flips of one type: all, found by each kind of check, surely too large, and those of them it found.
 COUNTS: Final = ("flips", "freivalds", "repeat", "large", "large_found")
-
-_COST_SIZES: Final = {"cpu": (256, 512, 1024, 2048), "cuda": (1024, 2048, 4096, 8192)}
-_COST_FP16_CPU_MOST: Final = 512
 
 
 @dataclass(slots=True)
@@ -66,7 +58,6 @@ class Bench:
         self.scratch = torch.empty(roomy, dtype=torch.float64, device=self.device)
 
     def draw(self, how: str) -> None:
-        """Make new operands and their product."""
         left, right, result, _ = self.matrices
         if how == "positive":
             self.matrices[:2].uniform_(0.5, 1.5, generator=self.generator)
@@ -78,12 +69,10 @@ class Bench:
         torch.mm(left, right, out=result)
 
     def freivalds(self, seed: int) -> Check:
-        """Check the product."""
         left, right, result, _ = self.matrices
         return freivalds.freivalds(left, right, result, self.scratch, seed)
 
     def repeat(self) -> Check:
-        """Repeat the product and compare."""
         left, right, result, again = self.matrices
         torch.mm(left, right, out=again)
         check = repeat.same_bits(result, again, self.scratch)
@@ -100,17 +89,8 @@ def row_tolerances(left: torch.Tensor, right: torch.Tensor, result: torch.Tensor
     return (allowed.stored * sizes + allowed.summed * spreads.maximum(sizes) + allowed.least).sqrt()
 
 
-def run(checks: int, flips: int, seed: int, device: str, dtypes: list[str], *, timed: bool = True) -> Result:
-    """Check `checks` right products, and for each bit of each type `flips` products with that bit flipped.
-
-    Args:
-        checks: Right products, over all types, sizes and distributions.
-        flips: Wrong ones for each bit.
-        seed: Of everything drawn.
-        device: `cpu` (with one thread) or `cuda`.
-        dtypes: Of `fp32`, `bf16`, `fp16`, and on a card `tf32`.
-        timed: Whether to tell what checks cost, too.
-    """
+def run(checks: int, flips: int, seed: int, device: str, dtypes: list[str]) -> Result:
+    """Check so many right products, and for each bit of each type `flips` wrong ones."""
     where = torch.device(device)
     if where.type == "cpu":
         torch.set_num_threads(1)
@@ -125,8 +105,16 @@ def run(checks: int, flips: int, seed: int, device: str, dtypes: list[str], *, t
         "largest_ratio": max(row["largest_ratio"] for row in alarms),
         "rounds": alarms,
         "counts": counts,
-        "flips": [_as_shares(row) for row in counts],
-        "cost": [row for dtype in dtypes for row in _cost(where, dtype)] if timed else [],
+        "flips": [
+            {
+                **{key: row[key] for key in ("dtype", "bits", "flips")},
+                "by_freivalds": row["freivalds"] / row["flips"],
+                "by_repeat": row["repeat"] / row["flips"],
+                "large": row["large"] / row["flips"],
+                "large_by_freivalds": row["large_found"] / max(1, row["large"]),
+            }
+            for row in counts
+        ],
     }
     return Result(bench="verify", figures=figures, broken=broken)
 
@@ -137,24 +125,21 @@ def _false_alarms(
     chance = random.Random(seed)  # noqa: S311 - repeatable is what is wanted
     generator = torch.Generator(device=device).manual_seed(seed)
     rows: list[dict[str, Any]] = []
-    done = 0
     for name in dtypes:
         mix = _MIX_CUDA if device.type == "cuda" else _MIX_FP16 if name == "fp16" else _MIX
         for n, of_1000 in mix.items():
             bench = Bench(name=name, n=n, device=device, generator=generator)
             count = max(len(_DRAWS), round(checks / len(dtypes) * of_1000 / 1000))
-            kinds: Counter[str] = Counter()
-            largest, alarms, began_s = 0.0, 0, time.perf_counter()
+            made: list[Check] = []
+            began_s = time.perf_counter()
             for number in range(count):
                 how = _DRAWS[number % len(_DRAWS)]
                 bench.draw(how)
-                check = bench.repeat() if number % _REPEAT_EVERY == 0 else bench.freivalds(chance.getrandbits(40))
-                kinds[check.kind] += 1
-                largest = max(largest, check.worst)
-                if not check.ok:
-                    alarms += 1
-                    broken.append(f"a right product was refused: {name}, {how}: {check.kind}: {check.detail}")
-            done += count
+                made.append(bench.repeat() if number % _REPEAT_EVERY == 0 else bench.freivalds(chance.getrandbits(40)))
+                if not made[-1].ok:
+                    told = f"{made[-1].kind}: {made[-1].detail}"
+                    broken.append(f"a right product was refused: {name}, {how}: {told}")
+            kinds = Counter(check.kind for check in made)
             rows.append(
                 {
                     "dtype": name,
@@ -162,12 +147,13 @@ def _false_alarms(
                     "checks": count,
                     "freivalds": kinds["freivalds"],
                     "repeat": kinds["repeat"],
-                    "false_alarms": alarms,
-                    "largest_ratio": largest,
+                    "false_alarms": sum(not check.ok for check in made),
+                    "largest_ratio": max(check.worst for check in made),
                     "took_s": time.perf_counter() - began_s,
                 }
             )
-            progress(f"{done} checks, {name} {n}: largest ratio {largest:.3f}")
+            done = sum(row["checks"] for row in rows)
+            progress(f"{done} checks, {name} {n}: largest ratio {rows[-1]['largest_ratio']:.3f}")
     return rows
 
 
@@ -205,51 +191,3 @@ def _flips(flips: int, seed: int, device: torch.device, name: str, broken: list[
         {"dtype": name, "bits": kind, **{what: counts[kind, what] for what in COUNTS}}
         for kind in ("sign", "exponent", "fraction")
     ]
-
-
-def _as_shares(row: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "dtype": row["dtype"],
-        "bits": row["bits"],
-        "flips": row["flips"],
-        "by_freivalds": row["freivalds"] / row["flips"],
-        "by_repeat": row["repeat"] / row["flips"],
-        "large": row["large"] / row["flips"],
-        "large_by_freivalds": row["large_found"] / max(1, row["large"]),
-    }
-
-
-def _cost(device: torch.device, name: str) -> list[dict[str, Any]]:
-    """Time checks against products, the best of a few each."""
-    generator = torch.Generator(device=device).manual_seed(0)
-    rows = []
-    for n in _COST_SIZES[device.type]:
-        if device.type == "cpu" and name == "fp16" and n > _COST_FP16_CPU_MOST:
-            continue
-        bench = Bench(name=name, n=n, device=device, generator=generator)
-        bench.draw("normal")
-        left, right, _, again = bench.matrices
-        product_s = _best_s(device, lambda: torch.mm(left, right, out=again))  # noqa: B023 - called at once
-        freivalds_s = _best_s(device, lambda: bench.freivalds(1))  # noqa: B023 - the same
-        repeat_s = _best_s(device, bench.repeat)
-        rows.append(
-            {
-                "dtype": name,
-                "size": n,
-                "product_s": product_s,
-                "freivalds_in_products": freivalds_s / product_s,
-                "repeat_in_products": repeat_s / product_s,
-            }
-        )
-    return rows
-
-
-def _best_s(device: torch.device, work: Any) -> float:  # noqa: ANN401 - whatever it returns is dropped
-    best_s = math.inf
-    for _ in range(4):  # the first one loads kernels
-        began_s = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best_s = min(best_s, time.perf_counter() - began_s)
-    return best_s

@@ -1,9 +1,7 @@
-"""A workload that keeps books of its own: one byte in a file for each step it has finished.
+"""A workload that keeps counts of its own: one byte in `$ORCH_WITNESS_DIR/<seed>.steps` for each step it has finished.
 
-The file of a slot is `$ORCH_WITNESS_DIR/<seed>.steps`; each slot has a seed of its own. A byte is written by one call
-of the kernel behind the work of its step and before the step is told to the engine, so that a process may be killed
-at any moment and the size of the file is still the number of finished steps. It survives the process, not the machine.
-Does not compare the books with anybody's (`outside.py` does) and knows nothing of the orchestrator.
+Each slot has a seed of its own. A byte is written by one call of the kernel before the step is told to the engine, so
+the size of the file is the number of finished steps whenever the process is killed.
 
     python -m orchestrator run --workload scripts.benches.witness:Witness
 """
@@ -19,7 +17,6 @@ from workers.workloads.matmul import Matmul
 
 #: Where the files are. Workers have it from the environment of the head.
 FOLDER_VARIABLE = "ORCH_WITNESS_DIR"
-
 #: Of a resting step: as long as a step should take (`Workload.step`), and hardly any of it is work.
 _REST_S = 0.1
 
@@ -28,14 +25,12 @@ class Witness(Matmul):
     """Matmul, counted independently. Fails to open where the folder is not named or cannot be written."""
 
     def __init__(self, context: WorkloadContext) -> None:
-        """See `Workload`."""
         super().__init__(context)
         path = Path(os.environ[FOLDER_VARIABLE]) / f"{context.seed}.steps"
         # Processes of one slot follow each other, and for a moment two may live: each byte goes to the end.
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def step(self, size: int, batch: int) -> StepResult:
-        """Do the products, then count them as one step."""
         result = super().step(size, batch)
         os.write(self._file, b".")
         return result
@@ -45,6 +40,5 @@ class Resting(Witness):
     """One product a step and a long rest, as of a processor that waits for its card. Every step is the same work."""
 
     def step(self, size: int, batch: int) -> StepResult:
-        """Rest, do one product, count it."""
         time.sleep(_REST_S)
         return super().step(size, min(batch, 1))

@@ -1,0 +1,256 @@
+"""The work that workers do: against a bare torch loop, together on one card, and by shares of time or of the card.
+
+Speed: the product is driven slice by slice as the head does and counted from outside; the bare loop always has a batch
+queued. Totals: the guides claim 180 % for two workers and 250 % for three; what is true depends on how much of the card
+one leaves idle, so a size that fills it and one that does not are measured. MPS: in plain fp32, where the power limit
+does not set the pace, with a control daemon of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import psutil
+from benches import bodies, common
+from benches.bodies import Turn
+from benches.common import ChildDiedError, in_turn, progress
+
+from acceptance.crew import Child, crew_of, gather, summed_up
+from acceptance.machine import Machine, NotHereError
+from acceptance.outcome import Outcome, Row
+from orchestrator.config.gpu_specs import peak_tflops
+from workers.messages import Verdict
+from workers.node_agent import mps
+
+_LEAST = 0.97
+#: Before the turns that count: kernels are loaded, the lengths of steps found, and on a CPU each page is met once.
+_WARM_UP_S = 1.0
+SPEED_MUST_HOLD = f"the product reaches {_LEAST:.0%} of a bare torch loop for each type, median of the rounds' ratios"
+
+
+def measure_speed(machine: Machine) -> Sequence[Row]:
+    budget_bytes, _ = machine.fitting(2, machine.scale.large_budget_bytes)  # the bare loop holds as much
+    with contextlib.closing(Child("bare loop", bodies.serve_bare_loop, machine.device)) as bare:
+        return [_race(machine, bare, dtype, budget_bytes) for dtype in machine.scale.dtypes]
+
+
+def _race(machine: Machine, bare: common.Child, dtype: str, budget_bytes: int) -> Row:
+    scale, watch = machine.scale, machine.watch
+    with crew_of(machine.specs(1, budget_bytes, dtype=dtype, label=f"speed-{dtype}"), watch) as crew:
+        first = crew.first[0].last
+        if first.size is None or not first.claim_bytes:
+            raise RuntimeError(f"the worker did not come up: {first.state} {first.reason}")
+        size = first.size - first.size % 64  # what matmul makes of it
+        kind = (dtype, size, first.claim_bytes)
+
+        def bare_flop_per_s(seconds: float) -> float:
+            bare.send((kind, seconds))
+            return float(gather([bare], watch, seconds=seconds)[0])
+
+        crew.turn(_WARM_UP_S)
+        bare_flop_per_s(_WARM_UP_S)
+        watch.clear()
+        sides: dict[str, Callable[[], Any]] = {
+            "bare": lambda: bare_flop_per_s(scale.turn_s),
+            "ours": lambda: crew.turn(scale.turn_s)[0],
+        }
+        rounds = [in_turn(number, sides) for number in range(scale.rounds)]
+    product, reference = [found["ours"].flop_per_s for found in rounds], [found["bare"] for found in rounds]
+    sensed = summed_up(watch)
+    profile, clock_mhz = machine.profile, sensed["sm_clock_mhz"]
+    tflops = statistics.median(product) / 1e12
+    rated = None if profile is None else peak_tflops(profile, dtype)
+    # What the card could do at the clock that was sampled.
+    peak = None if profile is None or clock_mhz is None else peak_tflops(profile, dtype, clock_mhz)
+    ratio = statistics.median(ours / theirs for ours, theirs in zip(product, reference, strict=True))
+    progress(f"speed {dtype}: {ratio:.4f} of a bare loop")
+    return {
+        "dtype": dtype,
+        "size": size,
+        "product_tflops": tflops,
+        "bare_tflops": statistics.median(reference) / 1e12,
+        "ratio_median": ratio,
+        "failures": sum(found["ours"].failures for found in rounds),
+        "rated_tflops": rated,
+        "rated_pct": 100.0 * tflops / rated if rated else None,
+        "peak_pct": 100.0 * tflops / peak if peak else None,
+        **sensed,
+    }
+
+
+def judge_speed(rows: Sequence[Row]) -> Outcome:
+    slow = [row for row in rows if not row["ratio_median"] >= _LEAST]
+    broken = [f"{row['dtype']}: {row['ratio_median']:.4f} of a bare loop" for row in slow]
+    broken += [f"{row['dtype']}: {row['failures']} steps failed" for row in rows if row["failures"]]
+    return Outcome(figures={"ratio_least": min(row["ratio_median"] for row in rows)}, rows=rows, broken=broken)
+
+
+_CLAIMED_PCT: Mapping[int, float] = {2: 180.0, 3: 250.0}
+TOTALS_MUST_HOLD = "every number of workers works without a failure; the totals are told as they are"
+
+
+def measure_totals(machine: Machine) -> Sequence[Row]:
+    """Have the first few of seven workers work, then more of them, and the same backwards; return a row for each."""
+    scale = machine.scale
+    budget_bytes, _ = machine.fitting(max(scale.counts), scale.large_budget_bytes)
+    found = []
+    for size in (scale.size, scale.small_size):
+        with crew_of(machine.specs(max(scale.counts), budget_bytes, size=size), machine.watch) as crew:
+            crew.turn(scale.turn_s / 2)  # finds out how many products make a step; not counted
+            for number in range(scale.passes):
+                for workers in scale.counts if number % 2 == 0 else reversed(scale.counts):
+                    turns = crew.turn(2 * scale.turn_s, who=range(workers))
+                    tflops = sum(turn.flop_per_s for turn in turns) / 1e12
+                    failures = sum(turn.failures for turn in turns)
+                    found.append({"size": size, "workers": workers, "tflops": tflops, "failures": failures})
+        progress(f"totals: size {size} done")
+    return found
+
+
+def judge_totals(found: Sequence[Row]) -> Outcome:
+    rows: list[dict[str, Any]] = []
+    broken: list[str] = []
+    for size in dict.fromkeys(row["size"] for row in found):
+        mine = [row for row in found if row["size"] == size]
+        by_count = {
+            workers: statistics.median(row["tflops"] for row in mine if row["workers"] == workers)
+            for workers in dict.fromkeys(row["workers"] for row in mine)
+        }
+        one = by_count.get(1)
+        rows += [
+            {
+                "size": size,
+                "workers": workers,
+                "total_tflops": tflops,
+                "of_one_pct": 100.0 * tflops / one if one else None,
+                "guides_claim_pct": _CLAIMED_PCT.get(workers),
+            }
+            for workers, tflops in by_count.items()
+        ]
+        failures = sum(row["failures"] for row in mine)
+        if failures:
+            broken.append(f"size {size}: {failures} steps failed")
+        if not all(by_count.values()) or not one:
+            broken.append(f"size {size}: no work was done")
+    notes = [
+        f"{row['workers']} workers of size {row['size']} do {done_pct:.0f} % of one's work, "
+        f"not the guides' {claimed_pct:.0f} %"
+        for row in rows
+        if (claimed_pct := row["guides_claim_pct"])
+        and (done_pct := row["of_one_pct"]) is not None
+        and done_pct < claimed_pct
+    ]
+    figures = {"workers_most": max((row["workers"] for row in found), default=None)}
+    return Outcome(figures=figures, rows=rows, broken=broken, notes=notes)
+
+
+_MOST_OFF = 0.05
+DUTY_MUST_HOLD = f"the measured duty is within {_MOST_OFF:.2f} of the one asked, alone and beside six others"
+_TOGETHER = 7
+_TOGETHER_DUTY = 0.6
+#: Turns of a check of duties are longer: what a slice owes is paid by the next one.
+_TURNS = 4
+
+
+def measure_duty(machine: Machine) -> Sequence[Row]:
+    """Measure single workers one after the other, the first of them at no duty, and seven at once."""
+    scale = machine.scale
+    seconds = _TURNS * scale.turn_s
+    budget_bytes, _ = machine.fitting(_TOGETHER + len(scale.duties) + 1, scale.small_budget_bytes)
+    alone = [
+        spec
+        for number, duty in enumerate((None, *scale.duties))
+        for spec in machine.specs(1, budget_bytes, duty=duty, label=f"duty-{number}")
+    ]
+    with crew_of(alone, machine.watch) as crew:
+        crew.turn(scale.turn_s)  # a step takes its length from the ones before it
+        found = [_row(spec.duty, crew.turn(seconds, who=[number])) for number, spec in enumerate(alone)]
+    together = machine.specs(_TOGETHER, budget_bytes, duty=_TOGETHER_DUTY, label="duty-together")
+    with crew_of(together, machine.watch) as crew:
+        crew.turn(scale.turn_s)
+        return [*found, _row(_TOGETHER_DUTY, crew.turn(seconds))]
+
+
+def _row(asked: float | None, turns: Sequence[Turn]) -> Row:
+    duties = [turn.duty for turn in turns]
+    return {
+        "workers": len(turns),
+        "duty_asked": asked,
+        "duty_measured_median": statistics.median(duties),
+        "duty_measured_least": min(duties),
+        "duty_measured_most": max(duties),
+        "tflops": sum(turn.flop_per_s for turn in turns) / 1e12,
+    }
+
+
+def judge_duty(found: Sequence[Row]) -> Outcome:
+    unlimited = next((row["tflops"] for row in found if row["duty_asked"] is None), None)
+    rows = [{**row, "of_unlimited_pct": 100.0 * row["tflops"] / unlimited if unlimited else None} for row in found]
+    off = {
+        f"{row['workers']} at a duty of {asked:.2f}": max(
+            abs(row[key] - asked) for key in ("duty_measured_least", "duty_measured_most")
+        )
+        for row in found
+        if (asked := row["duty_asked"]) is not None
+    }
+    broken = [f"{who}: up to {value:.3f} off" for who, value in off.items() if not value <= _MOST_OFF]
+    return Outcome(figures={"off_most": max(off.values(), default=None)}, rows=rows, broken=broken)
+
+
+_MOST_OVER = 0.10
+MPS_MUST_HOLD = f"a worker does no more than its asked share of a whole worker's work, and {_MOST_OVER:.2f}"
+_SHARES = (1.0, 0.5, 0.25)
+
+
+def measure_mps(machine: Machine) -> list[tuple[float, float]]:
+    """Measure one worker after the other, each with its share; return the share asked and the FLOP a second."""
+    if machine.device != "cuda":
+        raise NotHereError("no MPS here: the device is a CPU")
+    budget_bytes, _ = machine.fitting(1, machine.scale.large_budget_bytes)
+    found = []
+    with mps_daemon() as daemon:
+        for share in _SHARES:
+            specs = machine.specs(1, budget_bytes, dtype="fp32", label="mps")
+            environment = mps.client_environment(daemon.pipe_directory, share, None)
+            try:
+                with crew_of(specs, machine.watch, environment) as crew:
+                    first = crew.first[0].last
+                    if first.verdict is not Verdict.OK:
+                        raise NotHereError(f"MPS cannot be used here: a worker under it ended: {first.reason}")
+                    if not psutil.Process(daemon.pid).children():
+                        raise NotHereError("MPS cannot be used here: the control daemon runs and started no server")
+                    crew.turn(machine.scale.turn_s)
+                    (turn,) = crew.turn(3 * machine.scale.turn_s)
+                    found.append((share, turn.flop_per_s))
+            except ChildDiedError as error:
+                raise NotHereError(f"MPS cannot be used here: {error}") from None
+    return found
+
+
+@contextlib.contextmanager
+def mps_daemon() -> Iterator[mps.Daemon]:
+    """Run a control daemon for the duration of a `with`; `NotHereError`: it does not start."""
+    try:
+        daemon = mps.start(mps.new_daemon(f"acceptance-{os.getpid()}"))
+    except mps.MpsError as error:
+        raise NotHereError(f"no MPS here: {error}") from None
+    try:
+        yield daemon
+    finally:
+        mps.end(daemon)
+
+
+def judge_mps(found: Sequence[tuple[float, float]]) -> Outcome:
+    whole = dict(found).get(1.0)
+    rows: list[dict[str, Any]] = []
+    broken: list[str] = []
+    for share, flop_per_s in found:
+        measured = flop_per_s / whole if whole else None
+        rows.append({"share_asked": share, "share_measured": measured, "tflops": flop_per_s / 1e12})
+        if measured is None or not 0.0 < measured <= share + _MOST_OVER:
+            broken.append(f"asked for {share:.2f} of the multiprocessors, did {measured} of the work")
+    return Outcome(figures={"workers_measured": len(found)}, rows=rows, broken=broken)

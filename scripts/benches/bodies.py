@@ -1,0 +1,157 @@
+"""What runs in child processes: an engine driven as the head drives it, and a bare torch loop.
+
+Each serves orders until its pipe closes. Of the acceptance checks, only these and their own child functions touch a
+device: the process of the script itself never makes a CUDA context, so that it holds nothing of the card.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from benches.common import ChildDiedError
+from workers import oom
+from workers.devices.common import threads_for
+from workers.engine.engine import Engine
+from workers.messages import Directive, IncompatibleError, Report, StepCounts, Verdict
+from workers.nvml import queries
+from workers.settings import WorkerSpec
+
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+#: A bare loop queues products for about so long before it waits; and it waits only for the batch before the last.
+_QUEUED_S = 0.05
+_SLICE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What came of an order."""
+
+    reports: tuple[Report, ...]
+    window_s: float  # from the first directive to the last report
+    process_used_bytes: int | None  # what the driver says this process holds of the card
+
+    @property
+    def last(self) -> Report:
+        return self.reports[-1]
+
+    @property
+    def counts(self) -> StepCounts:
+        return sum((report.counts for report in self.reports), StepCounts())
+
+    @property
+    def flop_per_s(self) -> float:
+        """Work over time; whatever lies between steps and slices counts against it."""
+        return self.counts.work_flop / self.window_s
+
+    @property
+    def duty(self) -> float:
+        return self.counts.busy_s / self.window_s
+
+    @property
+    def failures(self) -> int:
+        return self.counts.steps_oom + self.counts.steps_error
+
+
+def serve_engine(connection: Connection, spec: WorkerSpec, environment: Mapping[str, str]) -> None:
+    """Serve orders with one engine: (seconds, not before this moment of the monotonic clock, which all share).
+
+    An order of no seconds is worked at until the first good step, as the head has each new process do.
+    """
+    os.environ.update(environment)  # before CUDA reads it
+    engine = Engine(spec)
+    sequence = 0
+    while True:
+        seconds, at_s = connection.recv()
+        reports: list[Report] = []
+        time.sleep(max(0.0, at_s - time.monotonic()))
+        began_s = time.monotonic()
+        while not reports or (reports[-1].verdict is Verdict.OK and time.monotonic() - began_s < seconds):
+            duration_s = max(0.0, min(_SLICE_S, seconds - (time.monotonic() - began_s)))
+            directive = Directive(incarnation=0, sequence=sequence, duration_s=duration_s, resume=None)
+            sequence += 1
+            reports.append(engine.run_slice(directive))
+        window_s = time.monotonic() - began_s
+        used_bytes = queries.process_used_bytes(queries.visible_card()) if spec.device == "cuda" else None
+        connection.send(Turn(reports=tuple(reports), window_s=window_s, process_used_bytes=used_bytes))
+
+
+def serve_bare_loop(connection: Connection, device_name: str) -> None:
+    """Serve orders with nothing around torch but a loop: no cap, no policy, no reports.
+
+    An order is (kind, seconds), a kind (type, size, bytes of operands and ring together as the product's claim). The
+    matrices stay from one order of the same kind to the next.
+    """
+    bare: BareLoop | None = None
+    torch.set_num_threads(threads_for(1))
+    while True:
+        kind, seconds = connection.recv()
+        if bare is None or bare.kind != kind:
+            bare = None  # the old matrices must go before the new ones come
+            bare = BareLoop(kind, torch.device(device_name))
+        connection.send(bare.flop_per_s(seconds))
+
+
+class BareLoop:
+    """Products of matrices of one kind, and nothing else."""
+
+    def __init__(self, kind: tuple[str, int, int], device: torch.device) -> None:
+        if device.type == "cpu":
+            # M_MMAP_THRESHOLD as the product sets it, or the two would not do the same work: oneDNN takes its scratch
+            # anew for each product.
+            ctypes.CDLL(None).mallopt(-3, 64 * 1024)
+        self.kind = kind
+        name, self.size, block_bytes = kind
+        torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+        each_bytes = self.size * self.size * DTYPES[name].itemsize
+        block = torch.empty(block_bytes // each_bytes * each_bytes, dtype=torch.uint8, device=device)
+        matrices = block.view(DTYPES[name]).view(-1, self.size, self.size)
+        matrices[:2].normal_(generator=torch.Generator(device=device).manual_seed(0))
+        self._left, self._right, *self._ring = matrices.unbind()
+        self._cuda = device.type == "cuda"
+        self._queued = 1
+        self._next = 0
+        self.flop_per_s(0.2)  # loads kernels, and finds out how many products make a batch
+
+    def flop_per_s(self, seconds: float) -> float:
+        products = 0
+        before: Any = None
+        waited = not self._cuda
+        began_s = batch_s = time.perf_counter()
+        while batch_s - began_s < seconds:
+            for _ in range(self._queued):
+                torch.mm(self._left, self._right, out=self._ring[self._next])
+                self._next = (self._next + 1) % len(self._ring)
+            products += self._queued
+            if self._cuda:
+                # The card always has a batch waiting: nothing is faster than this.
+                event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # no types here
+                event.record()
+                if before is not None:
+                    before.synchronize()
+                    waited = True
+                before = event
+            now_s = time.perf_counter()
+            if waited and now_s - batch_s < _QUEUED_S / 2:
+                self._queued *= 2
+            batch_s = now_s
+        if self._cuda:
+            torch.cuda.synchronize()
+        return 2.0 * self.size**3 * products / (time.perf_counter() - began_s)
+
+
+def call_in_child(connection: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        answer = function(*arguments)
+    except IncompatibleError as error:  # a sentence for the person who can act
+        answer = ChildDiedError(f"{function.__name__}: {error}")
+    except Exception as error:  # noqa: BLE001 - told as it is
+        answer = ChildDiedError(f"{function.__name__}: {oom.traceback_text(error)}")
+    connection.send(answer)
