@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from tests.reaper import Reaper, reaper
 from workers.learned_limits.store import STATE_DIR_VARIABLE
 
-pytest_plugins = ["tests.in_child"]
+pytest_plugins = ["tests.in_child", "tests.scheduling"]
 
 # A suite that is started in the background of a script ignores SIGINT, and so would every process that it starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -75,3 +75,9 @@ def state_dir(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     folder = tmp_path_factory.mktemp("state")
     monkeypatch.setenv(STATE_DIR_VARIABLE, str(folder))
     return folder
+
+
+@pytest.fixture(scope="session")
+def library_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the fake NVML is built. Without a C compiler this fails, and so does every test that needs it."""
+    return tmp_path_factory.mktemp("nvml")

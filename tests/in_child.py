@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 
 from tests.fork_server import ForkServer
-from tests.scene import GUIDES, MIB
-from workers.settings import WorkerSpec, WorkloadSpec
+from tests.scene import spec_of
+from workers.settings import WorkerSpec
 
 InChild: TypeAlias = Callable[..., Any]
 MakeSpec: TypeAlias = Callable[..., WorkerSpec]
@@ -67,31 +66,5 @@ def in_child(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) 
 
 @pytest.fixture(scope="session")
 def make_spec() -> MakeSpec:
-    """Return a maker of specs: a lone worker with the guides' settings; name what is different."""
-
-    def make(
-        *,
-        budget_bytes: int = 96 * MIB,
-        name: str = "matmul",
-        dtype: str = "fp32",
-        size: int = 512,
-        batch: int = 128,
-        duty: float | None = None,
-        policy: str = "classic",
-        **memory: object,
-    ) -> WorkerSpec:
-        return WorkerSpec(
-            slot="pc1/0",
-            node="pc1",
-            device="cpu",
-            budget_bytes=budget_bytes,
-            card_budget_bytes=budget_bytes,
-            memory_fraction=1.0,
-            workers_on_host=1,
-            duty=duty,
-            policy=policy,
-            memory=replace(GUIDES, **{"floor_bytes": 4 * MIB, **memory}),
-            workload=WorkloadSpec(name=name, dtype=dtype, size=size, batch=batch, seed=7),
-        )
-
-    return make
+    """Return a maker of specs of a lone worker."""
+    return spec_of

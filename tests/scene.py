@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from workers.settings import MemorySettings
+from workers.settings import MemorySettings, WorkerSpec, WorkloadSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -29,6 +30,34 @@ GUIDES = MemorySettings(
     emergency_size=128,
     cleanup_every=15,
 )
+
+
+def spec_of(
+    *,
+    device: str = "cpu",
+    budget_bytes: int = 96 * MIB,
+    name: str = "matmul",
+    dtype: str = "fp32",
+    size: int = 512,
+    batch: int = 128,
+    duty: float | None = None,
+    policy: str = "classic",
+    **memory: object,
+) -> WorkerSpec:
+    """Return the spec of a lone worker with the guides' settings; name what is different."""
+    return WorkerSpec(
+        slot="pc1/0",
+        node="pc1",
+        device=device,
+        budget_bytes=budget_bytes,
+        card_budget_bytes=budget_bytes,
+        memory_fraction=1.0,
+        workers_on_host=1,
+        duty=duty,
+        policy=policy,
+        memory=replace(GUIDES, **{"floor_bytes": 4 * MIB, **memory}),
+        workload=WorkloadSpec(name=name, dtype=dtype, size=size, batch=batch, seed=7),
+    )
 
 
 def python(
@@ -50,6 +79,12 @@ def python(
 def orchestrator(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command as a user does."""
     return python("-m", "orchestrator", *arguments, cwd=cwd, **environment)
+
+
+def vm_data_bytes() -> int:
+    """Private writable memory of this process, as the kernel counts it against RLIMIT_DATA."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData:"))
 
 
 def only_object(text: str) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import graphlib
 import json
 import shutil
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -19,26 +18,27 @@ from typing import Any
 import grimp
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.scene import ROOT, python
+
 PACKAGES = ("orchestrator", "workers")
 
 #: For each contract the imports that it must refuse: the file that gets the line, and the module that it imports.
 PLANTED = {
     "Layers of the head": [
         ("orchestrator/doctor/finding.py", "orchestrator.cli.options"),
-        ("orchestrator/run/signals.py", "orchestrator.burn.phases"),
+        ("orchestrator/run/terminal.py", "orchestrator.burn.phases"),
         ("orchestrator/burn/phases.py", "orchestrator.doctor.finding"),
-        ("orchestrator/watch/cells.py", "orchestrator.run.signals"),
-        ("orchestrator/cluster/auth.py", "orchestrator.watch.cells"),
-        ("orchestrator/core/slot.py", "orchestrator.cluster.auth"),
+        ("orchestrator/watch/cells.py", "orchestrator.run.terminal"),
+        ("orchestrator/cluster/connect.py", "orchestrator.watch.cells"),
+        ("orchestrator/core/slot.py", "orchestrator.cluster.connect"),
         ("orchestrator/config/duration.py", "orchestrator.core.slot"),
         ("orchestrator/errors.py", "orchestrator.config.duration"),
     ],
     "Layers of the engine": [
         ("workers/node_agent/protocol.py", "workers.engine.engine"),
-        ("workers/resilience/batches.py", "workers.node_agent.protocol"),
-        ("workers/devices/threads.py", "workers.resilience.batches"),
-        ("workers/policy/base.py", "workers.devices.threads"),
+        ("workers/resilience/calling.py", "workers.node_agent.protocol"),
+        ("workers/devices/common.py", "workers.resilience.calling"),
+        ("workers/policy/base.py", "workers.devices.common"),
         ("workers/host/processes.py", "workers.policy.base"),
         ("workers/nvml/queries.py", "workers.host.processes"),
         ("workers/learned_limits/limits.py", "workers.nvml.queries"),
@@ -50,7 +50,7 @@ PLANTED = {
     ],
     "The head never imports torch": [("orchestrator/core/slot.py", "torch")],
     "Only the cluster folder imports ray": [
-        ("orchestrator/run/signals.py", "ray"),
+        ("orchestrator/run/terminal.py", "ray"),
         ("orchestrator/watch/cells.py", "ray"),
     ],
     "core and policy are pure: no clock, no randomness, no I/O, no torch": [
@@ -86,44 +86,32 @@ def modules_below(folder: str, *, without: str | None = None) -> list[str]:
     return found
 
 
-def culprits(modules: list[str], *forbidden: str) -> dict[str, str]:
-    """Import `modules` in a fresh process; return the forbidden ones it loaded, each with the module to blame."""
-    command = [sys.executable, "-c", PROBE, json.dumps(modules), json.dumps(forbidden)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+@pytest.mark.parametrize(
+    ("modules", "forbidden"),
+    [
+        (["workers.messages", "workers.oom", "workers.files"], ["torch", "ray"]),
+        (modules_below("workers/policy"), ["torch", "ray", "orchestrator"]),
+        (modules_below("workers"), ["ray", "orchestrator"]),
+        # The command line included: it may load the cluster folder only when a verb needs it.
+        (modules_below("orchestrator", without="orchestrator/cluster"), ["ray", "torch"]),
+    ],
+    ids=["messages", "policy", "engine", "head outside the cluster folder"],
+)
+def test_a_fresh_process_that_imports_these_has_not_loaded_those(modules: list[str], forbidden: list[str]) -> None:
+    done = python("-c", PROBE, json.dumps(modules), json.dumps(forbidden), cwd=ROOT, timeout_s=240)
     assert done.returncode == 0, done.stderr
-    loaded: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    return loaded
-
-
-def test_the_messages_and_errors_of_the_engine_load_neither_torch_nor_ray() -> None:
-    assert culprits(["workers.messages", "workers.oom", "workers.errors"], "torch", "ray") == {}
-
-
-def test_no_policy_loads_torch_or_ray() -> None:
-    assert culprits(modules_below("workers/policy"), "torch", "ray", "orchestrator") == {}
-
-
-def test_the_engine_knows_neither_ray_nor_the_head() -> None:
-    assert culprits(modules_below("workers"), "ray", "orchestrator") == {}
-
-
-def test_the_head_outside_the_cluster_folder_loads_neither_ray_nor_torch() -> None:
-    """The command line included: it may load the cluster folder only when a verb needs it."""
-    assert culprits(modules_below("orchestrator", without="orchestrator/cluster"), "ray", "torch") == {}
+    assert json.loads(done.stdout.splitlines()[-1]) == {}, "the forbidden ones, each with the module to blame"
 
 
 def linted(folder: Path) -> subprocess.CompletedProcess[str]:
     """Run lint-imports in a folder, on the packages that it holds, without a cache."""
-    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as main; main()", "--no-cache"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    return python("-c", "from importlinter.cli import lint_imports_command as main; main()", "--no-cache", cwd=folder)
 
 
 def contracts() -> list[dict[str, Any]]:
     """Return the contracts of pyproject.toml."""
-    found: list[dict[str, Any]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
-        "contracts"
-    ]
-    return found
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    return list(tools["importlinter"]["contracts"])
 
 
 def test_each_contract_has_a_planted_import() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import resource
 import signal
@@ -12,7 +11,6 @@ import sys
 import time
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import psutil
 import pytest
@@ -23,6 +21,7 @@ from benches.outside import Ledger
 from orchestrator.config.load import load_config
 from orchestrator.watch.records import STORE_NAME, SlotRecord
 from orchestrator.watch.store import RunStore
+from tests.bench_command import bench, typed
 from tests.fork_server import ForkServer
 from tests.scene import ROOT
 from workers.messages import WorkerState
@@ -30,36 +29,17 @@ from workers.messages import WorkerState
 pytestmark = pytest.mark.slow
 
 
-#: `tests/cluster` kills workers, heads and nodes, too.
-by_hand = pytest.mark.skipif("BENCHES" not in os.environ, reason="a bench of half a minute; BENCHES=1 runs it, too")
-
-
-def bench(*arguments: str) -> dict[str, Any]:
-    command = [sys.executable, "scripts/bench.py", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stderr.strip(), "people get a table"
-    (line,) = done.stdout.splitlines()
-    result: dict[str, Any] = json.loads(line)
-    assert result["schema"] == 1
-    assert result["bench"] == arguments[0]
-    assert result["broken"] == []
-    return result
-
-
 @pytest.mark.parametrize(
     "verb",
     ["oom-storm", "overhead", "startup", "recovery", "soak", "kills", "head-kills", "rejoin", "pressure", "head"],
 )
 def test_every_verb_explains_itself(verb: str) -> None:
-    command = [sys.executable, "scripts/bench.py", verb, "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    assert "default" in done.stdout
+    done = typed(verb, "--help")
+    assert (done.returncode, "default" in done.stdout) == (0, True)
 
 
 def test_a_wrong_number_is_refused_in_words() -> None:
-    command = [sys.executable, "scripts/bench.py", "oom-storm", "--errors", "0"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = typed("oom-storm", "--errors", "0")
     assert done.returncode == 2
     assert "must be at least 1" in done.stderr
 
@@ -74,7 +54,7 @@ def test_storm_in_a_plain_process() -> None:
 
 
 def test_head() -> None:
-    result = bench("head", "--workers", "4", "40", "--jump")
+    result = bench("head", "--workers", "4", "40", "--jump", "--warm-up-s", "5", "--window-s", "8")
     small, large = result["rows"]
     assert list(small) == ["workers", "core_pct", "core_pct_with_table", "store_bytes_per_s", "reports_per_s"]
     assert (small["workers"], large["workers"]) == (4, 40)
@@ -93,32 +73,6 @@ def test_recovery() -> None:
     assert result["recovery_p50_in_steps"] == pytest.approx(result["recovery_p50_s"] / result["good_step_p50_s"])
 
 
-@pytest.mark.ray
-@by_hand
-def test_storm_in_an_actor() -> None:
-    result = bench("oom-storm", "--errors", "200", "--budget-mib", "64")
-    assert result["where"] == "Ray actor"
-    assert result["kinds"] == {"definite": 200}
-
-
-@pytest.mark.ray
-@by_hand
-def test_overhead() -> None:
-    result = bench("overhead", "--rounds", "1", "--seconds", "1.5", "--size", "512")
-    (turn,) = result["rounds"]
-    assert turn["ratio"] == pytest.approx(turn["product_gflops"] / turn["bare_gflops"])
-    assert 0 < turn["in_steps"] <= turn["in_slices"] <= 1.05
-
-
-@pytest.mark.ray
-def test_startup() -> None:
-    small = ["--set", "nodes.pc1.workers=1", "--set", "nodes.pc2.workers=1"]
-    result = bench("startup", "--rounds", "1", *small)
-    assert result["workers"] == 2
-    assert result["rounds"][0]["product_s"] > 0
-    assert result["rounds"][0]["bare_s"] > 0
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> RunStore:
     """A run of one slot, whose witness has noted 30 steps."""
@@ -130,48 +84,40 @@ def store(tmp_path: Path) -> RunStore:
     return kept
 
 
-def books(*, steps_ok: int, lost: int = 0, at_risk: int = 0) -> SlotRecord:
-    return SlotRecord(
-        slot="pc1/0",
-        node="pc1",
-        state=WorkerState.RUNNING.value,
-        reason="",
-        incarnation=0,
-        next_sequence=7,
-        steps_at_risk=at_risk,
-        counters={"steps_ok": steps_ok, "steps_lost_upper_bound": lost, "restarts": 0},
-    )
-
-
 @pytest.mark.parametrize(
-    ("slot", "words"),
+    ("books", "broken"),
     [
-        (books(steps_ok=30), None),
-        (books(steps_ok=20, lost=6, at_risk=4), None),
-        (books(steps_ok=31), "counted too often"),
-        (books(steps_ok=20, lost=6, at_risk=3), "sent before it was written down"),
+        ([(30, 0, 0)], []),
+        ([(20, 6, 4)], []),
+        ([(31, 0, 0)], ["counted too often"]),
+        ([(20, 6, 3)], ["sent before it was written down"]),
+        ([(28, 0, 10), (27, 0, 10)], ["pc1/0: steps_ok went back from 28 to 27"]),
     ],
 )
-def test_the_ledger_is_held_against_the_witness(
-    store: RunStore, tmp_path: Path, slot: SlotRecord, words: str | None
+def test_the_ledger_is_held_against_the_witness_and_against_itself(
+    store: RunStore, tmp_path: Path, books: list[tuple[int, int, int]], broken: list[str]
 ) -> None:
-    store.slots([slot])
-    store.commit()
+    """Each entry of the books: good steps, steps lost at most, steps at risk."""
     ledger = Ledger(tmp_path / "steps")
-    run = ledger.look(tmp_path)
-    assert run is not None
-    assert [words in sentence for sentence in ledger.broken if words] == ([True] if words else [])
-    assert bool(ledger.broken) is bool(words)
-    assert ledger.rows(run)[0]["witnessed"] == 30
-
-
-def test_a_counter_that_goes_back_is_noticed(store: RunStore, tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "steps")
-    for steps_ok in (28, 27):
-        store.slots([books(steps_ok=steps_ok, at_risk=10)])
+    for steps_ok, lost, at_risk in books:
+        counters = {"steps_ok": steps_ok, "steps_lost_upper_bound": lost, "restarts": 0}
+        slot = SlotRecord(
+            slot="pc1/0",
+            node="pc1",
+            state=WorkerState.RUNNING.value,
+            reason="",
+            incarnation=0,
+            next_sequence=7,
+            steps_at_risk=at_risk,
+            counters=counters,
+        )
+        store.slots([slot])
         store.commit()
-        ledger.look(tmp_path)
-    assert ledger.broken == ["pc1/0: steps_ok went back from 28 to 27"]
+        run = ledger.look(tmp_path)
+        assert run is not None
+        assert ledger.rows(run)[0]["witnessed"] == 30
+    assert len(ledger.broken) == len(broken)
+    assert all(words in sentence for words, sentence in zip(broken, ledger.broken, strict=True))
 
 
 def test_the_witness_has_every_step_of_a_process_that_was_killed(fork_server: ForkServer, tmp_path: Path) -> None:
@@ -190,43 +136,6 @@ os.kill(os.getpid(), signal.SIGKILL)
         environment = {**os.environ, "ORCH_WITNESS_DIR": str(tmp_path)}
         assert fork_server.run(code, cwd=ROOT, environment=environment).returncode == -signal.SIGKILL
         assert (tmp_path / "3.steps").stat().st_size == 5 * lives
-
-
-@pytest.mark.ray
-def test_soak() -> None:
-    result = bench("soak", "--minutes", "0.3", "--pace", "2")
-    # Which of them a short run meets depends on how fast the machine starts processes.
-    assert len({"kill", "segv", "exit", "poison", "hang", "node"} & {row["kind"] for row in result["kinds"]}) >= 3
-    assert result["strikes_and_nodes"] >= 3
-    assert result["steps_ok"] > 0
-    assert 0 <= result["steps_really_lost"] <= result["steps_lost_at_most"]
-    assert result["looks_at_the_ledger"] > 5
-
-
-@pytest.mark.ray
-def test_kills() -> None:
-    result = bench("kills", "--kills", "2", "--set", "nodes.pc1.workers=2", "--set", "nodes.pc2.workers=1")
-    assert result["kills"] == result["restarts"] == 2
-    assert result["slots_lost"] == 0
-    assert result["ratio_of_medians"] == pytest.approx(result["ours_median_s"] / result["bare_median_s"])
-
-
-@pytest.mark.ray
-@by_hand
-def test_head_kills() -> None:
-    result = bench("head-kills", "--rounds", "1", "--seed", "2")  # that seed strikes late
-    assert result["killed"] == {"at work": 1}
-    assert result["readable"] == result["resumed"] == "1/1"
-    assert result["left"] == 0
-
-
-@pytest.mark.ray
-@by_hand
-def test_rejoin() -> None:
-    result = bench("rejoin", "--cycles", "1", "--quiet-s", "5", "--cycle-s", "27")
-    (cycle,) = result["rounds"]
-    assert cycle["ratio"] == pytest.approx(cycle["steps_per_s"] / cycle["quiet_steps_per_s"])
-    assert 0 < cycle["lost_after_s"] < cycle["back_after_s"]
 
 
 def test_two_games_take_most_of_the_memory_and_end() -> None:
@@ -272,8 +181,7 @@ def test_pressure() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is not None, reason="accelerate is installed")
 def test_pressure_says_what_to_install() -> None:
-    command = [sys.executable, "scripts/bench.py", *PRESSURE, "--contestants", "accelerate"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = typed(*PRESSURE, "--contestants", "accelerate")
     assert done.returncode == 2
     assert "pip install '.[bench]'" in done.stderr
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import ast
 import io
-import json
 import re
-import subprocess
 import sys
 import tokenize
 from functools import cache
@@ -25,11 +23,15 @@ from orchestrator.cli.app import app
 from orchestrator.watch.cells import UNICODE
 from orchestrator.watch.columns import columns_for
 from orchestrator.watch.model import STATES_WORST_FIRST
+from tests.in_child import InChild, MakeSpec
+from tests.scene import ROOT
+from workers.messages import Directive, Report, Verdict, WorkerState
+from workers.settings import WorkerSpec
 
-ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "docs" / "examples" / "mlp_workload.py"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 PACKAGES = ("orchestrator", "workers")
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 OPTIONS = {
@@ -52,62 +54,33 @@ OPTIONS = {
     "init": {"--output", "-o", "--force", "--help"},
 }  # fmt: skip
 
-#: Runs the example in the engine on the CPU, in a process of its own because the cap of a process is for ever.
-SLICE = """
-import json, sys
-from workers.engine.engine import Engine
-from workers.messages import Directive
-from workers.settings import MemorySettings, WorkerSpec, WorkloadSpec
 
-budget_bytes, batch, slices = json.loads(sys.argv[1])
-memory = MemorySettings(
-    first_fraction=0.2, retry_reduction=0.1, floor_bytes=2**20, size_decay=0.7, size_floor=64, batch_step=16,
-    batch_floor=32, emergency_size=128, cleanup_every=15,
-)
-workload = WorkloadSpec(name="mlp_workload:Mlp", dtype="fp32", size=256, batch=batch, seed=0)
-spec = WorkerSpec(
-    slot="pc1/0", node="pc1", device="cpu", budget_bytes=budget_bytes, card_budget_bytes=budget_bytes,
-    memory_fraction=0.9, workers_on_host=64, duty=None, policy="classic", memory=memory, workload=workload,
-)
-engine = Engine(spec)
-for sequence in range(slices):
-    report = engine.run_slice(
-        Directive(incarnation=0, sequence=sequence, duration_s=0.0, resume=None)
-    )
-    print(json.dumps({
-        "verdict": report.verdict, "state": report.state, "reason": report.reason, "size": report.size,
-        "steps_ok": report.counts.steps_ok, "steps_oom": report.counts.steps_oom, "error": report.error,
-        "flop": report.counts.work_flop,
-    }))
-"""
+def slices(spec: WorkerSpec, count: int) -> list[Report]:
+    """Let the engine run some slices of the example, which is found as `run` finds the user's module."""
+    sys.path.insert(0, str(EXAMPLE.parent))
+    from workers.engine.engine import Engine
+
+    engine = Engine(spec)
+    return [
+        engine.run_slice(Directive(incarnation=0, sequence=sequence, duration_s=0.0, resume=None))
+        for sequence in range(count)
+    ]
 
 
-def reports_of_the_example(budget_mib: int, batch: int, slices: int) -> list[dict[str, Any]]:
-    """Run the example for some slices; return what became of each."""
-    arguments = json.dumps([budget_mib * 2**20, batch, slices])
-    command = [sys.executable, "-W", "ignore", "-c", SLICE, arguments]
-    # `-c` puts the folder it is started in on the search path, as `run` does for its workers.
-    done = subprocess.run(command, cwd=EXAMPLE.parent, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-@pytest.mark.torch
-def test_the_example_workload_runs_in_the_engine() -> None:
-    (report,) = reports_of_the_example(budget_mib=256, batch=128, slices=1)
-    assert report["error"] is None
-    assert (report["verdict"], report["state"], report["steps_oom"]) == ("ok", "RUNNING", 0)
-    assert report["steps_ok"] >= 1
-    assert report["flop"] > 0
-
-
-@pytest.mark.torch
-def test_the_example_workload_survives_a_batch_that_does_not_fit() -> None:
-    reports = reports_of_the_example(budget_mib=64, batch=16_384, slices=3)
-    assert all(report["verdict"] == "ok" and report["error"] is None for report in reports), reports
-    assert sum(report["steps_oom"] for report in reports) >= 1
-    assert reports[-1]["state"] == "RUNNING"
-    assert reports[-1]["size"] < 256
+@pytest.mark.parametrize(("budget_mib", "batch", "count"), [(256, 128, 1), (64, 16_384, 3)], ids=["fits", "does not"])
+def test_the_example_workload_runs_and_survives_a_batch_that_does_not_fit(
+    in_child: InChild, make_spec: MakeSpec, budget_mib: int, batch: int, count: int
+) -> None:
+    memory = {"floor_bytes": 2**20, "size_floor": 64}
+    spec = make_spec(budget_bytes=budget_mib * 2**20, name="mlp_workload:Mlp", size=256, batch=batch, **memory)
+    reports: list[Report] = in_child(slices, spec, count)
+    assert all(report.verdict is Verdict.OK and report.error is None for report in reports), reports
+    last = reports[-1]
+    assert last.state is WorkerState.RUNNING
+    assert last.counts.steps_ok >= 1
+    assert last.counts.work_flop > 0
+    failed = sum(report.counts.steps_oom for report in reports)
+    assert (failed == 0, last.size == 256) == ((True, True) if count == 1 else (False, False))
 
 
 def test_the_documented_example_is_the_file() -> None:
@@ -122,7 +95,7 @@ def test_every_method_of_a_workload_is_documented() -> None:
         assert f"| `{name}(" in text_of(ROOT / "docs" / "workloads.md")
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@each_document
 def test_every_relative_link_and_anchor_leads_somewhere(document: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", without_code(text_of(document))):
         if re.match(r"[a-z]+:", target):
@@ -135,16 +108,11 @@ def test_every_relative_link_and_anchor_leads_somewhere(document: Path) -> None:
             assert anchor in anchors(found), f"{document.name} links to {target}"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@each_document
 def test_no_document_names_a_package_index(document: Path) -> None:
     """Which index pip asks is the user's own setting."""
     unwanted = r"p[y]pi\b|pyth[o]nhosted|download\.pyt[o]rch|index-u[r]l|anac[o]nda|/simpl[e]/"
     assert re.findall(unwanted, text_of(document), re.IGNORECASE) == []
-
-
-@pytest.mark.parametrize("verb", sorted(OPTIONS))
-def test_the_options_of_a_verb_are_frozen(verb: str) -> None:
-    assert options_of(verb) == OPTIONS[verb]
 
 
 def test_the_verbs_are_frozen() -> None:
@@ -152,21 +120,19 @@ def test_the_verbs_are_frozen() -> None:
 
 
 @pytest.mark.parametrize("verb", sorted(OPTIONS))
-def test_every_verb_and_option_is_documented(verb: str) -> None:
+def test_the_options_of_a_verb_are_frozen_documented_and_explained(verb: str) -> None:
     """The README shows how each verb is typed; the page of commands has every option."""
+    named = {name for parameter in command_line().commands[verb].params for name in parameter.opts}
+    assert named | {"--help"} == OPTIONS[verb]
     assert re.search(rf"orchestrator {verb}\b|`{verb}[ `]", text_of(ROOT / "README.md"))
     options = {option for option in OPTIONS[verb] if option.startswith("-")} - {"--help"}
     assert {option for option in options if f"`{option}" not in text_of(ROOT / "docs" / "commands.md")} == set()
-
-
-@pytest.mark.parametrize("verb", sorted(OPTIONS))
-def test_every_verb_explains_itself(verb: str) -> None:
     done = CliRunner().invoke(app, [verb, "--help"])
     assert done.exit_code == 0, done.output
     assert "Usage:" in done.output
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@each_document
 def test_every_documented_command_exists(document: Path) -> None:
     """Commands begin with the module or a bare verb, stand in code, and name only options the verb has."""
     verbs = "|".join(sorted(OPTIONS))
@@ -178,7 +144,7 @@ def test_every_documented_command_exists(document: Path) -> None:
             assert verb in OPTIONS, f"{document.name}: {code}"
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@each_document
 def test_every_documented_make_target_exists(document: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z]+):.*## ", makefile, re.MULTILINE))
@@ -232,13 +198,12 @@ def test_every_module_and_configuration_key_named_in_prose_exists() -> None:
     assert missing == {}
 
 
-@pytest.mark.parametrize("word", ["nobody", "somebody", "anybody", "everybody", "whoever", "for ever"])
-def test_prose_names_the_subject(word: str) -> None:
+def test_prose_names_the_subject() -> None:
     """Plain technical English says which program, user or worker is meant, and how long."""
+    pattern = re.compile(r"\b(?:nobody|somebody|anybody|everybody|whoever|for\s+ever)\b", re.IGNORECASE)
     files = [file for file in [*DOCUMENTS, *SOURCES] if file.parent.name != "results"]
-    pattern = re.compile(rf"\b{word.replace(' ', chr(92) + 's+')}\b", re.IGNORECASE)
-    texts = {file: text_of(file) if file.suffix == ".md" else prose_of(file) for file in files}
-    assert [str(file.relative_to(ROOT)) for file, text in texts.items() if pattern.search(text)] == []
+    found = {str(file.relative_to(ROOT)): pattern.findall(prose_of(file)) for file in files}
+    assert {file: words for file, words in found.items() if words} == {}
 
 
 @cache
@@ -280,16 +245,9 @@ def command_line() -> Any:  # noqa: ANN401 - click's group, or that of the copy 
     return typer.main.get_command(app)
 
 
-def options_of(verb: str) -> set[str]:
-    """Return the names of all options and arguments of a verb."""
-    command = command_line().commands[verb]
-    named = {name for parameter in command.params for name in parameter.opts}
-    return named | {"--help"}
-
-
 def names_in(file: Path) -> list[str]:
     """Return the file names, and the dotted names of modules and keys, that prose has in backticks."""
-    text = text_of(file) if file.suffix == ".md" else prose_of(file)
+    text = prose_of(file)
     spans = re.findall(r"`([^`\n]+)`", without_blocks(text))
     files = [name for span in spans for name in re.findall(r"(?<![\w./*-])[\w/]+\.py\b", span)]
     dotted = [span for span in spans if re.fullmatch(r"[a-z_]+(?:\.\w+)+", span)]
@@ -353,8 +311,10 @@ def folders() -> frozenset[str]:
 
 @cache
 def prose_of(file: Path) -> str:
-    """Return the docstrings and comments of a module."""
+    """Return a document, or the docstrings and comments of a module."""
     source = text_of(file)
+    if file.suffix == ".md":
+        return source
     tree = ast.parse(source)
     strings = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
     docstrings = [node.value for node in strings if isinstance(node, ast.Constant) and isinstance(node.value, str)]

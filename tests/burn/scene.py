@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from orchestrator.burn.verdict import Check, Judged, Measured, Sample, Verdict
+from orchestrator.burn.verdict import Measured, Sample
 from orchestrator.watch.model import Row
 from workers.messages import StepCounts, WorkerState
 
@@ -44,15 +44,3 @@ def measured(
         values = {name: value(at_s) if callable(value) else value for name, value in changes.items()}
         samples.append(replace(GOOD, at_s=float(at_s), **values))
     return Measured(row=row, length_s=length_s, samples=samples, alarms=alarms, unchecked=unchecked)
-
-
-def verdict(judged: Judged, check: Check) -> Verdict:
-    """On one metric."""
-    (finding,) = [finding for finding in judged.findings if finding.check is check]
-    return finding.verdict
-
-
-def text(judged: Judged, check: Check) -> str:
-    """Why."""
-    (finding,) = [finding for finding in judged.findings if finding.check is check]
-    return finding.text

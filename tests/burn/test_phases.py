@@ -38,19 +38,17 @@ def test_a_card_is_asked_for_the_types_it_has_units_for(
     assert number_types(device, capability) == expected
 
 
-def test_all_three_phases_in_their_order() -> None:
-    planned = takes(config(), {"pc1": ALL, "pc2": ALL}, HEAT_S, set(Phase))
+@pytest.mark.parametrize(
+    ("heat_s", "lengths_s"), [(HEAT_S, [30.0, 30.0, 30.0, 30.0, 3600.0, 300.0]), (12.5, [12.5] * 6)]
+)
+def test_all_three_phases_in_their_order_and_none_longer_than_heat(heat_s: float, lengths_s: list[float]) -> None:
+    planned = takes(config(), {"pc1": ALL, "pc2": ALL}, heat_s, set(Phase))
     assert [(take.phase, take.dtype) for take in planned] == [
         *((Phase.CAPS, dtype) for dtype in ALL),
         (Phase.HEAT, None),
         (Phase.FULL_LOAD, None),
     ]
-    assert [take.config.run.duration_s for take in planned] == [30.0, 30.0, 30.0, 30.0, 3600.0, 300.0]
-
-
-def test_a_short_heat_phase_makes_the_others_short_too() -> None:
-    planned = takes(config(), {"pc1": ALL, "pc2": ALL}, 12.5, set(Phase))
-    assert {take.config.run.duration_s for take in planned} == {12.5}
+    assert [take.config.run.duration_s for take in planned] == lengths_s
 
 
 def test_a_type_is_tried_on_the_nodes_that_have_it_and_checked_densely() -> None:
@@ -73,11 +71,6 @@ def test_a_type_is_tried_on_the_nodes_that_have_it_and_checked_densely() -> None
 def test_checks_that_are_denser_already_stay() -> None:
     (take, *_) = takes(config(verify={"share": 0.4}), {"pc1": ALL}, HEAT_S, {Phase.CAPS})
     assert take.config.verify.share == 0.4
-
-
-def test_a_type_that_nobody_has_is_left_out() -> None:
-    planned = takes(config(), {"pc1": ("fp32",), "pc2": ("fp32",)}, HEAT_S, {Phase.CAPS})
-    assert [take.dtype for take in planned] == ["fp32"]
 
 
 def test_this_machine_alone_has_a_node_that_the_configuration_does_not_know() -> None:

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.burn.sampler import Sampler
-from orchestrator.burn.verb import told
+from orchestrator.burn.verb import Sampler, told
 from orchestrator.core.slot import HeadState
 from orchestrator.watch.model import Snapshot
 from orchestrator.watch.records import STORE_NAME
 from orchestrator.watch.store import RunStore
 from tests.burn.scene import ROW
 from tests.counting import with_changes
-from tests.watch.test_store import FACTS
+from tests.watch.scene import FACTS
 from workers.messages import WorkerState
 
 
@@ -73,6 +72,7 @@ def test_what_the_store_tells_of_alarms_and_of_checks_that_ended(tmp_path: Path)
 
 def test_every_worker_has_its_own_samples_its_last_row_and_its_alarms() -> None:
     sampler = Sampler(10.0)
+    assert (sampler.last, sampler.measured({"pc1/0": ["card lost"]}, {})) == (None, ())
     sampler.update(snapshot(1.0, 10.0))
     sampler.update(snapshot(3.0, 10.0))
     sampler.close(snapshot(10.0, 10.0, steps_ok=777))
@@ -83,12 +83,6 @@ def test_every_worker_has_its_own_samples_its_last_row_and_its_alarms() -> None:
     assert second.alarms == ("power brake", "card lost")
     assert (first.unchecked, second.unchecked) == ("no memory for it", None)
     assert [sample.temperature_c for sample in second.samples] == [1.0, 3.0]
-
-
-def test_a_run_that_never_came_to_a_picture_has_no_workers() -> None:
-    sampler = Sampler(10.0)
-    assert sampler.measured({"pc1/0": ["card lost"]}, {}) == ()
-    assert sampler.last is None
 
 
 def test_how_warm_a_processor_gets_is_not_judged_by_what_is_hot_for_a_card() -> None:

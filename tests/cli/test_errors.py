@@ -42,20 +42,18 @@ def test_a_problem_does_not_repeat_all_of_a_very_long_key_or_override() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "exit_code", "retryable", "text"),
+    ("error", "exit_code", "text"),
     [
-        (UsageError("no such verb"), 2, False, "no such verb"),
-        (ConfigError([PROBLEM, PROBLEM]), 2, False, f"{PROBLEM}\n{PROBLEM}"),
-        (NoClusterError("no cluster at auto"), 3, True, "no cluster at auto"),
-        (PreflightError(["pc2 is missing", "pc1 has 0 GPUs"]), 3, True, "pc2 is missing\npc1 has 0 GPUs"),
+        (UsageError("no such verb"), 2, "no such verb"),
+        (ConfigError([PROBLEM, PROBLEM]), 2, f"{PROBLEM}\n{PROBLEM}"),
+        (NoClusterError("no cluster at auto"), 3, "no cluster at auto"),
+        (PreflightError(["pc2 is missing", "pc1 has 0 GPUs"]), 3, "pc2 is missing\npc1 has 0 GPUs"),
     ],
 )
-def test_errors_say_how_to_exit_and_survive_pickling(
-    error: OrchestratorError, exit_code: int, retryable: bool, text: str
-) -> None:
+def test_errors_say_how_to_exit_and_survive_pickling(error: OrchestratorError, exit_code: int, text: str) -> None:
     for same in (error, pickle.loads(pickle.dumps(error))):  # noqa: S301  # our own bytes
         assert type(same) is type(error)
-        assert (same.exit_code, same.retryable, str(same)) == (exit_code, retryable, text)
+        assert (same.exit_code, str(same)) == (exit_code, text)
         assert getattr(same, "problems", None) == getattr(error, "problems", None)
         assert isinstance(same, OrchestratorError)
 

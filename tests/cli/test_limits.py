@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import os
 import pty
@@ -11,17 +12,16 @@ import sys
 import termios
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from orchestrator.cli.limits import Selection, cleared_text, limits_json, limits_text
-from orchestrator.errors import UsageError
 from orchestrator.watch.cells import ASCII
+from tests.cli.conftest import Command
+from tests.scene import ROOT, only_object
 from workers.learned_limits.store import EXPIRY_S, LimitStore
 from workers.settings import Learned, LimitKey, StoredLimit
 
-ROOT = Path(__file__).parents[2]
 NOW_S = 1.7e9
 ALL = Selection()
 
@@ -52,6 +52,12 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LimitStore:
 
 
 @pytest.fixture
+def limits(command: Command) -> Command:
+    """Run the verb with some arguments."""
+    return functools.partial(command, "limits")
+
+
+@pytest.fixture
 def three(store: LimitStore) -> LimitStore:
     """Fill it as of now."""
     now_s = time.time()
@@ -62,20 +68,6 @@ def three(store: LimitStore) -> LimitStore:
     )
     assert store.problem is None
     return store
-
-
-def orchestrator(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "orchestrator", "limits", *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60, check=False
-    )
-
-
-def only_object(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    """Return the one JSON object on standard output, with nothing before or after it."""
-    found: dict[str, Any] = json.loads(done.stdout)
-    assert isinstance(found, dict)
-    return found
 
 
 def test_a_limit_is_one_line_of_the_table(store: LimitStore) -> None:
@@ -125,18 +117,12 @@ def test_without_a_limit_it_says_where_they_will_be(store: LimitStore) -> None:
     assert limits_text(store, Selection(card="4090"), NOW_S, 80) == "none of the 1 learned limit matches --card 4090"
 
 
-@pytest.mark.parametrize("typed", ["", "  "])
-def test_an_empty_choice_is_not_taken_for_all(typed: str) -> None:
-    for chosen in ({"card": typed}, {"workload": typed}):
-        with pytest.raises(UsageError, match="leave it out"):
-            Selection(**chosen)
-
-
-def test_the_verb_lists_what_is_meant(three: LimitStore) -> None:
-    done = orchestrator()
+def test_the_verb_lists_what_is_meant(limits: Command, three: LimitStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = limits()
     assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (0, "", 4)
     assert max(map(len, done.stdout.splitlines())) > 120  # no terminal: a line each, whatever its length
-    few = orchestrator("--card", "3070", "--workload", "MATMUL", COLUMNS="60")
+    monkeypatch.setenv("COLUMNS", "60")
+    few = limits("--card", "3070", "--workload", "MATMUL")
     assert (few.returncode, few.stderr) == (0, "")
     assert few.stdout.splitlines()[0].startswith("NVIDIA GeForce RTX 3070")
     assert "Mlp" not in few.stdout
@@ -166,8 +152,8 @@ def test_the_verb_fits_a_terminal(three: LimitStore) -> None:
     assert max(map(len, lines)) <= 50
 
 
-def test_the_verb_as_an_object(three: LimitStore) -> None:
-    found = only_object(orchestrator("--json", "--workload", "mlp"))
+def test_the_verb_as_an_object(limits: Command, three: LimitStore) -> None:
+    found = only_object(limits("--json", "--workload", "mlp").stdout)
     assert (found["schema"], found["path"], found["expiry_s"]) == (1, str(three.path), EXPIRY_S)
     (told,) = found["limits"]
     age_s, learned_at_unix_s = told.pop("age_s"), told.pop("learned_at_unix_s")
@@ -178,82 +164,50 @@ def test_the_verb_as_an_object(three: LimitStore) -> None:
         "dtype": "fp16", "workload": "mine.steps:Mlp@0123456789ab", "cap_bytes": int(2.625 * 2**30), "size": 20992,
         "fixed_bytes": 0.0, "unit_bytes": 2.5 * 2**20, "peak_bytes": 2**30, "best_tflops": None, "best_under": None,
     }  # fmt: skip
-    assert only_object(orchestrator("--json", "--card", "4090"))["limits"] == []
+    assert only_object(limits("--json", "--card", "4090").stdout)["limits"] == []
 
 
-def test_the_verb_forgets_what_is_meant_and_says_how_many(three: LimitStore) -> None:
-    none = orchestrator("--clear", "--card", "4090")
+def test_the_verb_forgets_what_is_meant_and_says_how_many(limits: Command, three: LimitStore) -> None:
+    none = limits("--clear", "--card", "4090")
     assert (none.returncode, none.stdout, none.stderr) == (0, "no learned limit matches --card 4090\n", "")
-    one = orchestrator("--clear", "--card", "3070", "--workload", "mlp")
+    refused = limits("--clear", "--card", "")
+    assert (refused.returncode, "leave it out" in refused.stderr, len(three.all(time.time()))) == (2, True, 3)
+    one = limits("--clear", "--card", "3070", "--workload", "mlp")
     assert (one.returncode, one.stdout.split(";")[0]) == (0, "1 learned limit forgotten")
     assert [known.key.workload for known in three.all(time.time())] == ["matmul@0.1.0"] * 2
-    done = orchestrator("--clear", "--json")
+    done = limits("--clear", "--json")
     assert done.returncode == 0
-    assert only_object(done) == {"schema": 1, "path": str(three.path), "cleared": 2, "set_aside_path": None}
+    assert only_object(done.stdout) == {"schema": 1, "path": str(three.path), "cleared": 2, "set_aside_path": None}
     assert three.all(time.time()) == ()
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_a_damaged_store_is_a_sentence_that_says_what_to_type(three: LimitStore, encoding: str) -> None:
+def test_a_damaged_store_is_a_sentence_that_says_what_to_type(limits: Command, three: LimitStore) -> None:
     three.path.write_bytes(b"\0" * 100)
     for arguments in ((), ("--card", "x"), ("--clear", "--card", "x")):
-        done = orchestrator(*arguments, PYTHONIOENCODING=encoding)
+        done = limits(*arguments)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
         assert "limits --clear" in done.stderr
-        failed = orchestrator(*arguments, "--json", PYTHONIOENCODING=encoding)
-        assert (failed.returncode, only_object(failed)["outcome"], failed.stderr) == (2, "failed", "")
-    done = orchestrator("--clear", PYTHONIOENCODING=encoding)
+        failed = limits(*arguments, "--json")
+        assert (failed.returncode, only_object(failed.stdout)["outcome"], failed.stderr) == (2, "failed", "")
+    done = limits("--clear")
     assert (done.returncode, done.stderr) == (0, "")
     moved = three.path.with_name("limits.json.unreadable-1")
     assert str(moved) in done.stdout
     assert (moved.read_bytes(), three.path.exists()) == (b"\0" * 100, False)
-    assert orchestrator().returncode == 0
+    three.path.write_text("[]")
+    found = only_object(limits("--clear", "--json").stdout)
+    assert (found["cleared"], found["set_aside_path"]) == (0, f"{three.path}.unreadable-2")
 
 
-def test_the_object_names_what_was_set_aside(store: LimitStore) -> None:
-    store.path.write_text("[]")
-    found = only_object(orchestrator("--clear", "--json"))
-    assert (found["cleared"], found["set_aside_path"]) == (0, str(store.path) + ".unreadable-1")
-
-
-def test_a_store_that_is_no_file_or_that_cannot_be_had_is_not_cleared(store: LimitStore) -> None:
+def test_a_store_that_is_no_file_or_that_cannot_be_had_is_not_cleared(limits: Command, store: LimitStore) -> None:
     store.path.mkdir()
-    done = orchestrator("--clear")
+    done = limits("--clear")
     assert (done.returncode, done.stdout, store.path.is_dir()) == (2, "", True)
     assert "no regular file" in done.stderr
     store.path.rmdir()
     store.remember(limit(now_s=time.time()))
     with store.path.with_name("limits.json.lock").open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        done = orchestrator("--clear")
+        done = limits("--clear")
     assert (done.returncode, done.stdout, len(store.all(time.time()))) == (2, "", 1)
     assert "locked" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (("--card",), "--card"),
-        (("--clear", "--card", ""), "leave it out"),
-        (("more",), "more"),
-        (("--set", "x=1"), "--set"),
-    ],
-)
-def test_a_wrong_request_is_a_sentence(three: LimitStore, arguments: tuple[str, ...], word: str) -> None:
-    done = orchestrator(*arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert word in done.stderr
-    assert "Traceback" not in done.stderr
-    assert only_object(orchestrator("--json", *arguments))["exit_code"] == 2
-    assert len(three.all(time.time())) == 3
-
-
-def test_the_verb_loads_neither_torch_nor_ray(three: LimitStore) -> None:
-    probe = (
-        "import sys\nfrom orchestrator.cli.main import main\nsys.argv[1:] = ['limits']\n"
-        "try: main()\nfinally: print(sorted({'ray', 'torch'} & set(sys.modules)), file=sys.stderr)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "[]\n")

@@ -67,80 +67,52 @@ def head(start: Starter) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_run_under_way_is_interrupted_as_by_ctrl_c(start: Starter, tmp_path: Path) -> None:
-    process = head(start)
-    recorded(tmp_path, process.pid)
-    assert list(stop_runs(str(tmp_path))) == [f"asked run run-1 (process {process.pid}) to end"]
-    assert process.wait(10) == 7
-
-
-def test_every_run_under_way_is_interrupted_and_a_bystander_is_not(start: Starter, tmp_path: Path) -> None:
+def test_every_run_under_way_is_interrupted_as_by_ctrl_c_and_a_bystander_is_not(start: Starter, tmp_path: Path) -> None:
     heads, bystander = [head(start), head(start)], head(start)
     for index, process in enumerate(heads):
         recorded(tmp_path, process.pid, f"run-{index}")
-    assert len(list(stop_runs(str(tmp_path)))) == 2
+    assert list(stop_runs(str(tmp_path))) == [
+        f"asked run run-{index} (process {process.pid}) to end" for index, process in enumerate(heads)
+    ]
     assert [process.wait(10) for process in heads] == [7, 7]
     assert bystander.poll() is None
 
 
-def test_a_run_that_has_its_summary_is_over_whoever_has_its_process_id_now(start: Starter, tmp_path: Path) -> None:
+@pytest.mark.parametrize("why", ["it has its summary", "its process is younger than its note", "its head has ended"])
+def test_a_run_that_is_over_is_not_under_way(start: Starter, tmp_path: Path, why: str) -> None:
     process = head(start)
-    (recorded(tmp_path, process.pid) / "summary.json").write_text("{}")
+    folder = recorded(tmp_path, process.pid)
+    if why == "it has its summary":
+        (folder / "summary.json").write_text("{}")
+    elif why == "its head has ended":
+        process.kill()
+        process.wait(10)
+    else:
+        long_ago = time.time() - 3600
+        os.utime(folder / "head.json", (long_ago, long_ago))
     assert list(stop_runs(str(tmp_path))) == [f"no run is under way in {tmp_path}"]
-    assert process.poll() is None
+    assert (process.poll() is None) == (why != "its head has ended")
 
 
-def test_a_process_that_is_younger_than_the_run_is_not_its_head(start: Starter, tmp_path: Path) -> None:
-    process = head(start)
-    note = recorded(tmp_path, process.pid) / "head.json"
-    long_ago = time.time() - 3600
-    os.utime(note, (long_ago, long_ago))
-    assert list(stop_runs(str(tmp_path))) == [f"no run is under way in {tmp_path}"]
-    assert process.poll() is None
-
-
-def test_a_head_that_has_ended_is_not_under_way(start: Starter, tmp_path: Path) -> None:
-    process = head(start)
-    recorded(tmp_path, process.pid)
-    process.kill()
-    process.wait(10)
-    assert list(stop_runs(str(tmp_path))) == [f"no run is under way in {tmp_path}"]
-
-
-def test_nobody_interrupts_himself(tmp_path: Path) -> None:
+def test_no_run_interrupts_itself_and_where_none_was_none_is_under_way(tmp_path: Path) -> None:
     recorded(tmp_path, os.getpid())
-    assert list(stop_runs(str(tmp_path))) == [f"no run is under way in {tmp_path}"]
-
-
-def test_where_no_run_was_ever_none_is_under_way(tmp_path: Path) -> None:
-    assert list(stop_runs(str(tmp_path / "nowhere"))) == [f"no run is under way in {tmp_path / 'nowhere'}"]
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        assert list(stop_runs(str(folder))) == [f"no run is under way in {folder}"]
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        pytest.param(b"", id="empty"),
-        pytest.param(b"{", id="half"),
-        pytest.param(b"null", id="null"),
-        pytest.param(b"[]", id="list"),
-        pytest.param(b'"pid"', id="text"),
-        pytest.param(b"{}", id="no pid"),
-        pytest.param(b'{"pid": null}', id="pid null"),
-        pytest.param(b'{"pid": "x"}', id="pid text"),
-        pytest.param(b'{"pid": [1]}', id="pid list"),
-        pytest.param(b'{"pid": true}', id="pid true, which is 1"),
-        pytest.param(b'{"pid": 0}', id="pid 0, every process of the group"),
-        pytest.param(b'{"pid": -1}', id="pid -1, every process"),
-        pytest.param(b'{"pid": 1}', id="pid 1, init"),
-        pytest.param(b'{"pid": 1.5}', id="pid 1.5"),
-        pytest.param(b'{"pid": 1e400}', id="pid infinite"),
-        pytest.param(b'{"pid": NaN}', id="pid not a number"),
-        pytest.param(b'{"pid": 1000000000000000000000000}', id="pid huge"),
-        pytest.param(b"\xff\xfe", id="no text"),
-        pytest.param(b"[" * 100_000, id="deeply nested"),
+        b"", b"{", b"null", b"[]", b'"pid"', b"{}", b'{"pid": null}', b'{"pid": "x"}', b'{"pid": [1]}', b"\xff\xfe",
+        b'{"pid": true}',  # which is 1
+        b'{"pid": 0}',  # every process of the group
+        b'{"pid": -1}',  # every process
+        b'{"pid": 1}',  # init
+        b'{"pid": 1.5}', b'{"pid": 1e400}', b'{"pid": NaN}', b'{"pid": 1000000000000000000000000}', b"[" * 100_000,
     ],
-)
-def test_a_note_nobody_can_have_written_signals_nobody(
+    ids=lambda content: repr(content[:20]),
+)  # fmt: skip
+def test_a_note_that_no_head_wrote_signals_no_process(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The one stand-in: were it to be signalled, process 1 is nothing a test may try it on.
@@ -151,7 +123,7 @@ def test_a_note_nobody_can_have_written_signals_nobody(
     assert signalled == []
 
 
-def test_a_head_that_may_not_be_signalled_is_told_and_stops_nobody_else(
+def test_a_head_that_may_not_be_signalled_is_told_and_the_others_end(
     start: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine, anothers = head(start), head(start)
@@ -166,8 +138,9 @@ def test_a_head_that_may_not_be_signalled_is_told_and_stops_nobody_else(
         real(process, number)
 
     monkeypatch.setattr(psutil.Process, "send_signal", as_this_user)
-    lines = list(stop_runs(str(tmp_path)))
-    assert f"asked run run-2 (process {mine.pid}) to end" in lines
+    refused, asked = stop_runs(str(tmp_path))
+    assert refused.startswith("run run-1 cannot be asked to end: ")
+    assert asked == f"asked run run-2 (process {mine.pid}) to end"
     assert mine.wait(10) == 7
 
 
@@ -181,7 +154,7 @@ def sleeper(start: Starter, **environment: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_the_marked_processes_of_a_node_are_ended_and_nobody_else(start: Starter) -> None:
+def test_the_marked_processes_of_a_node_are_ended_and_no_others(start: Starter) -> None:
     marked = [sleeper(start, **{NODE_MARK: NODE}) for _ in range(2)]
     others = [sleeper(start), sleeper(start, **{NODE_MARK: f"{NODE}-2"}), sleeper(start, OTHER=NODE)]
     assert list(stop_node(NODE)) == [f"ended 2 processes of node {NODE}"]

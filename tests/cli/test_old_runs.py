@@ -2,7 +2,7 @@
 
 The folders in `tests/fixtures/runs` were written by it: a run that ended, with injected faults, and one whose head was
 killed. `tests/fixtures/told` is what its `runs --json` and `report --json` printed. That such a run can be resumed on a
-real cluster is in `tests/cluster/test_head_faults.py`.
+real cluster is in `tests/cluster/nodes/test_head_faults.py`.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,65 +14,39 @@ import pytest
 from orchestrator.cli.runs import report_json, report_text, runs_json, runs_text
 from orchestrator.cluster.orphan_reaper import start_time
 from orchestrator.watch.cells import ASCII
-from orchestrator.watch.model import Row, Snapshot
-from orchestrator.watch.records import STORE_NAME, RunFacts, SlotRecord
+from orchestrator.watch.model import Snapshot
+from orchestrator.watch.records import STORE_NAME
 from orchestrator.watch.store import RunStore
 from orchestrator.watch.summary import summary_dict, write_summary
-from tests.scene import orchestrator
-from workers.messages import StepCounts, WorkerState
+from tests.cli.conftest import Command
+from tests.scene import only_object, orchestrator
+from tests.watch.scene import FACTS, event, make_row, make_snapshot, record
 
-ROOT = Path(__file__).parents[2]
 RUN_ID = "20261120-051500-0b76"
 TRACEBACK = (
     'Traceback (most recent call last):\n  File "x.py", line 3, in step\n    boom()\nValueError: no good\nmore\n'
 )
 
 
-def facts(run_id: str, **changed: object) -> RunFacts:
-    usual: dict[str, Any] = {
-        "run_id": run_id, "started_at_unix_s": 1_700_000_000.0, "duration_s": 300.0, "min_success_rate": 0.95,
-        "mode": "rehearse", "device": "cpu", "one_machine": True, "config_yaml": "", "chaos": None,
-        "nodes_planned": ("pc1",), "head_pid": os.getpid(), "head_started": "1", "host": socket.gethostname(),
-    }  # fmt: skip
-    return RunFacts(**{**usual, **changed})
+def snapshot_of(run_id: str) -> Snapshot:
+    row = make_row(restarts=2, steps_ok=990, steps_oom=10, oom_count=10, verify_checks=0)
+    return make_snapshot(
+        row, run_id=run_id, elapsed_s=125.0, duration_s=300.0, restart_count=2, notices=("pc1 runs hot",)
+    )
 
 
-def snapshot_of(run_id: str, **changed: object) -> Snapshot:
-    row = Row(slot="pc1/0", node="pc1", state=WorkerState.RUNNING, reason="steady", restarts=2,
-              counts=StepCounts(steps_ok=990, steps_oom=10, oom_count=10))  # fmt: skip
-    usual: dict[str, Any] = {
-        "run_id": run_id, "started_at": 1_700_000_000.0, "now_unix_s": 1_700_000_130.0, "elapsed_s": 125.0,
-        "duration_s": 300.0, "nodes_planned": ("pc1",), "nodes_seen": ("pc1",), "rows": (row,), "restart_count": 2,
-        "notices": ("pc1 runs hot",),
-    }  # fmt: skip
-    return Snapshot(**{**usual, **changed})
-
-
-def written(runs: Path, run_id: str = RUN_ID, **changed: object) -> RunStore:
+def written(runs: Path, run_id: str = RUN_ID, **changed: Any) -> RunStore:  # noqa: ANN401 - of the facts
     """Write a run as a head does, up to but not including its end."""
     (runs / run_id).mkdir(parents=True)
     store = RunStore(runs / run_id / STORE_NAME)
-    store.begin(facts(run_id, **changed))
+    here = replace(FACTS, run_id=run_id, duration_s=300.0, head_started="1", host=socket.gethostname())
+    store.begin(replace(here, **changed))
     snapshot = snapshot_of(run_id)
-    (row,) = snapshot.rows
-    store.slots([
-        SlotRecord(slot=row.slot, node=row.node, state=row.state.value, reason=row.reason, incarnation=2,
-                   next_sequence=9, steps_at_risk=40, counters={"restarts": 2}, resume=None, row=row.to_dict())
-    ])  # fmt: skip
-    at = "2023-11-14T22:13:20.123Z"
-    for details in (
-        {
-            "event": "state",
-            "slot": "pc1/0",
-            "from_state": "RUNNING",
-            "to_state": "RESTARTING",
-            "cause": "killed\x1b[2J",
-        },
-        {"event": "state", "slot": "pc1/0", "from_state": "RESTARTING", "to_state": "RUNNING", "cause": "steady"},
-        {"event": "node_left", "slot": None, "node": "pc2"},
-        {"event": "workload_error", "slot": "pc1/0", "traceback": TRACEBACK},
-    ):
-        store.event({"at": at, **details})
+    store.slots([record(steps_at_risk=40, counters={"restarts": 2}, row=snapshot.rows[0].to_dict())])
+    store.event({**event(name="state", to_state="RESTARTING", cause="killed\x1b[2J"), "slot": "pc1/0"})
+    store.event({**event(name="state", to_state="RUNNING", cause="steady"), "slot": "pc1/0"})
+    store.event(event(name="node_left", node="pc2"))
+    store.event({**event(name="workload_error", traceback=TRACEBACK), "slot": "pc1/0"})
     store.update(snapshot)
     assert store.problem is None
     return store
@@ -94,45 +69,35 @@ def test_the_list_is_one_line_for_each_run_the_newest_first(tmp_path: Path) -> N
     assert runs_text(tmp_path, ASCII).isascii()
 
 
-def test_the_list_says_how_to_go_on_with_the_newest(tmp_path: Path) -> None:
-    written(tmp_path)
-    hint = f"resume: python -m orchestrator run --resume {RUN_ID} --run-dir {tmp_path}"
-    assert runs_text(tmp_path).splitlines()[-1] == hint
-    written(tmp_path, "20261121-000000-0001", elapsed_s=300.0)
-    assert "resume" not in runs_text(tmp_path)
-
-
-@pytest.mark.parametrize("outcome", ["interrupted", "failed", "degraded", "good"])
-def test_every_run_with_time_left_is_offered_to_be_gone_on_with(tmp_path: Path, outcome: str) -> None:
-    written(tmp_path).end(outcome, 1, None, [])
-    hint = f"resume: python -m orchestrator run --resume {RUN_ID} --run-dir {tmp_path}"
-    assert hint in runs_text(tmp_path).splitlines()
-    assert hint in report_text(tmp_path / RUN_ID, 100).splitlines()
-
-
 @pytest.mark.parametrize("changed", [{"elapsed_s": 299.5}, {"head_started": start_time(os.getpid())}])
-def test_no_run_under_way_or_without_time_is_offered(tmp_path: Path, changed: dict[str, Any]) -> None:
+def test_no_run_under_way_or_without_time_is_offered_nor_one_that_is_not_the_newest(
+    tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    written(tmp_path, "20261119-000000-0001")
+    assert "resume" in runs_text(tmp_path)
     written(tmp_path, **changed)
     assert "resume" not in runs_text(tmp_path)
     assert "resume" not in report_text(tmp_path / RUN_ID, 100)
 
 
 @pytest.mark.parametrize(
-    ("typed", "said"),
+    ("outcome", "typed", "said"),
     [
-        ("runs", ""),
-        ("./runs/", ""),
-        ("night", " --run-dir night"),
-        ("my  runs; rm", " --run-dir 'my  runs; rm'"),
-        ("it's", """ --run-dir 'it'"'"'s'"""),
-        ("a\x1b[2J\nb", " --run-dir 'a [2J b'"),
+        (None, "runs", ""),
+        ("interrupted", "./runs/", ""),
+        ("failed", "night", " --run-dir night"),
+        ("degraded", "my  runs; rm", " --run-dir 'my  runs; rm'"),
+        ("good", "it's", """ --run-dir 'it'"'"'s'"""),
+        ("good", "a\x1b[2J\nb", " --run-dir 'a [2J b'"),
     ],
 )
-def test_the_hint_names_the_folder_as_a_shell_takes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str, said: str
+def test_a_run_with_time_left_is_offered_and_its_folder_named_as_a_shell_takes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: str | None, typed: str, said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    written(Path(typed))
+    store = written(Path(typed))
+    if outcome is not None:
+        store.end(outcome, 1, None, [])
     hint = f"resume: python -m orchestrator run --resume {RUN_ID}{said}"
     assert runs_text(Path(typed)).splitlines()[-1] == hint
     assert hint in report_text(Path(typed) / RUN_ID, 100).splitlines()
@@ -160,7 +125,7 @@ def test_a_killed_run_is_told_with_all_that_happened(tmp_path: Path) -> None:
     assert "worked 2m 5s of 5m" in text
     assert "990 good steps counted, at most 40 lost" in text
     assert "! pc1 runs hot" in text
-    assert "pc1/0  RUNNING" in text
+    assert "pc1/0  RTX 3090  RUNNING" in text
     (fallen,) = [line for line in text.splitlines() if "RESTARTING" in line]
     assert fallen.endswith("pc1/0 RESTARTING: killed [2J")
     assert "pc2 has left" in text
@@ -208,13 +173,19 @@ def test_the_object_is_the_summary_that_was_written_else_one_from_the_store(tmp_
     assert json.loads(report_json(tmp_path / RUN_ID)) == summary
 
 
+def test_a_run_that_began_where_no_calendar_goes_is_told(tmp_path: Path) -> None:
+    written(tmp_path, started_at_unix_s=1e300)
+    assert "started at second 1" in report_text(tmp_path / RUN_ID, 100)
+    assert json.loads(report_json(tmp_path / RUN_ID))["started_at"] is None
+
+
 def test_a_run_that_only_left_a_summary_is_told_from_it(tmp_path: Path) -> None:
     (tmp_path / RUN_ID).mkdir()
     summary = summary_dict(snapshot_of(RUN_ID), "failed", 3, "2023-11-14T22:13:20.000+00:00", "no cluster\x1b")
     write_summary(tmp_path / RUN_ID / "summary.json", summary)
     text = report_text(tmp_path / RUN_ID, 100)
     assert "outcome: failed, exit code 3: an error ended it (no cluster )" in text
-    assert "pc1/0  RUNNING" in text
+    assert "pc1/0  RTX 3090  RUNNING" in text
     (tmp_path / RUN_ID / "summary.json").write_text('{"outcome": "failed"}')
     assert "the rest of summary.json cannot be read" in report_text(tmp_path / RUN_ID, 100)
 
@@ -234,26 +205,21 @@ def test_the_verbs_tell_a_run_under_way(tmp_path: Path, encoding: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (("report",), "there is no run in"),
-        (("report", "../x"), "there is no run in"),
-        (("report", "--text", "--json"), "exclude each other"),
-    ],
+    ("arguments", "words"),
+    [(["report", "--text"], "exclude each other"), (["run", "--debug"], "the debugger talks there")],
 )
-def test_a_wrong_request_is_a_sentence(tmp_path: Path, arguments: tuple[str, ...], word: str) -> None:
-    done = orchestrator(*arguments, "--run-dir", str(tmp_path))
-    assert done.returncode == 2
-    assert word in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    if "--json" in arguments:
-        assert json.loads(done.stdout)["outcome"] == "failed"
+def test_what_is_for_people_and_an_object_exclude_each_other(
+    command: Command, tmp_path: Path, arguments: list[str], words: str
+) -> None:
+    done = command(*arguments, "--json", "--run-dir", str(tmp_path))
+    assert (done.returncode, only_object(done.stdout)["outcome"]) == (2, "failed")
+    assert words in done.stdout
 
 
-def test_a_damaged_store_is_a_sentence(tmp_path: Path) -> None:
+def test_a_damaged_store_is_a_sentence(command: Command, tmp_path: Path) -> None:
     (tmp_path / RUN_ID).mkdir()
     (tmp_path / RUN_ID / STORE_NAME).write_bytes(b"\0" * 4096)
-    done = orchestrator("report", "--run-dir", str(tmp_path))
+    done = command("report", "--run-dir", str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
     assert STORE_NAME in done.stderr

@@ -123,8 +123,13 @@ def _is_dead(process: psutil.Process) -> bool:
 
 
 def shared_memory() -> set[Path]:
-    """Files in /dev/shm, without the semaphores of Python programs: none of ours makes any, others come and go."""
-    return {path for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")}
+    """Files in /dev/shm that no live process has mapped, without Python's semaphores: others come and go."""
+    found = {path for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")}
+    for maps in Path("/proc").glob("[0-9]*/maps") if found else ():
+        with contextlib.suppress(OSError):  # another user's, or ended meanwhile
+            mapped = maps.read_text(encoding="utf-8", errors="replace")
+            found = {path for path in found if str(path) not in mapped}
+    return found
 
 
 @pytest.fixture

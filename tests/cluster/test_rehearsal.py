@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.config.load import load_config
-from tests.cluster.conftest import SMALL, Starter, read_events, wait_for
+from tests.cluster.conftest import SMALL, Starter, read_events
 
 pytestmark = pytest.mark.ray
 
@@ -85,12 +85,3 @@ def test_an_interrupt_while_the_cluster_starts_leaves_nothing(start: Starter) ->
     code, out, _ = head.finish(60)
     assert code == 130
     assert json.loads(out)["outcome"] == "interrupted"
-
-
-def test_a_head_that_is_killed_takes_everything_with_it(start: Starter) -> None:
-    head = start("--rehearse", "--duration", "10", *SMALL)
-    head.wait_until_running(3)
-    head.process.kill()
-    head.process.wait()
-    # Nobody of the head is left to clean up, and yet `start` and `nothing_left` find nothing.
-    wait_for(lambda: not list(head.runs.parent.glob("orch-*")), 10, "removal of the rehearsal's folder")

@@ -7,9 +7,6 @@ in `fuzz_seeds`: `NAME.yaml`, and `NAME.set` with an override on each line.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import NoReturn
@@ -21,13 +18,13 @@ from benches.hostile import FAMILIES, SHIPPED, HostileInput, make
 from orchestrator.config.load import load_config
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, NoClusterError, Problem, UsageError
-from tests.scene import ROOT
+from tests.scene import ROOT, orchestrator, python
 
 pytestmark = pytest.mark.slow
 
 
 SEEDS = (1, 2, 3)
-INPUTS_PER_SEED = 500
+INPUTS_PER_SEED = 300
 
 #: What was found, and the words that refuse it now.
 FOUND = {
@@ -64,8 +61,8 @@ def test_every_input_is_a_refusal_in_words_or_a_plan_that_adds_up(seed: int) -> 
     assert tally.plans.total() + tally.refusals.total() == INPUTS_PER_SEED
     # Where all is refused (or nothing), the generator and not the product is what is tested.
     for family in FAMILIES:
-        assert tally.plans[family] >= 5
-        assert tally.refusals[family] >= 50
+        assert tally.plans[family] >= 3
+        assert tally.refusals[family] >= 30
 
 
 def test_every_kept_file_is_tried() -> None:
@@ -105,38 +102,27 @@ def test_the_judge_lets_the_shipped_configuration_pass(tmp_path: Path) -> None:
         (UsageError("x" * 9000), "a line of 9000 characters"),
         (ConfigError([Problem("f", 1, None, "x", None)] * 500), "a refusal of 500 lines"),
         (NoClusterError("there is none"), "exit code 3"),
+        (None, "took more than 0.2 s"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
 def test_the_judge_sees_an_answer_that_is_none(
-    error: BaseException, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: BaseException | None, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> NoReturn:
-        raise error
+        if error is None:
+            time.sleep(60)
+        raise error or AssertionError
 
+    if error is None:
+        monkeypatch.setattr(fuzz, "TIME_LIMIT_S", 0.2)
     monkeypatch.setattr(fuzz, "load_config", broken)
     assert fuzz.judge(GOOD, tmp_path).startswith(verdict)
 
 
-def test_the_judge_sees_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuzz, "TIME_LIMIT_S", 0.2)
-    monkeypatch.setattr(fuzz, "load_config", lambda *_: time.sleep(60))
-    assert fuzz.judge(GOOD, tmp_path) == "took more than 0.2 s"
-
-
-def test_the_judge_sees_a_plan_that_does_not_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = fuzz.plan_json
-
-    def wrong(key: str, value: object) -> None:
-        def forged(config: Config) -> str:
-            plan = json.loads(right(config))
-            where = plan["nodes"][0] if key in plan["nodes"][0] else plan["nodes"][0]["workers"][0]
-            where[key] = value
-            return json.dumps(plan)
-
-        monkeypatch.setattr(fuzz, "plan_json", forged)
-
-    for key, value, verdict in (
+@pytest.mark.parametrize(
+    ("key", "value", "verdict"),
+    [
         ("slot", "pc1/../../x", "the slots are not node/index"),
         ("cpus", 9, "pc1: CPUs"),
         ("card_allowed_bytes", 1, "pc1: a card is overbooked"),
@@ -144,47 +130,54 @@ def test_the_judge_sees_a_plan_that_does_not_add_up(tmp_path: Path, monkeypatch:
         ("gpu_fraction", 0.5, "pc1: fractions of"),
         ("card", 1, "pc1: workers on a card"),
         ("duty", 2, "pc1: duty 2"),
-    ):
-        wrong(key, value)
-        assert fuzz.judge(GOOD, tmp_path).startswith(verdict)
+    ],
+)
+def test_the_judge_sees_a_plan_that_does_not_add_up(
+    key: str, value: object, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = fuzz.plan_json
+
+    def forged(config: Config) -> str:
+        plan = json.loads(right(config))
+        where = plan["nodes"][0] if key in plan["nodes"][0] else plan["nodes"][0]["workers"][0]
+        where[key] = value
+        return json.dumps(plan)
+
+    monkeypatch.setattr(fuzz, "plan_json", forged)
+    assert fuzz.judge(GOOD, tmp_path).startswith(verdict)
 
 
 def chosen() -> list[HostileInput]:
-    """Return inputs a command line can carry (no NUL, no lone surrogate), each family alike, and what was found."""
+    """Return inputs that a command line can carry (no NUL, no lone surrogate), of each family and of what was found."""
     numbered = [make(11, number) for number in range(200)]
     fit = [one for one in numbered if all("\0" not in text and text.isascii() for text in one.overrides)]
     short = [one for one in fit if sum(map(len, one.overrides)) < 50_000]
-    return [*(one for family in FAMILIES for one in short if one.family == family)][:: len(short) // 24]
+    return [
+        GOOD,
+        *(one for family in FAMILIES for one in [one for one in short if one.family == family][:4]),
+        *(kept(name) for name in ("head-among-long-names", "override-of-a-missing-node")),
+    ]
 
 
-@pytest.mark.parametrize("index", range(6))
+@pytest.mark.parametrize("index", range(3))
 def test_the_command_line_answers_as_its_parts_do(index: int, tmp_path: Path) -> None:
-    """A sixth of the chosen inputs at a time, so that they may run side by side."""
-    inputs = [*chosen(), *(kept(name) for name in FOUND)]
-    assert len(inputs) >= 30
-    for hostile in inputs[index::6]:
+    """A third of the chosen inputs at a time, so that they may run side by side."""
+    inputs = chosen()
+    assert len(inputs) == 15
+    for hostile in inputs[index::3]:
         expected = 2 if fuzz.judge(hostile, tmp_path) == "refusal" else 0
         file = tmp_path / "cluster.yaml"
         file.write_bytes(hostile.content)
         sets = [word for text in hostile.overrides for word in ("--set", text)]
-        done = subprocess.run(
-            [sys.executable, "-m", "orchestrator", "plan", "--config", str(file), *sets],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            timeout=120,
-            check=False,
-        )
+        done = orchestrator("plan", "--config", str(file), *sets, cwd=tmp_path, PYTHONPATH=str(ROOT))
         assert done.returncode == expected, (hostile, done.stderr[-2000:])
-        assert b"Traceback" not in done.stderr
-        assert bool(done.stdout) == (expected == 0)
-        assert bool(done.stderr) == (expected == 2)
+        assert "Traceback" not in done.stderr
+        assert (bool(done.stdout), bool(done.stderr)) == (expected == 0, expected == 2)
         assert [path.name for path in tmp_path.iterdir()] == ["cluster.yaml"], "an input made a file"
 
 
 def test_the_verb_counts_every_input_once() -> None:
-    command = [sys.executable, "scripts/bench.py", "fuzz", "--inputs", "90", "--seed", "5", "--processes", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    done = python("scripts/bench.py", "fuzz", "--inputs", "90", "--seed", "5", "--processes", "1", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert (result["bench"], result["inputs"], result["findings"], result["broken"]) == ("fuzz", 90, 0, [])

@@ -1,7 +1,5 @@
 """Rehearsal scaling: what shrinks, what stays, what is said about it."""
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,9 +10,10 @@ from orchestrator.config.scaling import REHEARSAL_SCALE, scale_config, scaled_si
 from orchestrator.config.schema import Config
 from orchestrator.core.budget import node_budget
 from orchestrator.errors import UsageError
+from tests.scene import ROOT
 from workers.units import GIB, MIB
 
-SHIPPED = str(Path(__file__).parents[2] / "cluster.yaml")
+SHIPPED = str(ROOT / "cluster.yaml")
 
 
 def budgets_bytes(config: Config) -> int:
@@ -31,17 +30,17 @@ def test_the_reference_pair_at_the_rehearsal_scale() -> None:
     assert (pc1.vram_gib, pc2.vram_gib) == (23.69 / 16, 7.67 / 16)
     assert (pc1.size, pc2.size) == (2048, 1024)
     assert (scaled.config.memory.floor_mib, scaled.config.memory.size_floor) == (6.25, 128)
-    assert [(line.key, line.before, line.after) for line in scaled.lines] == [
-        ("nodes.pc1.vram_per_worker_gib", "3.33 GiB", "213 MiB"),
-        ("nodes.pc1.vram_gib", "23.69 GiB", "1.48 GiB"),
-        ("nodes.pc1.size", "8192", "2048"),
-        ("nodes.pc2.vram_per_worker_gib", "1.50 GiB", "96 MiB"),
-        ("nodes.pc2.vram_gib", "7.67 GiB", "491 MiB"),
-        ("nodes.pc2.size", "4096", "1024"),
-        ("memory.floor_mib", "100 MiB", "6.25 MiB"),
-        ("memory.leave_free_mib", "128 MiB", "8 MiB"),
-        ("memory.size_floor", "256", "128"),
-    ]
+    assert scaled.lines == (
+        "nodes.pc1.vram_per_worker_gib: 3.33 GiB -> 213 MiB",
+        "nodes.pc1.vram_gib: 23.69 GiB -> 1.48 GiB",
+        "nodes.pc1.size: 8192 -> 2048",
+        "nodes.pc2.vram_per_worker_gib: 1.50 GiB -> 96 MiB",
+        "nodes.pc2.vram_gib: 7.67 GiB -> 491 MiB",
+        "nodes.pc2.size: 4096 -> 1024",
+        "memory.floor_mib: 100 MiB -> 6.25 MiB",
+        "memory.leave_free_mib: 128 MiB -> 8 MiB",
+        "memory.size_floor: 256 -> 128",
+    )
 
 
 def test_everything_else_stays() -> None:
@@ -55,31 +54,28 @@ def test_everything_else_stays() -> None:
         assert after.nodes[name].model_dump(include=kept) == node.model_dump(include=kept)
 
 
-def test_an_overridden_size_is_scaled_like_any_other() -> None:
-    scaled = scale_config(load_config(SHIPPED, ["workload.size=65536"]), REHEARSAL_SCALE, None)
-    assert scaled.config.workload.size == 16384
-    assert ("workload.size", "65536", "16384") in [(line.key, line.before, line.after) for line in scaled.lines]
-
-
-def test_a_node_that_leaves_its_size_out_gets_the_scaled_default() -> None:
-    scaled = scale_config(load_config(SHIPPED, ["nodes.pc1.size=null"]), REHEARSAL_SCALE, None)
-    assert scaled.config.nodes["pc1"].size == 1024
-    assert ("nodes.pc1.size", "4096", "1024") in [(line.key, line.before, line.after) for line in scaled.lines]
+@pytest.mark.parametrize(
+    ("override", "size", "line"),
+    [
+        ("workload.size=65536", 16384, "workload.size: 65536 -> 16384"),
+        # One that leaves its size out has the default's, scaled.
+        ("nodes.pc1.size=null", 1024, "nodes.pc1.size: 4096 -> 1024"),
+    ],
+)
+def test_sizes_given_and_left_out_are_scaled_alike(override: str, size: int, line: str) -> None:
+    scaled = scale_config(load_config(SHIPPED, [override]), REHEARSAL_SCALE, None)
+    assert line in scaled.lines
+    assert (scaled.config.workload.size or scaled.config.nodes["pc1"].size) == size
 
 
 def test_short_memory_lowers_the_scale_until_all_workers_fit_and_says_so() -> None:
     scaled = scale_config(load_config(SHIPPED), REHEARSAL_SCALE, GIB)
     assert scaled.scale == pytest.approx(1 / (7 * 3.33 + 3 * 1.5))
     assert GIB - 100 < budgets_bytes(scaled.config) <= GIB
-    first = scaled.lines[0]
-    assert (first.key, first.before) == ("scale", "0.0625")
-    assert first.after == "0.03596, so that all workers fit into 1.00 GiB"
-
-
-def test_memory_that_is_enough_lowers_nothing() -> None:
-    scaled = scale_config(load_config(SHIPPED), REHEARSAL_SCALE, 2 * GIB)
-    assert scaled.scale == REHEARSAL_SCALE
-    assert "scale" not in [line.key for line in scaled.lines]
+    assert scaled.lines[0] == "scale: 0.0625 -> 0.03596, so that all workers fit into 1.00 GiB"
+    enough = scale_config(load_config(SHIPPED), REHEARSAL_SCALE, 2 * GIB)
+    assert enough.scale == REHEARSAL_SCALE
+    assert not enough.lines[0].startswith("scale")
 
 
 def test_scale_one_changes_nothing() -> None:
@@ -88,21 +84,20 @@ def test_scale_one_changes_nothing() -> None:
     assert (scaled.config, scaled.lines, scaled.scale) == (config, (), 1)
 
 
-@pytest.mark.parametrize("scale", [0, -1, 1.01, float("nan"), float("inf")])
-def test_a_scale_outside_its_range_is_refused(scale: float) -> None:
-    with pytest.raises(UsageError, match="valid: above 0, at most 1"):
-        scale_config(load_config(SHIPPED), scale, None)
-
-
-@pytest.mark.parametrize("limit_bytes", [0, -1])
-def test_a_limit_of_nothing_is_refused(limit_bytes: int) -> None:
-    with pytest.raises(UsageError, match="valid: more than 0 bytes"):
-        scale_config(load_config(SHIPPED), 1, limit_bytes)
-
-
-@pytest.mark.parametrize(("scale", "limit_bytes"), [(1e-300, None), (1, MIB)])
-def test_workers_that_would_get_next_to_nothing_are_refused(scale: float, limit_bytes: int | None) -> None:
-    with pytest.raises(UsageError, match="less than 1 MiB"):
+@pytest.mark.parametrize(
+    ("scale", "limit_bytes", "words"),
+    [
+        *((scale, None, "valid: above 0, at most 1") for scale in (0, -1, 1.01, float("nan"), float("inf"))),
+        (1, 0, "valid: more than 0 bytes"),
+        (1, -1, "valid: more than 0 bytes"),
+        (1e-300, None, "less than 1 MiB"),
+        (1, MIB, "less than 1 MiB"),
+    ],
+)
+def test_a_scale_or_limit_that_leaves_workers_nothing_is_refused(
+    scale: float, limit_bytes: int | None, words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
         scale_config(load_config(SHIPPED), scale, limit_bytes)
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from orchestrator.core.memory_broker.leases import NO_BOOKS, Books, Claimant, fair_shares, leased
+from tests.core.scene import MEMORY
+from workers.messages import MemoryInfo
 
 GIB = 2**30
 CARD_BYTES = 24 * GIB
@@ -87,10 +89,7 @@ class World:
             leave_free_bytes=LEAVE_BYTES,
             granted_bytes=max(allowed, default=0),
             report=(0, person.reports) if person.reports else None,
-            held_bytes=person.held_bytes,
-            peak_bytes=person.held_bytes,
-            free_bytes=free_bytes,
-            total_bytes=CARD_BYTES,
+            memory=None if free_bytes is None else seen(person.held_bytes, free_bytes),
         )
 
     def rounds(self, count: int, draw: Random, noise: float = 0.0) -> None:
@@ -113,6 +112,13 @@ class World:
         }
         shares = fair_shares(self.there_bytes - SPARED_BYTES, {**others, person.slot: person.wants_bytes})
         return NEARLY * shares[person.slot]
+
+
+def seen(held_bytes: int, free_bytes: int, total_bytes: int = CARD_BYTES) -> MemoryInfo:
+    """What a worker says of its memory and of a card."""
+    used_bytes = total_bytes - free_bytes
+    device = {"device_total_bytes": total_bytes, "device_used_bytes": used_bytes}
+    return replace(MEMORY, **device, reserved_bytes=held_bytes, peak_bytes=held_bytes)
 
 
 def crowd(caps: list[int], wants: list[float] | None = None, outside: float = 0.0) -> World:

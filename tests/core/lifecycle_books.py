@@ -32,10 +32,9 @@ from orchestrator.core.slot import (
     Restart,
     Rules,
     Slot,
-    Submit,
 )
 from tests.core.scene import report_of
-from workers.messages import NO_COUNTS
+from workers.messages import NO_COUNTS, Directive
 
 FINAL = {Phase.QUARANTINED, Phase.STOPPED}
 
@@ -78,7 +77,7 @@ class Books(RuleBasedStateMachine):
         self.slot = Slot(slot="pc1/0", incarnation=earlier_incarnations, next_sequence=10 * earlier_incarnations)
         self.first_sequence = self.slot.next_sequence
         self.node_is_there = self.placed = self.abandoned = self.drained = False
-        self.submitted: dict[Name, Submit] = {}
+        self.submitted: dict[Name, Directive] = {}
         self.fates: dict[Name, FaultOutcome] = {}
         self.really_done: Counter[Name] = Counter()
         """Good steps of each slice, told of or not."""
@@ -138,7 +137,7 @@ class Books(RuleBasedStateMachine):
                 assert not self.placed, "an actor is created once"
                 assert self.node_is_there
                 self.placed = True
-            case Submit():
+            case Directive():
                 self.check_submit(command)
                 name = (command.incarnation, command.sequence)
                 self.submitted[name] = command
@@ -162,9 +161,9 @@ class Books(RuleBasedStateMachine):
     def lose(self) -> None:
         for name in self.under_way:
             self.fates[name] = FaultOutcome.LOST
-            self.expected_lost += self.submitted[name].step_limit
+            self.expected_lost += self.submitted[name].step_limit or 0
 
-    def check_submit(self, submit: Submit) -> None:
+    def check_submit(self, submit: Directive) -> None:
         assert self.placed
         assert not self.abandoned
         assert not self.drained, "after Drain nothing is submitted"
@@ -172,6 +171,7 @@ class Books(RuleBasedStateMachine):
         assert submit.sequence == self.first_sequence + len(self.submitted), "sequences are counted without a gap"
         assert submit.incarnation == self.slot.incarnation
         assert submit.resume == self.last_resume
+        assert submit.step_limit is not None
         assert submit.step_limit >= 1
         mine = [name for name in self.submitted if name[0] == submit.incarnation]
         if not any(self.fates[name] is FaultOutcome.COUNTED for name in mine):

@@ -6,7 +6,7 @@ Shared by the tests of the lifecycle. Knows nothing of what should come out.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 from orchestrator.core.fleet import SliceFailed, SliceFailure, SliceReported
 from orchestrator.core.lifecycle import advance
@@ -19,11 +19,10 @@ from orchestrator.core.slot import (
     Phase,
     Rules,
     Slot,
-    Submit,
     Tick,
 )
 from tests.counting import with_counts
-from workers.messages import DeviceInfo, MemoryInfo, Report, Verdict, WorkerState
+from workers.messages import DeviceInfo, Directive, MemoryInfo, Report, Verdict, WorkerState
 
 MIB = 2**20
 
@@ -93,6 +92,20 @@ class Scene:
         self.ends_at_s = ends_at_s
         self.rules = replace(RULES, **rules)
 
+    @classmethod
+    def joined(cls, **begin: Any) -> Self:  # noqa: ANN401 - as of the constructor
+        """Begin on a node that is there."""
+        scene = cls(**begin)
+        scene.feed(NodeJoined())
+        return scene
+
+    @classmethod
+    def working(cls, **begin: Any) -> Self:  # noqa: ANN401 - as of the constructor
+        """Begin with a process that has reported."""
+        scene = cls(**begin)
+        scene.work()
+        return scene
+
     def feed(self, event: Event, *, later_s: float = 0.0) -> list[Command]:
         """Let time pass, then the event happen; return the commands."""
         self.now_s += later_s
@@ -140,9 +153,9 @@ class Scene:
         return wait_s
 
 
-def submits(commands: list[Command]) -> list[Submit]:
+def submits(commands: list[Command]) -> list[Directive]:
     """Return what is sent."""
-    return [command for command in commands if isinstance(command, Submit)]
+    return [command for command in commands if isinstance(command, Directive)]
 
 
 def sequences(commands: list[Command]) -> list[int]:

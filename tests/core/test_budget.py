@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from orchestrator.config.capacity import MAX_WORKERS_PER_CARD, overbooked, workers_per_card
 from orchestrator.config.schema import Config, NodeConfig
-from orchestrator.core.budget import GIB, gpu_fraction, node_budget
+from orchestrator.core.budget import gpu_fraction, node_budget
 
 
 def node(**changes: object) -> NodeConfig:
@@ -52,42 +52,25 @@ def test_every_worker_gets_onto_a_card_and_no_card_takes_more_than_planned(gpus:
         free[card] -= steps
 
 
-def test_the_reference_node() -> None:
-    found = node_budget("pc1", node(), config(node()))
-    assert found.gpu_fraction == 0.1428
-    assert (found.cpus_per_worker, found.cpus_total) == (8, 56)
-    assert found.budget_bytes == int(3.33 * GIB)
-    assert found.card_budget_bytes == 7 * found.budget_bytes
-    assert found.card_total_bytes == round(23.69 * GIB)
-    assert found.card_allowed_bytes == round(0.99 * 23.69 * GIB)
-    assert found.card_budget_bytes <= found.card_allowed_bytes
-    assert (found.duty, found.size, found.batch, found.dtype) == (0.6, 8192, 128, "fp16")
-
-
-@pytest.mark.parametrize(("mode", "duty"), [("duty", 0.6), ("mps", None), ("none", None)])
-def test_the_share_is_a_duty_only_in_duty_mode(mode: str, duty: float | None) -> None:
-    assert node_budget("pc1", node(), config(node(), compute_share_mode=mode)).duty == duty
-
-
 @pytest.mark.parametrize(
-    ("node_size", "workload_size", "size"), [(8192, None, 8192), (None, None, 4096), (8192, 512, 512), (None, 512, 512)]
+    ("changes", "sections", "expected"),
+    [
+        ({}, {"compute_share_mode": "duty"}, {"duty": 0.6}),
+        ({}, {"compute_share_mode": "mps"}, {"duty": None}),
+        ({}, {"compute_share_mode": "none"}, {"duty": None}),
+        ({"size": 8192}, {}, {"size": 8192}),
+        ({"size": None}, {}, {"size": 4096}),
+        ({"size": 8192}, {"workload": {"size": 512}}, {"size": 512}),
+        ({"size": None}, {"workload": {"size": 512}}, {"size": 512}),
+        ({"dtype": "bf16"}, {}, {"dtype": "bf16"}),
+    ],
 )
-def test_the_workload_size_wins_over_the_node_size_wins_over_the_default(
-    node_size: int | None, workload_size: int | None, size: int
+def test_a_share_is_a_duty_in_duty_mode_only_and_the_workloads_size_and_the_nodes_type_win(
+    changes: dict[str, object], sections: dict[str, object], expected: dict[str, object]
 ) -> None:
-    one = node(size=node_size)
-    assert node_budget("pc1", one, config(one, workload={"size": workload_size})).size == size
-
-
-def test_the_node_dtype_wins_over_the_workload_dtype() -> None:
-    one = node(dtype="bf16")
-    assert node_budget("pc1", one, config(one)).dtype == "bf16"
-
-
-def test_several_cards_are_summed_for_the_fullest() -> None:
-    one = node(gpus=2, workers=7)
-    found = node_budget("pc1", one, config(one))
-    assert (found.workers_per_card, found.card_budget_bytes) == (4, 4 * found.budget_bytes)
+    one = node(**changes)
+    budget = node_budget("pc1", one, config(one, **sections))
+    assert {name: getattr(budget, name) for name in expected} == expected
 
 
 def test_a_node_without_cards_has_no_fraction_and_no_known_total() -> None:
@@ -99,22 +82,9 @@ def test_a_node_without_cards_has_no_fraction_and_no_known_total() -> None:
     assert overbooked(one) is None
 
 
-def test_vram_gib_is_what_the_workers_of_a_node_without_cards_share() -> None:
-    one = node(gpu="cpu", gpus=0, vram_gib=16)
-    excess = overbooked(one)
-    assert excess is not None
-    assert excess.text == "7 workers x 3.33 GiB = 23.31 GiB, but 0.99 of the 16 GiB of its memory is 15.84 GiB"
-    assert excess.valid == "at most 4 workers, or vram_per_worker_gib <= 2.26"
-
-
 @pytest.mark.parametrize(
     ("changes", "text", "valid"),
     [
-        (
-            {"workers": 8},
-            "8 workers x 3.33 GiB = 26.64 GiB, but 0.99 of the 23.69 GiB of a rtx-3090 is 23.45 GiB",
-            "at most 7 workers, or vram_per_worker_gib <= 2.93",
-        ),
         (
             {"workers": 15, "gpus": 2},
             (
@@ -132,6 +102,12 @@ def test_vram_gib_is_what_the_workers_of_a_node_without_cards_share() -> None:
             {"gpu": "mine", "vram_gib": 8, "memory_fraction": 0.5, "workers": 2},
             "2 workers x 3.33 GiB = 6.66 GiB, but 0.5 of the 8 GiB of a mine is 4.00 GiB",
             "at most 1 worker, or vram_per_worker_gib <= 2.00",
+        ),
+        # What the workers of a node without cards share.
+        (
+            {"gpu": "cpu", "gpus": 0, "vram_gib": 16},
+            "7 workers x 3.33 GiB = 23.31 GiB, but 0.99 of the 16 GiB of its memory is 15.84 GiB",
+            "at most 4 workers, or vram_per_worker_gib <= 2.26",
         ),
     ],
 )

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.core.memory_broker.demand import FRESH, heard
+from orchestrator.core.memory_broker.demand import FRESH, Demand, heard
 from orchestrator.core.memory_broker.leases import NO_BOOKS, Claimant, fair_shares, leased
-from tests.core.lease_world import CARD_BYTES, GIB, LEAVE_BYTES, SPARED_BYTES, World, crowd, four, seeded
+from tests.core.lease_world import CARD_BYTES, GIB, LEAVE_BYTES, SPARED_BYTES, World, crowd, four, seeded, seen
+
+pytestmark = pytest.mark.slow
 
 #: Rounds of reports after which shares are fair, whoever wants little. Two directives are under way when a lease is
 #: cut, what is left untaken is lent out after five reports, and what is lent may be more than others want.
@@ -70,7 +72,7 @@ def test_who_all_want_more_have_fair_shares_at_once_and_keep_them(
         assert person.held_bytes >= world.least_fair_bytes(person)
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(world=worlds, draw=draws)
 def test_shares_are_fair_after_some_rounds_and_stay_as_they_are(world: World, draw: Random) -> None:
     world.rounds(LONG_ROUNDS, draw)
@@ -119,6 +121,7 @@ def test_more_memory_takes_nothing_from_those_who_all_want_more(
     assert world.broken == 0
 
 
+@settings(max_examples=30)
 @given(draw=draws, outside=st.floats(0.1, 0.6), noise=st.floats(0.0, 0.004))
 def test_noise_of_less_than_is_spared_moves_nobody(draw: Random, outside: float, noise: float) -> None:
     world = four(outside)
@@ -181,6 +184,7 @@ def test_a_newcomer_waits_for_half_of_its_share_and_no_longer_than_some_seconds(
     assert world.broken == 0
 
 
+@settings(max_examples=30)
 @given(draw=draws, outside=st.floats(0.3, 0.6))
 def test_what_one_leaves_when_it_goes_is_shared_by_the_others(draw: Random, outside: float) -> None:
     world = four(outside)
@@ -217,8 +221,7 @@ def test_leases_are_cut_to_what_somebody_else_has_left(more: float) -> None:
 
 
 def test_what_a_directive_under_way_allows_is_promised_even_if_its_worker_holds_less() -> None:
-    gib = {"cap_bytes": 16 * GIB, "total_bytes": CARD_BYTES}
-    first = Claimant(slot="pc1/0", card="GPU-1", report=(0, 1), held_bytes=0, free_bytes=16 * GIB, **gib)
+    first = Claimant(slot="pc1/0", card="GPU-1", report=(0, 1), cap_bytes=16 * GIB, memory=seen(0, 16 * GIB))
     other = replace(first, slot="pc1/1")
     books, leases = leased(NO_BOOKS, [replace(first, granted_bytes=16 * GIB), other], 1.0)
     assert leases["pc1/0"] is not None
@@ -301,49 +304,32 @@ def test_a_worker_that_can_run_nothing_lends_its_share_and_is_asked_again() -> N
     assert 2 <= times_asked <= 3, "about once a minute"
 
 
+def looked(demand: Demand, lease_bytes: int, held_bytes: int, free_bytes: int) -> Demand:
+    seen_bytes = {"lease_bytes": lease_bytes, "held_bytes": held_bytes, "free_bytes": free_bytes}
+    return heard(demand, cap_bytes=8 * GIB, starving=False, **seen_bytes)
+
+
 @pytest.mark.parametrize(("free_bytes", "is_left"), [(3 * GIB, True), (2 * GIB, False)])
 def test_only_what_was_there_to_take_was_left(free_bytes: int, is_left: bool) -> None:
     demand = FRESH
     for _ in range(20):
-        demand = heard(
-            demand,
-            cap_bytes=8 * GIB,
-            lease_bytes=4 * GIB,
-            held_bytes=GIB,
-            free_bytes=free_bytes,
-            starving=False,
-        )
+        demand = looked(demand, 4 * GIB, GIB, free_bytes)
     assert (demand.content_bytes is not None) == is_left
 
 
 def test_a_worker_that_grows_in_every_slice_has_left_nothing() -> None:
     demand = FRESH
     for step in range(20):
-        held_bytes = int(1.05**step * GIB)
-        demand = heard(
-            demand,
-            cap_bytes=8 * GIB,
-            lease_bytes=6 * GIB,
-            held_bytes=held_bytes,
-            free_bytes=6 * GIB,
-            starving=False,
-        )
+        demand = looked(demand, 6 * GIB, int(1.05**step * GIB), 6 * GIB)
         assert demand.wanted_bytes(8 * GIB) == 8 * GIB
 
 
 def test_who_waits_for_nothing_has_no_lease() -> None:
-    alone = Claimant(
-        slot="pc1/0", card="GPU-1", cap_bytes=GIB, report=(0, 1), held_bytes=0, free_bytes=0, total_bytes=1
-    )
+    alone = Claimant(slot="pc1/0", card="GPU-1", cap_bytes=GIB, report=(0, 1), memory=seen(0, 0, 1))
     elsewhere = replace(alone, slot="pc2/0", card="GPU-2")
     unknown = [replace(alone, slot=f"pc3/{index}", card=None) for index in range(3)]
-    _, leases = leased(NO_BOOKS, [alone, elsewhere, *unknown], 1.0)
-    assert set(leases.values()) == {None}
-
-
-def test_a_card_that_nobody_has_looked_at_has_no_leases() -> None:
-    blind = [Claimant(slot=f"pc1/{index}", card="GPU-1", cap_bytes=GIB, report=(0, 1)) for index in range(3)]
-    _, leases = leased(NO_BOOKS, blind, 1.0)
+    blind = [replace(alone, slot=f"pc4/{index}", card="GPU-4", memory=None) for index in range(3)]
+    _, leases = leased(NO_BOOKS, [alone, elsewhere, *unknown, *blind], 1.0)
     assert set(leases.values()) == {None}
 
 

@@ -1,7 +1,7 @@
-"""The ordinary course of a slot: it joins, reports, works, loses its node and gets it back.
+"""The ordinary course of a slot: it joins, reports, works, loses its node, pauses, and ends with its run.
 
-One event in, the state and the commands that come out. How it ends is in `test_lifecycle_end.py`, what goes wrong in
-`test_lifecycle_faults.py` and `test_lifecycle_losses.py`, any order of events in `test_lifecycle_machine.py`.
+One event in, the state and the commands that come out. What goes wrong is in `test_lifecycle_faults.py` and
+`test_lifecycle_losses.py`, any order of events, and how one begins, in `test_lifecycle_machine.py`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from orchestrator.core.slot import (
     Accept,
-    Flight,
+    Drain,
+    Event,
     Forget,
     HeadState,
     NodeJoined,
@@ -21,61 +24,15 @@ from orchestrator.core.slot import (
     NodeRefused,
     Note,
     Phase,
-    Place,
-    Slot,
-    Submit,
     Tick,
 )
 from tests.core.scene import RULES, Scene, notes, sequences
 from tests.counting import counters, counters_of
-from workers.messages import WorkerState
-
-
-def test_a_new_slot_waits_for_its_node() -> None:
-    scene = Scene()
-    assert (scene.slot.phase, scene.slot.state) == (Phase.ABSENT, HeadState.STARTING)
-    assert scene.feed(Tick(), later_s=1e6) == []
-    assert scene.slot == Slot(slot="pc1/0")
-
-
-def test_a_node_that_joins_gets_the_actor_and_one_slice_of_one_step_and_waits_for_its_report() -> None:
-    scene = Scene()
-    assert scene.feed(NodeJoined()) == [
-        Place(),
-        Submit(incarnation=0, sequence=0, duration_s=0.0, step_limit=1, resume=None),
-    ]
-    assert scene.slot.phase is Phase.WORKING
-    assert not scene.slot.ready
-    assert scene.slot.reason == "its process is starting"
-    assert scene.slot.in_flight == (Flight(sequence=0, duration_s=0.0, submitted_at_s=1000.0, step_limit=1),)
-
-
-def test_nothing_is_sent_behind_the_first_slice_before_its_report() -> None:
-    scene = Scene()
-    scene.feed(NodeJoined())
-    for _ in range(int(RULES.start_timeout_s)):
-        assert scene.feed(Tick(), later_s=1) == []
-    assert len(scene.slot.in_flight) == 1
-
-
-def test_the_first_report_of_a_process_fills_the_pipeline() -> None:
-    scene = Scene()
-    scene.feed(NodeJoined())
-    # One step in 10 ms is 100 a second: twice as many, and four.
-    assert scene.deeds(scene.report(steps_ok=1, wall_s=0.01, resume={"failures": 2}), later_s=2) == [
-        Submit(incarnation=0, sequence=1, duration_s=1.0, step_limit=204, resume={"failures": 2}),
-        Submit(incarnation=0, sequence=2, duration_s=1.0, step_limit=204, resume={"failures": 2}),
-    ]
-    assert scene.slot.ready
-    assert scene.slot.in_flight == (
-        Flight(sequence=1, duration_s=1.0, submitted_at_s=1002.0, step_limit=204),
-        Flight(sequence=2, duration_s=1.0, submitted_at_s=1002.0, step_limit=204),
-    )
+from workers.messages import Directive, Verdict, WorkerState
 
 
 def test_a_report_counts_and_the_next_slice_goes_out_at_once() -> None:
-    scene = Scene()
-    scene.feed(NodeJoined())
+    scene = Scene.joined()
     scene.feed(scene.report())
     event = scene.report(
         steps_ok=7,
@@ -106,7 +63,7 @@ def test_a_report_counts_and_the_next_slice_goes_out_at_once() -> None:
     )
     assert commands == [
         Accept(report=event.report),
-        Submit(incarnation=0, sequence=3, duration_s=1.0, step_limit=18, resume={"failures": 2}),
+        Directive(incarnation=0, sequence=3, duration_s=1.0, step_limit=18, resume={"failures": 2}),
         Note(
             name="state",
             fields=(("from_state", "RUNNING"), ("to_state", "BACKOFF"), ("cause", "size 4096"), ("incarnation", 0)),
@@ -115,31 +72,6 @@ def test_a_report_counts_and_the_next_slice_goes_out_at_once() -> None:
     assert (scene.slot.state, scene.slot.reason, scene.slot.heard_at_s) == (WorkerState.BACKOFF, "size 4096", 1002.0)
     assert scene.slot.report is event.report
     assert [flight.sequence for flight in scene.slot.in_flight] == [2, 3]
-
-
-def test_two_slices_are_under_way_whatever_is_reported() -> None:
-    scene = Scene()
-    scene.work(steps_ok=1)
-    for sequence in range(1, 20):
-        assert [flight.sequence for flight in scene.slot.in_flight] == [sequence, sequence + 1]
-        assert sequences(scene.feed(scene.report(steps_ok=1), later_s=1)) == [sequence + 2]
-    assert scene.slot.counts.steps_ok == 20
-
-
-def test_reports_that_arrive_in_the_wrong_order_both_count() -> None:
-    scene = Scene()
-    scene.work()
-    scene.feed(scene.report(sequence=2, steps_ok=3))
-    scene.feed(scene.report(sequence=1, steps_ok=4))
-    assert scene.slot.counts.steps_ok == 7
-    assert [flight.sequence for flight in scene.slot.in_flight] == [3, 4]
-
-
-def test_a_report_without_resume_state_leaves_the_last_one() -> None:
-    scene = Scene()
-    scene.work(resume={"failures": 2})
-    scene.feed(scene.report(resume=None))
-    assert scene.slot.resume == {"failures": 2}
 
 
 @pytest.mark.parametrize(
@@ -163,32 +95,13 @@ def test_a_report_that_is_not_awaited_is_refused_with_a_note_and_not_counted(for
     }
 
 
-def test_a_node_that_leaves_takes_its_slots_along() -> None:
-    scene = Scene()
-    scene.work(steps_ok=3)
-    assert scene.deeds(NodeLeft()) == [Forget()]
-    assert (scene.slot.phase, scene.slot.state) == (Phase.ABSENT, HeadState.LOST)
-    assert scene.slot.reason == "its node has left the cluster"
-    assert counters_of(scene.slot) == counters(steps_ok=3, steps_lost_upper_bound=8)
-    before = scene.slot
-    assert scene.feed(Tick(), later_s=1e6) == []
-    assert scene.slot == before
-
-
-def test_a_node_that_does_not_answer_is_lost_in_those_words() -> None:
-    scene = Scene()
-    scene.work()
-    scene.feed(NodeLeft(reason="its node does not answer"))
-    assert (scene.slot.state, scene.slot.reason) == (HeadState.LOST, "its node does not answer")
-
-
 def test_a_node_that_joins_again_continues_with_a_new_incarnation_and_the_same_counters() -> None:
     scene = Scene()
     scene.work(steps_ok=3, resume={"failures": 2})
     scene.feed(NodeLeft())
     counts = scene.slot.counts
     assert scene.deeds(NodeJoined(), later_s=3600) == [
-        Submit(incarnation=1, sequence=3, duration_s=0.0, step_limit=1, resume={"failures": 2})
+        Directive(incarnation=1, sequence=3, duration_s=0.0, step_limit=1, resume={"failures": 2})
     ]
     assert scene.slot.state is HeadState.STARTING
     assert scene.slot.counts == counts
@@ -209,11 +122,118 @@ def test_a_refused_node_changes_only_the_reason_of_a_slot_that_waits(known: bool
     assert (scene.slot.phase, scene.slot.reason) == (Phase.WORKING, "its process is starting")
 
 
-def test_a_state_is_noted_when_it_changes_and_only_then() -> None:
+@pytest.mark.parametrize(("before", "lost"), [("absent", 0), ("not ready", 1), ("lost", 1), ("pausing", 1)])
+def test_draining_waits_for_nothing_that_may_not_be_running(before: str, lost: int) -> None:
     scene = Scene()
-    scene.feed(NodeJoined())
-    assert len(notes(scene.feed(scene.report()), "state")) == 1
-    assert notes(scene.feed(scene.report(reason="other words")), "state") == []
-    assert notes(scene.feed(scene.report(state=WorkerState.BACKOFF, reason="size 4096")), "state") == [
-        {"from_state": "RUNNING", "to_state": "BACKOFF", "cause": "size 4096", "incarnation": 0}
+    if before != "absent":
+        scene.feed(NodeJoined())
+    if before == "lost":
+        scene.feed(NodeLeft())
+    if before == "pausing":
+        scene.feed(scene.failure())
+    assert scene.deeds(Drain()) == [Forget()]
+    assert (scene.slot.phase, scene.slot.in_flight, scene.slot.wake_at_s) == (Phase.STOPPED, (), None)
+    assert counters_of(scene.slot) == counters(steps_lost_upper_bound=lost)
+
+
+@pytest.mark.parametrize("how", ["dies", "is poisoned", "hangs", "loses its node"])
+def test_a_draining_slot_whose_process_is_lost_stops_and_begins_nothing(how: str) -> None:
+    scene = Scene.working()
+    scene.feed(Drain())
+    events: dict[str, Event] = {
+        "dies": scene.failure(),
+        "is poisoned": scene.report(verdict=Verdict.CONTEXT_CORRUPTED),
+        "hangs": Tick(),
+        "loses its node": NodeLeft(),
+    }
+    scene.feed(events[how], later_s=100 if how == "hangs" else 0)
+    assert scene.slot.phase is Phase.STOPPED
+    assert scene.slot.state is (HeadState.LOST if how == "loses its node" else HeadState.RESTARTING)
+    for event in (Tick(), NodeJoined(), Tick()):
+        assert scene.feed(event, later_s=100) == []
+
+
+def test_slices_are_cut_to_the_end_of_the_run() -> None:
+    scene = Scene.joined(ends_at_s=1003.5)
+    scene.feed(scene.report(), later_s=0.5)
+    assert [flight.duration_s for flight in scene.slot.in_flight] == [1.0, 1.0]
+    # The slice until 1002.5 begins, so the next has its full length until the end.
+    scene.feed(scene.report(), later_s=1.0)
+    assert [flight.duration_s for flight in scene.slot.in_flight] == [1.0, 1.0]
+    scene.feed(scene.report(), later_s=1.0)
+    assert [flight.duration_s for flight in scene.slot.in_flight] == [1.0]
+    scene.ends_at_s = 1003.875
+    scene.feed(scene.report(), later_s=0.5)
+    assert [flight.duration_s for flight in scene.slot.in_flight] == [0.875]
+
+
+def test_a_slot_that_has_nothing_left_to_do_waits_for_the_end_without_alarm() -> None:
+    scene = Scene.joined(ends_at_s=1000.0)
+    scene.feed(scene.report())
+    before = scene.slot
+    assert before.in_flight == ()
+    assert scene.feed(Tick(), later_s=1000) == []
+    assert scene.slot == before
+    scene.feed(Drain())
+    assert scene.slot.phase is Phase.STOPPED
+
+
+def pauses_s(deaths: int, **scene: Any) -> list[float]:  # noqa: ANN401 - of any rule
+    acted = Scene(**{"max_deaths": deaths + 1, "death_window_s": 1e9, **scene})
+    acted.work()
+    return [acted.die() for _ in range(deaths)]
+
+
+def test_the_same_seed_pauses_the_same_and_another_seed_or_slot_otherwise() -> None:
+    assert pauses_s(6, seed=7) == pauses_s(6, seed=7)
+    assert pauses_s(6, seed=7)[1:] != pauses_s(6, seed=8)[1:]
+    assert pauses_s(6, seed=7, slot="pc1/0")[1:] != pauses_s(6, seed=7, slot="pc1/1")[1:]
+
+
+def test_workers_that_die_together_do_not_come_back_together() -> None:
+    second_pauses_s = [
+        pauses_s(2, slot=f"pc1/{index}", restart_backoff_s=60.0, restart_backoff_max_s=60.0)[1] for index in range(50)
     ]
+    assert max(second_pauses_s) - min(second_pauses_s) > 20
+    assert len({round(pause, 3) for pause in second_pauses_s}) == 50
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    slot=st.text(min_size=1, max_size=12),
+    first_s=st.floats(0.001, 100),
+    most_s=st.floats(0.001, 1000),
+)
+def test_a_pause_is_between_half_and_whole_and_never_beyond_the_maximum(
+    seed: int, slot: str, first_s: float, most_s: float
+) -> None:
+    waited_s = pauses_s(7, seed=seed, slot=slot, restart_backoff_s=first_s, restart_backoff_max_s=most_s)
+    assert waited_s[0] == 0
+    for doublings, pause in enumerate(waited_s[1:]):
+        whole = min(first_s * 2**doublings, most_s)
+        # Seconds of a clock are differences here: they are exact to its rounding only.
+        assert whole / 2 - 1e-6 <= pause <= whole + 1e-6
+        assert pause <= most_s + 1e-6
+
+
+def test_nothing_is_sent_before_the_back_off_is_over() -> None:
+    scene = Scene.working()
+    scene.die()
+    scene.feed(scene.failure())
+    assert scene.slot.wake_at_s is not None
+    left_s = scene.slot.wake_at_s - scene.now_s
+    assert left_s >= 0.5
+    assert scene.feed(Tick(), later_s=left_s - 0.01) == []
+    assert sequences(scene.feed(Tick(), later_s=0.02)) == [6]
+
+
+def test_a_thousand_deaths_overflow_nothing() -> None:
+    assert max(pauses_s(1100, restart_backoff_s=0.001, restart_backoff_max_s=0.01)) <= 0.011
+
+
+def test_the_first_death_after_a_quiet_window_is_met_at_once_again() -> None:
+    scene = Scene.working()
+    assert scene.die() == 0
+    assert scene.die() > 0
+    scene.feed(scene.report(), later_s=RULES.death_window_s)
+    assert scene.die() == 0

@@ -20,12 +20,11 @@ from orchestrator.core.slot import (
     NodeLeft,
     Phase,
     Restart,
-    Submit,
     Tick,
 )
-from tests.core.scene import CPU, RULES, Scene, notes, sequences, submits
+from tests.core.scene import CPU, RULES, Scene, sequences, submits
 from tests.counting import counters, counters_of
-from workers.messages import Verdict, WorkerState
+from workers.messages import Directive, Verdict, WorkerState
 
 #: Steps that a slice may do whose slot knows no speed yet.
 LEAST = 4
@@ -39,35 +38,13 @@ def test_a_process_that_dies_is_restarted_at_once_and_continues_where_the_last_r
     assert scene.slot.reason == "its process ended: killed, or crashed"
     assert counters_of(scene.slot) == counters(steps_ok=3, restarts=1, steps_lost_upper_bound=2 * LEAST)
     assert scene.feed(Tick()) == [
-        Submit(incarnation=1, sequence=3, duration_s=0.0, step_limit=1, resume={"failures": 2})
+        Directive(incarnation=1, sequence=3, duration_s=0.0, step_limit=1, resume={"failures": 2})
     ]
     assert scene.slot.counts.steps_ok == 3
     assert (scene.slot.state, scene.slot.ready) == (HeadState.RESTARTING, False)
     assert scene.slot.heard_at_s is None, "the new process has not reported"
     assert sequences(scene.feed(scene.report(steps_ok=4))) == [4, 5]
     assert (scene.slot.state, scene.slot.counts.steps_ok) == (WorkerState.RUNNING, 7)
-
-
-def test_a_report_from_before_a_death_is_refused_after_it() -> None:
-    scene = Scene()
-    scene.work()
-    queued = scene.report(sequence=2, steps_ok=5)
-    scene.feed(scene.failure())
-    assert len(notes(scene.feed(queued), "report_refused")) == 1
-    scene.feed(Tick())
-    assert len(notes(scene.feed(queued), "report_refused")) == 1
-    assert scene.slot.counts.steps_ok == 0
-
-
-def test_two_slices_that_fail_together_are_one_death() -> None:
-    scene = Scene()
-    scene.work()
-    second = scene.failure(sequence=2)
-    scene.feed(scene.failure())
-    before = scene.slot
-    assert scene.feed(second) == []
-    assert scene.slot == before
-    assert scene.slot.restarts == 1
 
 
 @pytest.mark.parametrize(
@@ -81,8 +58,7 @@ def test_two_slices_that_fail_together_are_one_death() -> None:
 def test_a_slice_that_fails_in_a_process_that_worked_is_a_death_in_its_own_words(
     failure: SliceFailure, words: str
 ) -> None:
-    scene = Scene()
-    scene.work()
+    scene = Scene.working()
     scene.feed(scene.failure(failure))
     assert (scene.slot.phase, scene.slot.state, scene.slot.reason) == (Phase.PAUSING, HeadState.RESTARTING, words)
     assert (scene.slot.restarts, scene.slot.deaths_at_s) == (1, (scene.now_s,))
@@ -91,41 +67,32 @@ def test_a_slice_that_fails_in_a_process_that_worked_is_a_death_in_its_own_words
 FULL_RAM = DeathExplained(cause=DeathCause(host_memory=True, text="NODE_OUT_OF_MEMORY: …"))
 
 
-@pytest.mark.parametrize("begun", [False, True], ids=["while it pauses", "while it starts again"])
-def test_a_death_that_full_ram_caused_is_told_in_words_that_help_and_is_still_one_death(begun: bool) -> None:
-    scene = Scene()
-    scene.work()
+@pytest.mark.parametrize("now", ["pauses", "starts again", "was given up"])
+def test_a_death_that_full_ram_caused_is_told_in_words_that_help_and_is_still_one_death(now: str) -> None:
+    scene = Scene.working(max_deaths=1 if now == "was given up" else 6)
     scene.feed(scene.failure())
-    if begun:
+    if now == "starts again":
         scene.feed(Tick())
     before = scene.slot
-    assert scene.feed(FULL_RAM, later_s=1) == []
     words = "Ray ended its process because the PC's RAM was nearly full"
-    assert scene.slot == replace(before, reason=words)
-    assert scene.feed(FULL_RAM) == []
-    assert scene.slot == replace(before, reason=words)
+    reason = f"{before.reason}; {words}" if now == "was given up" else words
+    for _ in range(2):
+        assert scene.feed(FULL_RAM, later_s=1) == []
+        assert scene.slot == replace(before, reason=reason)
 
 
-def test_a_death_of_another_cause_keeps_its_words() -> None:
-    scene = Scene()
-    scene.work()
-    scene.feed(scene.failure())
-    before = scene.slot
-    assert scene.feed(DeathExplained(cause=DeathCause(host_memory=False, text="exit code 1"))) == []
-    assert scene.slot == before
-
-
-@pytest.mark.parametrize("now", ["starts for the first time", "works again"])
-def test_an_explanation_that_comes_when_the_slot_no_longer_restarts_changes_nothing(now: str) -> None:
-    scene = Scene()
-    scene.feed(NodeJoined())
-    if now == "works again":
+@pytest.mark.parametrize("now", ["starts for the first time", "works again", "died of another cause"])
+def test_an_explanation_that_is_of_no_use_changes_nothing(now: str) -> None:
+    scene = Scene.joined()
+    if now != "starts for the first time":
         scene.feed(scene.report())
         scene.feed(scene.failure())
+    if now == "works again":
         scene.feed(Tick())
         scene.feed(scene.report())
     before = scene.slot
-    assert scene.feed(FULL_RAM) == []
+    cause = DeathCause(host_memory=now != "died of another cause", text="exit code 1")
+    assert scene.feed(DeathExplained(cause=cause)) == []
     assert scene.slot == before
 
 
@@ -146,8 +113,7 @@ def test_deaths_in_the_window_end_in_quarantine_for_good() -> None:
 
 
 def test_deaths_further_apart_than_the_window_are_not_added_up() -> None:
-    scene = Scene(max_deaths=2)
-    scene.work()
+    scene = Scene.working(max_deaths=2)
     for _ in range(5):
         assert scene.die() == 0
         scene.feed(scene.report(), later_s=RULES.death_window_s)
@@ -155,8 +121,7 @@ def test_deaths_further_apart_than_the_window_are_not_added_up() -> None:
 
 
 def test_an_actor_that_cannot_be_reached_right_after_a_restart_has_not_died_again() -> None:
-    scene = Scene()
-    scene.work()
+    scene = Scene.working()
     scene.feed(scene.failure())
     scene.feed(Tick())
     for _ in range(10):
@@ -173,8 +138,7 @@ def test_an_actor_that_cannot_be_reached_right_after_a_restart_has_not_died_agai
 
 
 def test_a_slice_that_was_never_sent_is_not_lost() -> None:
-    scene = Scene()
-    scene.work()
+    scene = Scene.working()
     scene.feed(scene.failure())
     lost = scene.slot.steps_lost_upper_bound
     for _ in range(10):
@@ -184,8 +148,7 @@ def test_a_slice_that_was_never_sent_is_not_lost() -> None:
 
 
 def test_a_process_that_dies_in_its_first_step_has_died() -> None:
-    scene = Scene()
-    scene.feed(NodeJoined())
+    scene = Scene.joined()
     for deaths in range(1, RULES.max_deaths):
         # What fails at once was sent to the process before.
         scene.feed(scene.failure(SliceFailure.DIED), later_s=0.1)
@@ -199,8 +162,7 @@ def test_a_process_that_dies_in_its_first_step_has_died() -> None:
 
 
 def test_a_process_that_was_told_to_end_may_take_one_slice_down_with_it() -> None:
-    scene = Scene()
-    scene.work()
+    scene = Scene.working()
     scene.feed(Tick(), later_s=RULES.hang_timeout_s + 2)  # hung: its process is ended
     assert scene.slot.restarts == 1
     scene.feed(Tick())
@@ -212,8 +174,7 @@ def test_a_process_that_was_told_to_end_may_take_one_slice_down_with_it() -> Non
 
 
 def test_an_actor_that_cannot_be_reached_for_the_start_timeout_is_quarantined() -> None:
-    scene = Scene()
-    scene.feed(NodeJoined())
+    scene = Scene.joined()
     for _ in range(240):
         scene.feed(scene.failure(SliceFailure.UNAVAILABLE))
         scene.feed(Tick(), later_s=0.5)
@@ -223,8 +184,7 @@ def test_an_actor_that_cannot_be_reached_for_the_start_timeout_is_quarantined() 
 
 
 def test_the_back_off_is_no_part_of_the_start_timeout() -> None:
-    scene = Scene(restart_backoff_s=600.0, restart_backoff_max_s=600.0, death_window_s=3600.0)
-    scene.work()
+    scene = Scene.working(restart_backoff_s=600.0, restart_backoff_max_s=600.0, death_window_s=3600.0)
     scene.die()
     scene.feed(scene.failure())
     scene.feed(Tick(), later_s=600)
@@ -233,8 +193,7 @@ def test_the_back_off_is_no_part_of_the_start_timeout() -> None:
 
 
 def test_the_start_timeout_begins_anew_with_a_report() -> None:
-    scene = Scene()
-    scene.feed(NodeJoined())
+    scene = Scene.joined()
     scene.feed(scene.failure(SliceFailure.UNAVAILABLE))
     scene.feed(Tick(), later_s=100)
     scene.feed(scene.report())
@@ -244,18 +203,8 @@ def test_the_start_timeout_begins_anew_with_a_report() -> None:
     assert scene.slot.phase is Phase.PAUSING
 
 
-def test_a_process_that_does_not_come_up_is_ended_and_started_again() -> None:
-    scene = Scene()
-    scene.feed(NodeJoined())
-    assert scene.feed(Tick(), later_s=120) == []
-    assert scene.deeds(Tick(), later_s=1) == [Forget(), Restart()]
-    assert scene.slot.state is HeadState.RESTARTING
-    assert scene.slot.reason == "its process did not come up for 121 s; its process was ended"
-
-
 def test_a_slot_whose_process_never_comes_up_is_given_up_though_its_deaths_are_far_apart() -> None:
-    scene = Scene(max_deaths=4)
-    scene.feed(NodeJoined())
+    scene = Scene.joined(max_deaths=4)
     for _ in range(4):
         assert scene.slot.phase is Phase.WORKING
         scene.feed(Tick(), later_s=121)
@@ -277,8 +226,7 @@ def test_a_slice_that_hangs_has_its_process_ended() -> None:
 
 
 def test_an_overdue_slice_is_stale_until_its_report_comes() -> None:
-    scene = Scene()
-    scene.work()
+    scene = Scene.working()
     scene.feed(Tick(), later_s=11)
     assert scene.slot.reason == "steady"
     scene.feed(Tick(), later_s=1)
@@ -288,19 +236,18 @@ def test_an_overdue_slice_is_stale_until_its_report_comes() -> None:
 
 
 def test_a_queued_slice_is_not_overdue_while_another_runs() -> None:
-    scene = Scene()
-    scene.work()
+    scene = Scene.working()
     for _ in range(8):
         scene.feed(scene.report(), later_s=10)
         scene.feed(Tick())
         assert scene.slot.reason == "steady"
 
 
-def test_a_poisoned_process_is_replaced_and_its_last_report_counts() -> None:
-    scene = Scene()
-    scene.work()
+@pytest.mark.parametrize("full", [{}, {"device": CPU, "oom_count": 1}], ids=["", "out of memory on an open device"])
+def test_a_poisoned_process_is_replaced_and_its_last_report_counts(full: dict[str, object]) -> None:
+    scene = Scene.working()
     report = scene.report(
-        verdict=Verdict.CONTEXT_CORRUPTED, reason="illegal access", steps_ok=2, resume={"failures": 1}
+        verdict=Verdict.CONTEXT_CORRUPTED, reason="illegal access", steps_ok=2, resume={"failures": 1}, **full
     )
     assert scene.deeds(report) == [Forget(), Restart()]
     assert (scene.slot.phase, scene.slot.state, scene.slot.reason) == (
@@ -308,13 +255,14 @@ def test_a_poisoned_process_is_replaced_and_its_last_report_counts() -> None:
         HeadState.RESTARTING,
         "illegal access",
     )
-    assert counters_of(scene.slot) == counters(steps_ok=2, restarts=1, steps_lost_upper_bound=LEAST)
+    counted = counters(steps_ok=2, restarts=1, steps_lost_upper_bound=LEAST, oom_count=len(full) // 2)
+    assert counters_of(scene.slot) == counted
     assert scene.slot.resume == {"failures": 1}
+    assert len(scene.slot.deaths_at_s) == 1
 
 
 def test_a_card_too_full_for_a_context_is_waited_for_and_no_death() -> None:
-    scene = Scene()
-    scene.feed(NodeJoined())
+    scene = Scene.joined()
     full = scene.report(verdict=Verdict.CONTEXT_CORRUPTED, device=None, oom_count=1, reason="out of memory")
     assert scene.deeds(full) == [Forget(), Restart()]
     assert (scene.slot.phase, scene.slot.state) == (Phase.PAUSING, WorkerState.EMERGENCY)
@@ -326,80 +274,51 @@ def test_a_card_too_full_for_a_context_is_waited_for_and_no_death() -> None:
     assert scene.slot.restarts == 1
 
 
-def test_a_slot_that_was_given_up_says_that_the_ram_was_full_once_that_is_known() -> None:
-    scene = Scene(max_deaths=1)
-    scene.work()
-    scene.feed(scene.failure())
-    assert scene.slot.phase is Phase.QUARANTINED
-    assert scene.feed(FULL_RAM) == []
-    assert scene.slot.reason.endswith("the PC's RAM was nearly full")
-    assert "1 deaths" in scene.slot.reason
-
-
-def test_poison_after_an_out_of_memory_is_a_death_once_the_device_was_open() -> None:
-    scene = Scene()
-    scene.work()
-    report = scene.report(verdict=Verdict.CONTEXT_CORRUPTED, device=CPU, oom_count=1, reason="illegal address")
-    assert scene.deeds(report) == [Forget(), Restart()]
-    assert scene.slot.state is HeadState.RESTARTING
-    assert len(scene.slot.deaths_at_s) == 1
-
-
-def test_a_misfit_ends_the_run_in_its_own_words() -> None:
-    scene = Scene()
-    scene.feed(NodeJoined())
-    assert scene.deeds(scene.report(verdict=Verdict.INCOMPATIBLE, reason="pc1/0: no such card")) == [
-        EndRun(reason="pc1/0: no such card")
-    ]
-
-
-def test_a_worker_that_cannot_be_built_ends_the_run_and_is_named() -> None:
-    scene = Scene()
-    scene.feed(NodeJoined())
-    assert scene.deeds(scene.failure(SliceFailure.UNBUILDABLE, text="no module workers")) == [
-        EndRun(reason="pc1/0: cannot be started: no module workers")
-    ]
-
-
 @pytest.mark.parametrize("failure", ["incompatible", "unbuildable"])
-def test_once_the_run_counts_what_can_never_work_costs_one_slot_and_not_the_run(failure: str) -> None:
-    scene = Scene(ends_at_s=1000.0)
-    scene.feed(NodeJoined())
-    unbuildable, misfit = scene.failure(SliceFailure.UNBUILDABLE), scene.report(verdict=Verdict.INCOMPATIBLE)
-    assert scene.deeds(unbuildable if failure == "unbuildable" else misfit) == [Abandon()]
-    assert scene.slot.phase is Phase.QUARANTINED
+def test_what_can_never_work_ends_the_run_and_once_that_counts_costs_one_slot(failure: str) -> None:
+    early, late = Scene(), Scene(ends_at_s=1000.0)
+    early.feed(NodeJoined())
+    late.feed(NodeJoined())
+    event, words = early.report(verdict=Verdict.INCOMPATIBLE, reason="pc1/0: no such card"), "pc1/0: no such card"
+    if failure == "unbuildable":
+        event = early.failure(SliceFailure.UNBUILDABLE, text="no module workers")
+        words = "pc1/0: cannot be started: no module workers"
+    assert early.deeds(event) == [EndRun(reason=words)]
+    assert late.deeds(event) == [Abandon()]
+    assert (late.slot.phase, late.slot.reason) == (Phase.QUARANTINED, words)
 
 
 def test_a_worker_that_cannot_be_built_but_has_worked_in_an_earlier_process_is_started_again() -> None:
-    scene = Scene()
-    scene.work()
+    scene = Scene.working()
     scene.feed(scene.failure())
     scene.feed(Tick())
     assert scene.deeds(scene.failure(SliceFailure.UNBUILDABLE)) == [Forget(), Restart()]
     assert (scene.slot.state, scene.slot.restarts) == (HeadState.RESTARTING, 2)
 
 
-def test_errors_of_the_workload_in_a_row_end_in_quarantine() -> None:
-    scene = Scene()
-    scene.work()
+@pytest.mark.parametrize("deaths", [0, 1])
+def test_errors_of_the_workload_in_a_row_end_in_quarantine_also_over_a_death(deaths: int) -> None:
+    scene = Scene.working()
     for _ in range(2):
         assert len(sequences(scene.feed(scene.report(error="Traceback …", reason="boom", steps_error=1)))) == 1
+    for _ in range(deaths):
+        scene.feed(scene.failure())
+        scene.feed(Tick())
     assert scene.deeds(scene.report(error="Traceback …", reason="boom", steps_error=1)) == [Abandon()]
     assert scene.slot.reason == "the workload failed 3 times in a row: boom"
-    assert counters_of(scene.slot) == counters(steps_error=3, steps_lost_upper_bound=LEAST)
+    lost = LEAST if deaths == 0 else 2 * LEAST
+    assert counters_of(scene.slot) == counters(steps_error=3, restarts=deaths, steps_lost_upper_bound=lost)
 
 
 def test_errors_of_the_workload_count_whatever_else_the_report_says() -> None:
-    scene = Scene(max_workload_errors=1)
-    scene.work()
+    scene = Scene.working(max_workload_errors=1)
     report = scene.report(error="Traceback …", reason="boom", verdict=Verdict.CONTEXT_CORRUPTED)
     assert scene.deeds(report) == [Abandon()]
     assert scene.slot.phase is Phase.QUARANTINED
 
 
 def test_a_good_slice_between_errors_of_the_workload_forgives_them() -> None:
-    scene = Scene()
-    scene.work()
+    scene = Scene.working()
     for _ in range(5):
         scene.feed(scene.report(error="Traceback …"))
         scene.feed(scene.report(error="Traceback …"))
@@ -407,20 +326,9 @@ def test_a_good_slice_between_errors_of_the_workload_forgives_them() -> None:
     assert scene.slot.phase is Phase.WORKING
 
 
-def test_errors_of_the_workload_are_counted_on_over_a_death() -> None:
-    scene = Scene(max_workload_errors=2)
-    scene.work()
-    scene.feed(scene.report(error="Traceback …"))
-    scene.feed(scene.failure())
-    scene.feed(Tick())
-    scene.feed(scene.report(error="Traceback …"))
-    assert scene.slot.phase is Phase.QUARANTINED
-
-
 @pytest.mark.parametrize(("died_before_s", "blamed"), [(59, True), (61, False)])
 def test_deaths_shortly_before_a_node_leaves_are_blamed_on_the_node(died_before_s: float, blamed: bool) -> None:
-    scene = Scene(max_deaths=2)
-    scene.work()
+    scene = Scene.working(max_deaths=2)
     scene.feed(scene.failure())
     scene.feed(NodeLeft(), later_s=died_before_s)
     scene.feed(NodeJoined(), later_s=1)
@@ -431,8 +339,7 @@ def test_deaths_shortly_before_a_node_leaves_are_blamed_on_the_node(died_before_
 
 @pytest.mark.parametrize("before", ["working", "not ready", "pausing", "draining"])
 def test_a_slot_on_a_quarantined_card_is_quarantined_for_the_cards_reason(before: str) -> None:
-    scene = Scene()
-    scene.feed(NodeJoined())
+    scene = Scene.joined()
     if before != "not ready":
         scene.feed(scene.report())
     if before == "pausing":

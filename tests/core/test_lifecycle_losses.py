@@ -14,7 +14,6 @@ from orchestrator.core.slot import (
     Event,
     Forget,
     HeadState,
-    NodeJoined,
     NodeLeft,
     Phase,
     Restart,
@@ -73,8 +72,7 @@ def test_every_slice_that_ends_without_a_report_adds_its_limit_to_what_is_lost_a
 
 @pytest.mark.parametrize("how", ["dies", "cannot be reached", "node left", "does not come up", "drains", "closed"])
 def test_a_process_that_does_not_come_up_loses_one_step_at_most(how: str) -> None:
-    scene = Scene()
-    scene.feed(NodeJoined())
+    scene = Scene.joined()
     events: dict[str, Event] = {
         "dies": scene.failure(),
         "cannot be reached": scene.failure(SliceFailure.UNAVAILABLE),
@@ -108,8 +106,7 @@ class Leaking(Scene):
 
 
 def test_a_leak_is_told_once_for_each_process() -> None:
-    scene = Leaking(leak_flag_bytes=30 * MIB)
-    scene.feed(NodeJoined())
+    scene = Leaking.joined(leak_flag_bytes=30 * MIB)
     for incarnation in range(2):
         assert scene.slot.incarnation == incarnation
         scene.settle()
@@ -125,8 +122,7 @@ def test_a_leak_is_told_once_for_each_process() -> None:
 
 
 def test_a_leak_does_not_hide_why_a_worker_is_not_running() -> None:
-    scene = Leaking(leak_flag_bytes=30 * MIB)
-    scene.feed(NodeJoined())
+    scene = Leaking.joined(leak_flag_bytes=30 * MIB)
     scene.settle()
     scene.grow(30)
     scene.hold(130, state=WorkerState.BACKOFF, reason="size 4096")
@@ -134,13 +130,13 @@ def test_a_leak_does_not_hide_why_a_worker_is_not_running() -> None:
 
 
 def test_a_leak_up_to_the_limit_is_a_fresh_process_and_no_death() -> None:
-    scene = Leaking(leak_flag_bytes=30 * MIB, leak_limit_bytes=60 * MIB)
-    scene.feed(NodeJoined())
+    scene = Leaking.joined(leak_flag_bytes=30 * MIB, leak_limit_bytes=60 * MIB)
     scene.settle()
     scene.grow(59)
     assert scene.slot.phase is Phase.WORKING
     for _ in range(5):
         assert scene.slot.phase is Phase.WORKING
+        queued = scene.slot.in_flight[1]
         scene.hold(160)
     assert [command for command in scene.commands if isinstance(command, Forget | Restart)] == [Forget(), Restart()]
     assert submits(scene.commands) == []
@@ -151,15 +147,14 @@ def test_a_leak_up_to_the_limit_is_a_fresh_process_and_no_death() -> None:
     )
     assert scene.slot.reason == "its memory grew by 60 MiB while its work stayed the same; its process was replaced"
     assert (scene.slot.deaths_at_s, scene.slot.in_flight) == ((), ())
-    assert scene.slot.restarts == 1
+    assert counters_of(scene.slot) == counters(restarts=1, steps_lost_upper_bound=queued.step_limit)
     assert [(submit.incarnation, submit.step_limit) for submit in submits(scene.feed(Tick()))] == [(1, 1)]
     scene.settle()
     assert scene.slot.phase is Phase.WORKING
 
 
 def test_a_fresh_process_that_has_measured_nothing_yet_is_not_replaced_for_what_the_last_one_held() -> None:
-    scene = Leaking(leak_limit_bytes=60 * MIB)
-    scene.feed(NodeJoined())
+    scene = Leaking.joined(leak_limit_bytes=60 * MIB)
     scene.settle()
     scene.grow(60)
     scene.feed(Tick())
@@ -167,27 +162,8 @@ def test_a_fresh_process_that_has_measured_nothing_yet_is_not_replaced_for_what_
     assert (scene.slot.phase, scene.slot.incarnation) == (Phase.WORKING, 1)
 
 
-def test_leaks_alone_never_end_in_quarantine() -> None:
-    scene = Leaking(leak_limit_bytes=60 * MIB, max_deaths=1)
-    scene.feed(NodeJoined())
-    for restarts in range(1, 5):
-        scene.settle()
-        scene.grow(60)
-        assert (scene.slot.phase, scene.slot.restarts) == (Phase.PAUSING, restarts)
-        scene.feed(Tick())
-
-
-def test_who_is_not_asked_to_watch_for_leaks_says_and_does_nothing() -> None:
-    scene = Leaking()
-    scene.feed(NodeJoined())
-    scene.settle()
-    assert scene.grow(100_000) == []
-    assert (scene.slot.phase, scene.slot.reason, scene.slot.restarts) == (Phase.WORKING, "steady", 0)
-
-
 def test_a_draining_worker_is_not_replaced_for_its_leak() -> None:
-    scene = Leaking(leak_limit_bytes=60 * MIB)
-    scene.feed(NodeJoined())
+    scene = Leaking.joined(leak_limit_bytes=60 * MIB)
     scene.settle()
     for _ in range(4):
         scene.hold(160)
@@ -196,13 +172,3 @@ def test_a_draining_worker_is_not_replaced_for_its_leak() -> None:
     assert scene.slot.phase is Phase.WORKING
     scene.hold(160)
     assert (scene.slot.phase, scene.slot.restarts) == (Phase.STOPPED, 0)
-
-
-def test_a_leak_restart_loses_the_slice_behind_the_report() -> None:
-    scene = Leaking(leak_limit_bytes=60 * MIB)
-    scene.feed(NodeJoined())
-    scene.settle()
-    for _ in range(5):
-        limit = scene.slot.in_flight[1].step_limit
-        scene.hold(160)
-    assert counters_of(scene.slot) == counters(restarts=1, steps_lost_upper_bound=limit)

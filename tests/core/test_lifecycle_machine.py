@@ -32,13 +32,12 @@ from orchestrator.core.slot import (
     Phase,
     Rules,
     Slot,
-    Submit,
     Tick,
 )
 from tests.core.lifecycle_books import FINAL, ILLEGAL, SUMMED, Books, FaultOutcome, failed, reported
 from tests.core.scene import CPU, MEMORY, MIB
 from tests.counting import counters_of
-from workers.messages import Verdict, WorkerState
+from workers.messages import Directive, Verdict, WorkerState
 
 rules_of_run = st.builds(
     Rules,
@@ -386,7 +385,7 @@ class LifecycleMachine(Books):
         for ticks in range(2 * self.run_rules.max_deaths + 2):
             now_s += self.longest_wait_s
             slot, commands = advance(slot, Tick(), now_s, self.run_rules, self.ends_at_s)
-            tries += sum(isinstance(command, Submit) for command in commands)
+            tries += sum(isinstance(command, Directive) for command in commands)
             assert tries or slot.phase in FINAL or ticks < 2
         assert slot.phase in FINAL
 

@@ -84,38 +84,18 @@ class House:
         return {name: card(plan).cap_bytes for name, plan in self.plans.items()}
 
 
-def seven(**house: int) -> House:
-    plans = tuple(plan for plan in plan_slots(REFERENCE, Target()) if plan.spec.node == "pc1")
-    return House(plans, **house)
+PC1 = tuple(plan for plan in plan_slots(REFERENCE, Target()) if plan.spec.node == "pc1")
 
 
-def test_the_first_directive_on_a_shared_card_lets_a_process_hold_nothing() -> None:
-    house = seven()
+def seven(**begin: int) -> House:
+    """Let all seven workers of the reference PC come up."""
+    house = House(PC1, **begin)
     house.join()
-    assert all(sent == [0] for sent in house.sent.values())
-
-
-def test_where_the_budgets_fit_all_that_follow_let_it_hold_its_cap() -> None:
-    house = seven()
-    house.join()
-    house.settle()
-    for name, cap_bytes in house.caps().items():
-        assert set(house.sent[name][1:]) == {cap_bytes}
-
-
-def test_a_tenants_memory_is_missing_in_equal_parts() -> None:
-    house = seven(outside_bytes=TOTAL_BYTES // 2)
-    house.join()
-    house.settle()
-    shares = {sent[-1] for sent in house.sent.values()}
-    assert max(shares) - min(shares) <= 7
-    there_bytes = TOTAL_BYTES // 2 - 7 * CONTEXT_BYTES - 128 * MIB
-    assert 0.97 * there_bytes < sum(sent[-1] for sent in house.sent.values()) <= there_bytes
+    return house
 
 
 def test_a_worker_that_has_not_opened_the_card_yet_is_expected_on_its_neighbours() -> None:
     house = seven(outside_bytes=TOTAL_BYTES // 2)
-    house.join()
     house.report("pc1/0", 0)
     share_bytes = (TOTAL_BYTES // 2 - 7 * CONTEXT_BYTES - 128 * MIB) / 7
     assert house.sent["pc1/0"][-1] == pytest.approx(share_bytes, rel=0.05)
@@ -123,7 +103,6 @@ def test_a_worker_that_has_not_opened_the_card_yet_is_expected_on_its_neighbours
 
 def test_a_process_that_does_not_come_is_not_waited_for_with_its_share_for_ever() -> None:
     house = seven(outside_bytes=TOTAL_BYTES // 2)
-    house.join()
     house.settle("pc1/0", "pc1/1", rounds=40)
     share_bytes = (TOTAL_BYTES // 2 - 2 * CONTEXT_BYTES - 128 * MIB) / 2
     assert house.sent["pc1/0"][-1] == pytest.approx(min(share_bytes, house.caps()["pc1/0"]), rel=0.05)
@@ -131,7 +110,6 @@ def test_a_process_that_does_not_come_is_not_waited_for_with_its_share_for_ever(
 
 def test_what_a_directive_under_way_allows_is_not_promised_to_anybody_else() -> None:
     house = seven(outside_bytes=int(0.7 * TOTAL_BYTES))
-    house.join()
     house.settle("pc1/0", "pc1/1", rounds=40)
     before = house.sent["pc1/0"][-1]
     assert before is not None
@@ -150,7 +128,6 @@ def test_what_a_directive_under_way_allows_is_not_promised_to_anybody_else() -> 
 
 def test_who_has_gone_leaves_its_share_to_the_others() -> None:
     house = seven(outside_bytes=TOTAL_BYTES // 2)
-    house.join()
     house.settle()
     before = house.sent["pc1/0"][-1]
     del house.held_bytes["pc1/6"]
@@ -161,7 +138,6 @@ def test_who_has_gone_leaves_its_share_to_the_others() -> None:
 
 def test_a_process_that_comes_back_begins_with_nothing_again() -> None:
     house = seven()
-    house.join()
     house.settle()
     scene = house.scenes["pc1/3"]
     house.after("pc1/3", scene.feed(NodeLeft()))
@@ -174,7 +150,6 @@ def test_a_process_that_comes_back_begins_with_nothing_again() -> None:
 
 def test_only_what_is_new_is_told() -> None:
     house = seven(outside_bytes=TOTAL_BYTES // 2)
-    house.join()
     house.settle()
     told = len(house.news)
     house.settle()
@@ -184,7 +159,6 @@ def test_only_what_is_new_is_told() -> None:
 
 def test_a_report_without_a_look_at_memory_changes_nothing() -> None:
     house = seven(outside_bytes=TOTAL_BYTES // 2)
-    house.join()
     house.settle()
     before = house.sent["pc1/0"][-1]
     for _ in range(5):
@@ -194,7 +168,6 @@ def test_a_report_without_a_look_at_memory_changes_nothing() -> None:
 
 def test_a_worker_in_an_emergency_lends_its_share_out() -> None:
     house = seven(outside_bytes=TOTAL_BYTES // 2)
-    house.join()
     house.settle()
     before = house.sent["pc1/1"][-1]
     for _ in range(20):
@@ -243,7 +216,7 @@ class Dividing(MemoryBroker):
 @pytest.mark.parametrize("seed", range(6))
 def test_a_card_with_enough_for_every_cap_gives_the_leases_that_dividing_it_would_give(seed: int) -> None:
     drawn = Random(seed)  # noqa: S311 - repeatable is what is wanted
-    quick, thorough = seven(), seven()
+    quick, thorough = House(PC1), House(PC1)
     thorough.broker = Dividing(thorough.plans)
     for house in (quick, thorough):
         house.join()

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 import torch
 
+from tests.in_child import InChild
+from tests.scene import MIB, spec_of, vm_data_bytes
 from workers import oom
+from workers.devices.common import EmergencyProduct, threads_for
 from workers.devices.cpu import CpuDevice
-from workers.devices.emergency import EmergencyProduct
-from workers.errors import ContextCorruptedError, IncompatibleError
+from workers.messages import ContextCorruptedError
 from workers.settings import FailureKind, WorkerSpec
 
-InChild: TypeAlias = Callable[..., Any]
-MakeSpec: TypeAlias = Callable[..., WorkerSpec]
 Found: TypeAlias = dict[str, Any]
 
-MIB = 2**20
 BUDGET_BYTES = 160 * MIB
 
 #: malloc's header page for each mapping, and what Python takes for itself meanwhile.
 SLACK_BYTES = MIB
-
-
-def vm_data_bytes() -> int:
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData:"))
 
 
 def block(size_bytes: int) -> torch.Tensor:
@@ -78,8 +70,8 @@ def up_to_the_wall(spec: WorkerSpec) -> Found:
 
 
 @pytest.fixture(scope="module")
-def wall(in_child: InChild, make_spec: MakeSpec) -> Found:
-    return in_child(up_to_the_wall, make_spec(budget_bytes=BUDGET_BYTES))
+def wall(in_child: InChild) -> Found:
+    return in_child(up_to_the_wall, spec_of(budget_bytes=BUDGET_BYTES))
 
 
 class TestWall:
@@ -131,8 +123,8 @@ def in_between(spec: WorkerSpec) -> Found:
 class TestBetweenSteps:
     @pytest.fixture(scope="module")
     @staticmethod
-    def found(in_child: InChild, make_spec: MakeSpec) -> Found:
-        return in_child(in_between, make_spec(budget_bytes=BUDGET_BYTES))
+    def found(in_child: InChild) -> Found:
+        return in_child(in_between, spec_of(budget_bytes=BUDGET_BYTES))
 
     def test_the_limit_is_lifted(self, wall: Found) -> None:
         assert wall["lifted_again"]
@@ -169,11 +161,11 @@ def give_and_take(spec: WorkerSpec, block_bytes: int) -> Found:
 
 
 @pytest.mark.parametrize("block_bytes", [64 * 1024, 256 * 1024, MIB, 64 * MIB // 3])
-def test_released_memory_goes_back_to_the_kernel(in_child: InChild, make_spec: MakeSpec, block_bytes: int) -> None:
+def test_released_memory_goes_back_to_the_kernel(in_child: InChild, block_bytes: int) -> None:
     whole_bytes = 64 * MIB // block_bytes * block_bytes
     # A mapping of its own costs a block at most two pages: the header's, and the rest of the last.
     overhead_bytes = 64 * MIB // block_bytes * 8192 + SLACK_BYTES
-    *_, seen = in_child(give_and_take, make_spec(budget_bytes=BUDGET_BYTES), block_bytes)["seen"]
+    *_, seen = in_child(give_and_take, spec_of(budget_bytes=BUDGET_BYTES), block_bytes)["seen"]
     assert whole_bytes <= seen["taken"] <= whole_bytes + overhead_bytes
     assert seen["half"] <= seen["taken"] * 0.55 + SLACK_BYTES
     assert seen["left"] <= SLACK_BYTES
@@ -202,8 +194,8 @@ def emergency_at_the_wall(spec: WorkerSpec) -> Found:
     return {"before": before_bytes, "after": after_bytes, "room": allowed_bytes}
 
 
-def test_the_emergency_product_runs_at_the_wall_and_takes_nothing(in_child: InChild, make_spec: MakeSpec) -> None:
-    found = in_child(emergency_at_the_wall, make_spec(budget_bytes=BUDGET_BYTES))
+def test_the_emergency_product_runs_at_the_wall_and_takes_nothing(in_child: InChild) -> None:
+    found = in_child(emergency_at_the_wall, spec_of(budget_bytes=BUDGET_BYTES))
     assert found["room"] < 128 * 1024, "this was not the wall"
     assert found["after"] == found["before"]
 
@@ -229,8 +221,8 @@ def opened_with(spec: WorkerSpec) -> tuple[str, str, float]:
     ("asked", "given"),
     [("fp32", {"fp32"}), ("tf32", {"fp32"}), ("bf16", {"bf16"}), ("fp16", {"bf16", "fp32"})],
 )
-def test_says_which_type_it_really_uses(in_child: InChild, make_spec: MakeSpec, asked: str, given: set[str]) -> None:
-    name, torch_name, value = in_child(opened_with, make_spec(dtype=asked))
+def test_says_which_type_it_really_uses(in_child: InChild, asked: str, given: set[str]) -> None:
+    name, torch_name, value = in_child(opened_with, spec_of(dtype=asked))
     assert name in given
     assert torch_name == {"fp32": "torch.float32", "bf16": "torch.bfloat16"}[name]
     assert value == 64.0
@@ -261,8 +253,8 @@ def leaking(spec: WorkerSpec) -> Found:
 class TestRebase:
     @pytest.fixture(scope="module")
     @staticmethod
-    def found(in_child: InChild, make_spec: MakeSpec) -> Found:
-        return in_child(leaking, make_spec(budget_bytes=BUDGET_BYTES))
+    def found(in_child: InChild) -> Found:
+        return in_child(leaking, spec_of(budget_bytes=BUDGET_BYTES))
 
     def test_a_little_growth_of_the_process_is_not_charged_to_the_worker(self, found: Found) -> None:
         assert found["free_after_drift"] >= 0.95 * found["cap"]
@@ -272,16 +264,10 @@ class TestRebase:
         assert found["free"] < 16 * MIB
 
 
-def refused(spec: WorkerSpec) -> str:
-    try:
-        CpuDevice(spec)
-    except IncompatibleError as error:
-        return str(error)
-    return ""
-
-
-def test_a_budget_under_the_floor_is_refused_with_the_sum(in_child: InChild, make_spec: MakeSpec) -> None:
-    sentence = in_child(refused, make_spec(budget_bytes=50 * MIB, floor_bytes=100 * MIB))
-    assert "50.0 MiB" in sentence
-    assert "100.0 MiB" in sentence
-    assert "nodes.pc1.vram_per_worker_gib" in sentence
+@pytest.mark.parametrize(("cores", "workers", "threads"), [(16, 7, 2), (4, 8, 1), (1, 1, 1), (16, 1, 16), (10, 10, 1)])
+def test_threads_never_exceed_the_cores_unless_workers_do(
+    cores: int, workers: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert threads_for(100_000) == 1, "no machine has so many cores"
+    monkeypatch.setattr("psutil.cpu_count", lambda *, logical: None if logical else cores)
+    assert threads_for(workers) == threads

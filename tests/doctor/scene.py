@@ -57,7 +57,6 @@ def laptop(**changes: Any) -> MachineFacts:  # noqa: ANN401 - any field of the m
         torch=CPU_TORCH,
         cpu_governors=("schedutil",),
         cpu_scaling_driver="acpi-cpufreq",
-        mps_folder="/tmp/nvidia-mps",
     )
     return replace(plain, **changes)
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from orchestrator.doctor.checks_card import check_cards
-from orchestrator.doctor.checks_environment import check_environment, composed
-from orchestrator.doctor.checks_host import check_disk, check_host
-from orchestrator.doctor.checks_torch import check_torch
+from orchestrator.doctor.checks_machine import check_disk, check_machine
 from orchestrator.doctor.finding import Finding, Verdict, exit_code, versions
 from tests.doctor.scene import CPU_TORCH, CUDA_TORCH, card, laptop, workstation, wsl
 from workers.host.facts import Holder, MachineFacts, TorchFacts
@@ -19,16 +17,11 @@ from workers.units import GIB
 OK, SKIP, WARN, FAIL = Verdict.OK, Verdict.SKIP, Verdict.WARN, Verdict.FAIL
 
 
-def examine(facts: MachineFacts, *, workers: int = 7, mode: str = "duty") -> tuple[Finding, ...]:
-    return (
-        *check_cards(facts),
-        *check_torch(facts),
-        *check_host(facts, workers=workers, compute_share_mode=mode),
-        *check_environment(facts),
-    )
+def examine(facts: MachineFacts, *, workers: int = 7, mode: str = "duty") -> list[Finding]:
+    return check_machine(facts, workers=workers, compute_share_mode=mode)
 
 
-def only(findings: tuple[Finding, ...], check: str) -> Finding:
+def only(findings: list[Finding], check: str) -> Finding:
     (found,) = [finding for finding in findings if finding.check == check]
     return found
 
@@ -51,6 +44,10 @@ def test_a_machine_without_a_card_is_told_that_nothing_is_wrong() -> None:
     assert found.hint is not None
     assert "a PC with an NVIDIA card, its driver and a torch for CUDA" in found.hint
     assert [finding for finding in findings if finding.verdict is WARN] == [found]
+
+
+WORKERS = tuple(Holder(pid=pid, name="ray::WorkerActor.run_slice", used_bytes=3 * GIB) for pid in range(7))
+TWO_CARDS = (card(), card(index=1, uuid="GPU-2", name="NVIDIA GeForce RTX 3070"))
 
 
 @pytest.mark.parametrize(
@@ -118,6 +115,29 @@ def test_a_machine_without_a_card_is_told_that_nothing_is_wrong() -> None:
             "cpu_governor", OK, "powersave", None,
         ),
         (laptop(cpu_governors=()), "cpu_governor", SKIP, "does not report it", None),
+        (workstation(), "driver", OK, "580.65.06, runs CUDA up to 13.0", None),
+        (workstation(), "nvml", OK, "answers for 1 card", None),
+        (laptop(), "driver", SKIP, "none answers", None),
+        (laptop(), "torch", OK, "2.13.0+cpu, built for the processor", None),
+        (laptop(torch=CUDA_TORCH), "torch", OK, "2.13.0+cu128, built for CUDA 12.8", None),
+        (workstation(cards=(card(used_bytes=21 * GIB, holders=WORKERS),)), "vram", OK, "ray::Worker", None),
+        (
+            workstation(cards=TWO_CARDS),
+            "device_order", WARN, "is not set: CUDA counts the fastest", "export CUDA_DEVICE_ORDER=PCI_BUS_ID",
+        ),
+        (
+            workstation(cards=TWO_CARDS, environment=(("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),)),
+            "device_order", OK, "count the cards alike", None,
+        ),
+        (workstation(environment=(("CUDA_LAUNCH_BLOCKING", "0"),)), "variables", OK, "none of those", None),
+        *((workstation(environment=((name, "1"),)), "variables", WARN, f"{name}=1: {words}", f"unset {name}")
+          for name, words in (
+            ("PYTORCH_CUDA_MEMCHECK", "a flag of PyTorch's own test suite"),
+            ("TORCH_USE_CUDA_DSA", "a setting for building PyTorch"),
+            ("CUDA_LAUNCH_BLOCKING", "each kernel waits for the one before; slow"),
+            ("PYTORCH_NO_CUDA_MEMORY_CACHING", "switches torch's allocator off, and every cap with it"),
+            ("NVIDIA_TF32_OVERRIDE", "0 forbids TF32 to every program"),
+        )),
     ],
 )  # fmt: skip
 def test_one_thing_is_wrong(facts: MachineFacts, check: str, verdict: Verdict, words: str, fix: str | None) -> None:
@@ -145,15 +165,6 @@ def test_kernels_run_on_later_minor_versions_and_are_compiled_for_later_major_on
     torch = replace(CUDA_TORCH, architectures=architectures)
     facts = workstation(torch=torch, cards=(card(compute_capability=capability),))
     assert only(examine(facts), "kernels").verdict is verdict
-
-
-def test_driver_and_library_are_named() -> None:
-    findings = examine(workstation())
-    assert only(findings, "driver").found == "580.65.06, runs CUDA up to 13.0"
-    assert only(findings, "nvml").found == "answers for 1 card"
-    assert only(examine(laptop()), "driver").found == "none answers"
-    assert only(examine(laptop()), "torch").found == "2.13.0+cpu, built for the processor"
-    assert only(examine(laptop(torch=CUDA_TORCH)), "torch").found == "2.13.0+cu128, built for CUDA 12.8"
 
 
 @pytest.mark.parametrize(
@@ -197,11 +208,6 @@ def test_who_holds_the_card_is_named_with_what_it_holds() -> None:
     )
 
 
-def test_workers_of_a_run_under_way_are_no_strangers() -> None:
-    holders = tuple(Holder(pid=pid, name="ray::WorkerActor.run_slice", used_bytes=3 * GIB) for pid in range(7))
-    assert only(examine(workstation(cards=(card(used_bytes=21 * GIB, holders=holders),))), "vram").verdict is OK
-
-
 def test_one_lost_card_does_not_hide_the_other() -> None:
     findings = [found for found in examine(workstation(card_errors=("card 1 is lost",))) if found.check == "card"]
     assert [found.verdict for found in findings] == [FAIL, OK]
@@ -215,62 +221,32 @@ def test_a_card_that_is_in_no_table_is_described_by_formula() -> None:
     )
 
 
+EXPANDABLE = "expandable_segments:True"
+
+
 @pytest.mark.parametrize(
-    ("make", "environment", "right", "warnings"),
+    ("make", "environment", "fixes"),
     [
-        (workstation, {}, "", 0),
-        (workstation, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "expandable_segments:True", 0),
-        (workstation, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64", 1),
-        (wsl, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "", 1),
-        (
-            wsl,
-            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,max_split_size_mb:64,roundup_power2_divisions:16"},
-            "max_split_size_mb:64,roundup_power2_divisions:16",
-            2,
-        ),
-        (wsl, {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, "expandable_segments:False", 0),
-        (wsl, {"PYTORCH_ALLOC_CONF": " max_split_size_mb:64 , "}, "max_split_size_mb:64", 0),
+        (workstation, {}, []),
+        (workstation, {"PYTORCH_ALLOC_CONF": EXPANDABLE}, []),
+        (workstation, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, ["export {}=max_split_size_mb:64"]),
+        (wsl, {"PYTORCH_ALLOC_CONF": EXPANDABLE}, ["unset {}"]),
+        (wsl, {"PYTORCH_CUDA_ALLOC_CONF": f"{EXPANDABLE},max_split_size_mb:64,a:16"},
+         ["export {}=max_split_size_mb:64,a:16"] * 2),
+        (wsl, {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, []),
+        (wsl, {"PYTORCH_ALLOC_CONF": " max_split_size_mb:64 , "}, []),
     ],
-)
+)  # fmt: skip
 def test_allocator_settings_are_composed_for_the_platform(
-    make: type, environment: dict[str, str], right: str, warnings: int
+    make: Callable[..., MachineFacts], environment: dict[str, str], fixes: list[str]
 ) -> None:
-    facts = make(environment=tuple(environment.items()))
-    assert composed(facts) == right
-    found = [finding for finding in check_environment(facts) if finding.check == "allocator"]
-    assert sum(finding.verdict is WARN for finding in found) == warnings
-    for finding in found[:warnings]:
-        assert finding.fix is not None
-        assert (f"export PYTORCH_ALLOC_CONF={right}" if right else "unset PYTORCH_ALLOC_CONF") in finding.fix
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("PYTORCH_CUDA_MEMCHECK", "1", "test suite"),
-        ("TORCH_USE_CUDA_DSA", "1", "building PyTorch"),
-        ("CUDA_LAUNCH_BLOCKING", "1", "slow"),
-        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", "every cap with it"),
-        ("NVIDIA_TF32_OVERRIDE", "1", "workload.dtype: tf32"),
-    ],
-)
-def test_what_old_guides_recommend_is_named(name: str, value: str, words: str) -> None:
-    found = only(examine(workstation(environment=((name, value),))), "variables")
-    assert (found.verdict, found.fix) == (WARN, f"unset {name}")
-    assert found.found.startswith(f"{name}={value}: ")
-    assert words in found.found
-
-
-def test_a_setting_that_switches_something_harmful_off_is_right() -> None:
-    assert only(examine(workstation(environment=(("CUDA_LAUNCH_BLOCKING", "0"),))), "variables").verdict is OK
-
-
-def test_two_unlike_cards_want_an_order() -> None:
-    two = (card(), card(index=1, uuid="GPU-2", name="NVIDIA GeForce RTX 3070"))
-    found = only(examine(workstation(cards=two)), "device_order")
-    assert (found.verdict, found.fix) == (WARN, "export CUDA_DEVICE_ORDER=PCI_BUS_ID")
-    ordered = workstation(cards=two, environment=(("CUDA_DEVICE_ORDER", "PCI_BUS_ID"),))
-    assert only(examine(ordered), "device_order").verdict is OK
+    findings = examine(make(environment=tuple(environment.items())))
+    found = [finding for finding in findings if finding.check == "allocator"]
+    assert [finding.verdict for finding in found] == ([WARN] * len(fixes) or [OK])
+    old = "unset PYTORCH_CUDA_ALLOC_CONF; " if "PYTORCH_CUDA_ALLOC_CONF" in environment else ""
+    assert [finding.fix for finding in found if finding.fix] == [
+        old + fix.format("PYTORCH_ALLOC_CONF") for fix in fixes
+    ]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +13,11 @@ import pytest
 
 from orchestrator.config.load import load_config
 from orchestrator.config.schema import Config, NodeConfig
-from orchestrator.core.node_facts import NodeAnswer, PortFacts, TokenFacts
+from orchestrator.core.fleet import NodeAnswer
 from orchestrator.core.placement import Missing, Refusal
-from orchestrator.doctor.checks_cluster import check_nodes, check_port, check_token
-from orchestrator.doctor.checks_plan import check_plan
+from orchestrator.doctor.checks_cluster import check_nodes, check_plan
 from orchestrator.doctor.finding import Finding, Verdict
+from orchestrator.doctor.verb import check_port, check_token
 from tests.doctor.scene import CPU_TORCH, card, laptop, workstation
 from workers.host.facts import Holder, MachineFacts
 from workers.units import GIB
@@ -148,27 +151,44 @@ def test_versions_that_differ(change: dict[str, Any], verdict: Verdict, words: s
     assert words in found.found
 
 
-TOKEN = TokenFacts(path="/home/me/.ray/auth_token", exists=True, from_environment=False, mode=0o600)
-
-
 @pytest.mark.parametrize(
-    ("auth", "token", "is_needed", "verdict", "fix"),
+    ("auth", "mode", "in_environment", "is_needed", "verdict", "fix"),
     [
-        ("token", TOKEN, True, OK, None),
-        ("token", replace(TOKEN, mode=0o644), True, WARN, "chmod 600 /home/me/.ray/auth_token"),
-        ("token", replace(TOKEN, exists=False, mode=None), True, FAIL, None),
-        ("token", replace(TOKEN, exists=False, mode=None), False, SKIP, None),
-        ("token", replace(TOKEN, exists=False, mode=None, from_environment=True), True, OK, None),
-        ("none", TOKEN, True, WARN, None),
+        ("token", 0o600, False, True, OK, None),
+        ("token", 0o644, False, True, WARN, "chmod 600 {}"),
+        ("token", None, False, True, FAIL, None),
+        ("token", None, False, False, SKIP, None),
+        ("token", None, True, True, OK, None),
+        ("none", 0o600, False, True, WARN, None),
     ],
 )
-def test_the_token(auth: str, token: TokenFacts, is_needed: bool, verdict: Verdict, fix: str | None) -> None:
-    found = check_token(auth, token, is_needed=is_needed)
-    assert (found.verdict, found.fix) == (verdict, fix)
+def test_the_token(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    auth: str,
+    mode: int | None,
+    in_environment: bool,
+    is_needed: bool,
+    verdict: Verdict,
+    fix: str | None,
+) -> None:
+    path = tmp_path / "auth_token"
+    if mode is not None:
+        path.touch()
+        path.chmod(mode)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(path))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret" if in_environment else "")
+    found = check_token(auth, is_needed=is_needed)
+    assert (found.verdict, found.fix) == (verdict, None if fix is None else fix.format(path))
+    assert "secret" not in str(found)
 
 
 def test_a_port_that_is_taken_says_by_whom() -> None:
-    assert check_port(PortFacts(port=6379, taken=False)).verdict is OK
-    found = check_port(PortFacts(port=6379, taken=True, holder="redis-server (pid 812)"))
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        port = taken.getsockname()[1]
+        taken.listen()
+        found = check_port(port)
     assert found.verdict is WARN
-    assert "6379 is taken by redis-server (pid 812)" in found.found
+    assert re.fullmatch(rf"{port} is taken by .+ \(pid {os.getpid()}\); a head .+", found.found)
+    assert check_port(port).verdict is OK

@@ -8,8 +8,7 @@ import pytest
 from rich.cells import cell_len
 
 from orchestrator.doctor.drawing import diagnosis_json, diagnosis_lines
-from orchestrator.doctor.finding import Finding, fail, ok, skip, warn
-from orchestrator.doctor.visit import Diagnosis
+from orchestrator.doctor.finding import Diagnosis, Finding, Verdict, fail, named, ok, skip, warn
 from orchestrator.watch.cells import ASCII, UNICODE
 
 LONG = "ORCHESTRATOR_NODE=pc2 RAY_AUTH_MODE=token ray start --address=192.168.1.10:6379 --labels=node=pc2 --num-cpus=12"
@@ -25,50 +24,50 @@ def drawn(found: Diagnosis, width: int | None = 80) -> list[str]:
 
 
 def test_each_verdict_is_a_word() -> None:
-    lines = drawn(diagnosis(ok("a", "x"), skip("b", "x"), warn("c", "x"), fail("d", "x")))
+    lines = drawn(diagnosis(*named({"a": ok("x"), "b": skip("x"), "c": warn("x"), "d": fail("x")})))
     assert [line.split()[:2] for line in lines[2:6]] == [["OK", "a"], ["–", "b"], ["WARN", "c"], ["FAIL", "d"]]  # noqa: RUF001
 
 
 def test_words_are_broken_at_the_width_and_commands_never() -> None:
-    lines = drawn(diagnosis(fail("nodes", "word " * 60, hint="on pc2", fix=LONG)))
+    lines = drawn(diagnosis(fail("word " * 60, hint="on pc2", fix=LONG)))
     at = [line.strip() for line in lines].index(f"type: {LONG}")
     assert lines[at - 1].strip() == "on pc2"
     assert all(cell_len(line) <= 80 for line in lines if LONG not in line)
 
 
 def test_the_last_words_are_broken_too_and_a_wide_terminal_is_not_filled() -> None:
-    assert all(cell_len(line) <= 40 for line in drawn(diagnosis(ok("a", "x")), width=40))
-    assert max(cell_len(line) for line in drawn(diagnosis(ok("a", "word " * 90)), width=400)) <= 110
+    assert all(cell_len(line) <= 40 for line in drawn(diagnosis(ok("x")), width=40))
+    assert max(cell_len(line) for line in drawn(diagnosis(ok("word " * 90)), width=400)) <= 110
 
 
 def test_without_a_terminal_no_line_is_broken() -> None:
     words = " ".join(["word"] * 60)
-    assert any(line.endswith(words) for line in drawn(diagnosis(ok("a", words)), width=None))
+    assert any(line.endswith(words) for line in drawn(diagnosis(ok(words)), width=None))
 
 
 def test_nodes_come_one_after_the_other_under_their_names() -> None:
-    of = [Finding(check="clock", verdict=ok("", "").verdict, found="x", node=node) for node in ("pc2", "pc1", None)]
+    of = [Finding(Verdict.OK, "x", node=node) for node in ("pc2", "pc1", None)]
     assert [line for line in drawn(diagnosis(*of)) if line.endswith(":")] == ["pc1:", "pc2:"]
 
 
 def test_hostile_words_cannot_steer_the_terminal() -> None:
-    text = "\n".join(drawn(diagnosis(warn("vram", "held by \x1b[2J\r\nevil", hint="\x07", fix="a\x1bb"))))
+    text = "\n".join(drawn(diagnosis(warn("held by \x1b[2J\r\nevil", hint="\x07", fix="a\x1bb"))))
     assert not any(ord(char) < 32 for char in text.replace("\n", ""))
 
 
 def test_a_terminal_without_unicode_gets_ascii() -> None:
-    lines = [line.plain for line in diagnosis_lines(diagnosis(skip("a", "Ünïcode")), 80, ASCII)]
+    lines = [line.plain for line in diagnosis_lines(diagnosis(skip("Ünïcode")), 80, ASCII)]
     assert "\n".join(lines).isascii()
 
 
 @pytest.mark.parametrize(
     ("findings", "changes", "words"),
     [
-        ([fail("a", "x"), warn("b", "x")], {}, "1 failure to put right first, 1 warning."),
-        ([ok("a", "x")], {"is_cluster": True}, "Ready for `python -m orchestrator run`; 0 warnings."),
-        ([warn("a", "x")], {}, "run --local"),
-        ([warn("a", "x")], {"has_card": False}, "run --rehearse"),
-        ([warn("a", "x")], {"has_config": False}, "python -m orchestrator init"),
+        ([fail("x"), warn("x")], {}, "1 failure to put right first, 1 warning."),
+        ([ok("x")], {"is_cluster": True}, "Ready for `python -m orchestrator run`; 0 warnings."),
+        ([warn("x")], {}, "run --local"),
+        ([warn("x")], {"has_card": False}, "run --rehearse"),
+        ([warn("x")], {"has_config": False}, "python -m orchestrator init"),
     ],
 )
 def test_the_last_line_says_what_to_do_next(findings: list[Finding], changes: dict[str, bool], words: str) -> None:
@@ -77,7 +76,7 @@ def test_the_last_line_says_what_to_do_next(findings: list[Finding], changes: di
 
 
 def test_the_json_is_flat_and_complete() -> None:
-    report = json.loads(diagnosis_json(diagnosis(ok("a", "x"), fail("b", "y", hint="h", fix="f"))))
+    report = json.loads(diagnosis_json(diagnosis(*named({"a": ok("x"), "b": fail("y", hint="h", fix="f")}))))
     assert report == {
         "schema": 1,
         "where": "this machine (laptop)",

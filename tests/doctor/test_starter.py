@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 
 from orchestrator.cli.init import template
 from orchestrator.cli.plan import plan_text
-from orchestrator.cluster import local_gpus
 from orchestrator.config.capacity import MAX_WORKERS_PER_CARD, overbooked
 from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config, NodeConfig
 from orchestrator.config.template import NodeChoice, by_formula, choose, render
 from orchestrator.core.budget import node_budget
 from orchestrator.core.placement import Target, plan_slots
-from orchestrator.doctor.checks_plan import check_plan
+from orchestrator.doctor.checks_cluster import check_plan
 from orchestrator.doctor.finding import Verdict
 from orchestrator.run import environment
 from tests.doctor.scene import card, laptop, workstation, wsl
@@ -63,12 +62,14 @@ def written(*machines: MachineFacts) -> tuple[str, Config, list[NodeChoice]]:
 
 @given(MACHINES)
 @example(workstation(cards=(card(total_bytes=GIB),)))
+@example(workstation(cards=(card(name="RTX\nnodes: {}\n\x1b[31m"),)))
 @example(workstation(cards=tuple(card(index=at, total_bytes=2**43) for at in range(6))))
 @example(laptop(ram_available_bytes=0, cores_logical=1, cores_physical=None))
 def test_for_any_machine_the_file_loads_fits_and_plans(facts: MachineFacts) -> None:
-    _, config, (choice,) = written(facts)
-    node = config.nodes["pc1"]
+    text, config, (choice,) = written(facts)
+    (node,) = config.nodes.values()
     assert node == choice.config
+    assert "\x1b" not in text
     assert overbooked(node) is None
     assert len(plan_slots(config, Target())) == node.workers
     assert plan_text(config)
@@ -134,6 +135,14 @@ def test_a_desktop_on_the_card_is_left_a_part_of_it(
         assert why in text
 
 
+def test_the_port_of_a_head_that_runs_already_is_written_down() -> None:
+    nodes = {"pc1": choose(workstation())}
+    assert [config_from_text(render(template(), nodes, port), "x").cluster.port for port in (None, 7000)] == [
+        6379,
+        7000,
+    ]
+
+
 def test_two_unlike_cards_are_planned_by_the_smaller_one() -> None:
     small = card(index=1, name="NVIDIA GeForce RTX 3070", total_bytes=round(7.67 * GIB))
     _, config, _ = written(workstation(cards=(card(), small)))
@@ -185,13 +194,6 @@ def test_no_number_of_the_reference_pair_is_left_in_the_nodes() -> None:
     assert "7 x 2 = 14 on this PC" in nodes
 
 
-def test_what_a_card_calls_itself_cannot_break_the_file() -> None:
-    hostile: CardFacts = card(name="RTX\nnodes: {}\n\x1b[31m")
-    text, config, _ = written(workstation(cards=(hostile,)))
-    assert list(config.nodes) == ["pc1"]
-    assert "\x1b" not in text
-
-
 def test_the_packaged_template_is_the_file_at_the_root() -> None:
     """`init` needs it where no checkout is. After a change: cp cluster.yaml orchestrator/cluster.yaml."""
     assert template() == (ROOT / "cluster.yaml").read_text(encoding="utf-8")
@@ -199,9 +201,7 @@ def test_the_packaged_template_is_the_file_at_the_root() -> None:
 
 @given(st.integers(GIB, 200 * GIB), st.integers(1, 8))
 def test_this_machine_alone_is_divided_by_the_same_formula_too(total_bytes: int, count: int) -> None:
-    found = [
-        local_gpus.Card(name="card", uuid=f"GPU-{at}", total_bytes=total_bytes, free_bytes=0) for at in range(count)
-    ]
+    found = [CardFacts(index=at, name="card", uuid=f"GPU-{at}", total_bytes=total_bytes) for at in range(count)]
     node = NodeConfig.model_validate(environment._card_node(found))
     advice = by_formula(total_bytes / GIB)
     assert (node.workers, node.vram_per_worker_gib) == (count * advice.workers, advice.vram_per_worker_gib)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,8 +16,8 @@ from hypothesis import strategies as st
 
 from tests.scene import GUIDES
 from workers.devices.base import Device
-from workers.engine.memory_ramp import ramp_up
-from workers.errors import ContextCorruptedError
+from workers.engine.oom_recovery import ramp_up
+from workers.messages import ContextCorruptedError
 from workers.settings import MemorySettings
 
 MIB = 2**20
@@ -52,50 +53,17 @@ class Counted:
         return cast("Device", self)
 
 
-def stages(target_bytes: int, fraction: float = 0.20) -> list[int]:
+def stages(target_bytes: int, fraction: float) -> list[int]:
     return [int(min(1.0, fraction * n) * target_bytes) for n in range(1, math.ceil(1 / fraction) + 1)]
 
 
-class TestAllIsThere:
-    def test_takes_it_in_the_guides_stages(self) -> None:
-        device = Counted(free=1000 * MIB, there=1000 * MIB)
-        went = ramp_up(device.as_device(), GUIDES)
-        assert device.asked == pytest.approx(stages(1000 * MIB), abs=1)
-        assert (went.claim_bytes, went.target_bytes, went.failures) == (1000 * MIB, 1000 * MIB, 0)
-
-    def test_all_at_once_when_asked_to(self) -> None:
-        device = Counted(free=1000 * MIB, there=1000 * MIB)
-        went = ramp_up(device.as_device(), replace(GUIDES, first_fraction=1.0))
-        assert device.asked == [1000 * MIB]
-        assert went.claim_bytes == 1000 * MIB
-
-    def test_the_last_block_is_left_in_the_pool(self) -> None:
-        device = Counted(free=1000 * MIB, there=1000 * MIB)
-        ramp_up(device.as_device(), GUIDES)
-        assert not device.released, "on CUDA the workload cuts its tensors out of that block"
-
-    def test_nothing_free_asks_for_nothing(self) -> None:
-        device = Counted(free=0, there=1000 * MIB)
-        assert ramp_up(device.as_device(), GUIDES).claim_bytes == 0
-        assert device.asked == []
+def test_where_all_is_there_the_last_block_is_left_in_the_pool() -> None:
+    device = Counted(free=1000 * MIB, there=1000 * MIB)
+    ramp_up(device.as_device(), GUIDES)
+    assert not device.released, "on CUDA the workload cuts its tensors out of that block"
 
 
 class TestLessIsThere:
-    @pytest.mark.parametrize("stage", [2, 3, 4, 5])
-    def test_a_refused_stage_is_tried_a_tenth_smaller(self, stage: int) -> None:
-        wanted = stages(1000 * MIB)[stage - 1]
-        device = Counted(free=1000 * MIB, there=int(0.95 * wanted))
-        went = ramp_up(device.as_device(), GUIDES)
-        assert went.failures == 1
-        assert went.claim_bytes == pytest.approx(0.9 * wanted, abs=2)
-        assert len(device.asked) == stage + 1
-
-    def test_what_was_reached_before_is_not_given_up(self) -> None:
-        device = Counted(free=1000 * MIB, there=401 * MIB)
-        went = ramp_up(device.as_device(), GUIDES)
-        assert went.claim_bytes >= 400 * MIB - 1
-        assert min(device.asked[device.refused.index(True) :]) > 400 * MIB - 1, "asking for less would be pointless"
-
     def test_nothing_is_there(self) -> None:
         device = Counted(free=1000 * MIB, there=0)
         went = ramp_up(device.as_device(), GUIDES)
@@ -148,6 +116,9 @@ def test_whatever_is_there(free: int, share: float, settings: MemorySettings) ->
     assert went.target_bytes == free
     assert went.failures == sum(device.refused)
 
+    wanted = stages(free, settings.first_fraction) if free else []
+    granted_first = list(itertools.takewhile(lambda size: size <= there, device.asked))
+    assert granted_first == pytest.approx(wanted[: len(granted_first)], abs=1, rel=1e-9), "in stages"
     if there >= free:
         assert (went.claim_bytes, went.failures) == (free, 0)
     if not went.failures:
@@ -160,7 +131,9 @@ def test_whatever_is_there(free: int, share: float, settings: MemorySettings) ->
     assert not any(device.refused[:first])
     retries = device.asked[first + 1 :]
     assert all(size > max(settings.floor_bytes, reached) for size in retries)
-    assert all(after <= before for before, after in pairwise(device.asked[first:]))
+    assert all(
+        after == int(before * (1 - settings.retry_reduction)) for before, after in pairwise(device.asked[first:])
+    )
     assert went.claim_bytes >= reached, "a refusal at one stage keeps what the stage before had"
     shrinking = max(1, settings.floor_bytes) / max(1, device.asked[first])
     bound = math.log(shrinking) / math.log(1 - settings.retry_reduction)

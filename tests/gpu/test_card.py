@@ -9,36 +9,31 @@ A value that a card does not tell may be missing; what it tells has to be plausi
 
 from __future__ import annotations
 
-import importlib
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import Any, TypeAlias
 
 import pytest
 import torch
 
-from workers.engine.engine import Engine
-from workers.messages import Directive, Report, Verdict, WorkerState
+from tests.engine.scene import slices
+from tests.gpu.scene import ON_A_CARD, spec_of
+from tests.scene import MIB
+from workers.messages import Verdict, WorkerState
 from workers.nvml import queries
 from workers.nvml.sampler import SAMPLE_EVERY_S, open_sampler
-from workers.policy.thermal.governor import SensorsRead, ThermalBand, ThermalDecision, ThermalGovernor
-from workers.readings import THROTTLE_ALARMS, SensorReading
-from workers.settings import ThermalSettings, WorkerSpec
+from workers.policy.thermal.governor import ThermalGovernor
+from workers.readings import SensorReading
+from workers.settings import ThermalSettings
 from workers.verification.tamper import flip_bit
 from workers.workloads.base import WorkloadContext
 from workers.workloads.matmul import Matmul
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card here"),
-]
+pytestmark = ON_A_CARD
 
 Found: TypeAlias = dict[str, Any]
-
-MIB = 2**20
 
 #: The least and the most that a card between a GT 1030 and a data-centre module says when it tells the truth.
 PLAUSIBLE: dict[str, tuple[float, float]] = {
@@ -123,7 +118,7 @@ class TestSensors:
             assert value is None or least <= value <= most, f"{key} is {value}"
 
     def test_every_value_of_a_reading_is_judged(self) -> None:
-        assert {*PLAUSIBLE, "lost"} == set(SensorReading.__dataclass_fields__)
+        assert {*PLAUSIBLE, "lost", "of_processor"} == set(SensorReading.__dataclass_fields__)
 
     def test_the_card_tells_its_temperature_and_is_there(self, seen: Found) -> None:
         for reading in (*seen["idle"], *seen["busy"]):
@@ -162,45 +157,14 @@ class TestSensors:
 # --- the governor ------------------------------------------------------------------------------------------------
 
 
-def decisions(settings: ThermalSettings, readings: list[SensorReading]) -> list[ThermalDecision]:
-    governor = ThermalGovernor(settings)
+def test_the_shipped_thresholds_accept_whatever_the_card_says(seen: Found) -> None:
+    governor = ThermalGovernor(ThermalSettings())
     state = governor.initial()
-    taken = []
-    for number, reading in enumerate(readings):
-        state, decision = governor.decide(state, SensorsRead(at_s=float(number), reading=reading))
-        taken.append(decision)
-    return taken
-
-
-class TestGovernor:
-    def test_a_cool_card_is_left_alone(self, seen: Found) -> None:
-        readings = seen["busy"]
-        warmest_c = max(reading.temperature_c for reading in readings)
-        alarmed = any((reading.throttle_bits or 0) & THROTTLE_ALARMS for reading in readings)
-        settings = ThermalSettings(
-            warm_c=warmest_c + 5, hot_c=warmest_c + 10, critical_c=warmest_c + 20, resume_c=warmest_c + 8
-        )
-        # Each alone: together they are a card that gets warmer within a second, and that is braked.
-        for reading in readings:
-            (decision,) = decisions(settings, [reading])
-            assert decision.band is ThermalBand.NORMAL or alarmed
-            assert decision.duty == 1.0 or alarmed
-
-    def test_a_card_above_the_critical_threshold_is_paused_at_once(self, seen: Found) -> None:
-        readings = seen["busy"]
-        coolest_c = min(reading.temperature_c for reading in readings)
-        settings = ThermalSettings(
-            warm_c=coolest_c - 12, hot_c=coolest_c - 9, critical_c=coolest_c - 3, resume_c=coolest_c - 10
-        )
-        for decision in decisions(settings, readings):
-            assert decision.band is ThermalBand.CRITICAL
-            assert decision.paused
-
-    def test_the_shipped_thresholds_accept_whatever_the_card_says(self, seen: Found) -> None:
-        for decision in decisions(ThermalSettings(), [*seen["idle"], *seen["busy"]]):
-            assert 0.0 <= decision.duty <= 1.0
-            assert decision.band is not None
-            assert decision.reason
+    for number, reading in enumerate((*seen["idle"], *seen["busy"])):
+        state, decision = governor.after_reading(state, reading, float(number))
+        assert 0.0 <= decision.duty <= 1.0
+        assert decision.band is not None
+        assert decision.reason
 
 
 # --- the check of results ----------------------------------------------------------------------------------------
@@ -288,26 +252,12 @@ class TestChecks:
 # --- the engine --------------------------------------------------------------------------------------------------
 
 
-def slices(**changes: Any) -> list[Report]:  # noqa: ANN401 - fields of the spec
-    spec: WorkerSpec = importlib.import_module("test_cuda").spec_of(**changes)
-    engine = Engine(replace(spec, policy="adaptive"))
-    return [
-        engine.run_slice(Directive(incarnation=0, sequence=number, duration_s=seconds, resume=None))
-        for number, seconds in enumerate((0.0, 1.0, 1.0))
-    ]
-
-
-def adaptive_at_its_size() -> list[Report]:
-    return slices(size=8192)
-
-
-def adaptive_asked_too_much() -> list[Report]:
-    return slices(size=65536)
+SLICES = [{}, {"duration_s": 1.0}, {"duration_s": 1.0}]
 
 
 class TestAdaptive:
     def test_it_fills_its_cap_without_a_failure(self, in_child: Callable[..., Any]) -> None:
-        reports = in_child(adaptive_at_its_size)
+        reports = in_child(slices, spec_of(size=8192, policy="adaptive"), SLICES)
         for report in reports:
             assert (report.verdict, report.state) == (Verdict.OK, WorkerState.RUNNING), report.reason
             assert (report.size, report.counts.oom_count, report.counts.steps_error) == (8192, 0, 0)
@@ -316,7 +266,7 @@ class TestAdaptive:
         assert last.counts.busy_s > 0.9 * last.wall_s, "nothing limits its duty"
 
     def test_it_makes_do_with_less_than_was_asked(self, in_child: Callable[..., Any]) -> None:
-        reports = in_child(adaptive_asked_too_much)
+        reports = in_child(slices, spec_of(size=65536, policy="adaptive"), SLICES)
         for report in reports:
             assert (report.verdict, report.state) == (Verdict.OK, WorkerState.RUNNING), report.reason
             assert 256 <= report.size < 65536

@@ -13,64 +13,27 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 import pytest
 import torch
 
-from tests.scene import GUIDES
+from tests.engine.scene import events, own, slice_of, slices
+from tests.gpu.scene import BUDGET_BYTES, ON_A_CARD, spec_of
+from tests.scene import MIB
 from workers import oom
 from workers.engine.engine import Engine
-from workers.messages import Directive, Report, ResumeState, Verdict, WorkerState
-from workers.settings import FailureKind, WorkerSpec, WorkloadSpec
+from workers.messages import Report, ResumeState, Verdict, WorkerState
+from workers.settings import FailureKind, WorkerSpec
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 from workers.workloads.matmul import Matmul, matrix_bytes
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card here"),
-]
+pytestmark = ON_A_CARD
 
 Found: TypeAlias = dict[str, Any]
 
-MIB = 2**20
-ROOT = Path(__file__).resolve().parents[2]
-
-#: The 3090 guide's: seven of these share a card.
-BUDGET_BYTES = int(3.33 * 2**30)
-
 #: The caching allocator maps large blocks in multiples of this.
 SEGMENT_BYTES = 2 * MIB
-
-
-def spec_of(
-    *, name: str = "matmul", dtype: str = "fp16", size: int = 4096, budget_bytes: int = BUDGET_BYTES
-) -> WorkerSpec:
-    return WorkerSpec(
-        slot="pc1/0",
-        node="pc1",
-        device="cuda",
-        budget_bytes=budget_bytes,
-        card_budget_bytes=budget_bytes,
-        memory_fraction=1.0,
-        workers_on_host=1,
-        duty=None,
-        policy="classic",
-        memory=GUIDES,
-        workload=WorkloadSpec(name=name, dtype=dtype, size=size, batch=128, seed=7),
-    )
-
-
-def mine(workload: type) -> str:
-    """Name a class of this module the way a user does."""
-    return f"{Path(__file__).stem}:{workload.__name__}"
-
-
-def slice_of(
-    engine: Engine, sequence: int = 0, *, duration_s: float = 0.0, resume: ResumeState | None = None
-) -> Report:
-    return engine.run_slice(Directive(incarnation=0, sequence=sequence, duration_s=duration_s, resume=resume))
 
 
 # --- the wall ----------------------------------------------------------------------------------------------------
@@ -96,7 +59,7 @@ def up_to_the_wall(spec: WorkerSpec) -> Found:
     memory = device.memory()
     del blocks
     device.release()
-    device.clear_pending_error()
+    torch.cuda.synchronize()
     return {
         "info": device.info,
         "fraction": fraction,
@@ -193,7 +156,7 @@ class TestTooLarge:
 
     def test_every_failure_was_the_cards_own(self, shrunk: Found) -> None:
         first = shrunk["reports"][0]
-        ooms = [event for event in first.events if event.name == "oom"]
+        ooms = events(first, "oom")
         assert len(ooms) == first.counts.steps_oom
         assert {event.detail["kind"] for event in ooms} == {"definite"}
         assert all("out of memory" in str(event.detail["text"]) for event in ooms)
@@ -225,10 +188,7 @@ class Alternating(Workload):
 
     steps: ClassVar[int] = 0
     block_bytes: ClassVar[int] = 0
-
-    def __init__(self, context: WorkloadContext) -> None:
-        super().__init__(context)
-        self.held: Any = None
+    held: Any = None
 
     def step(self, size: int, batch: int) -> StepResult:
         Alternating.steps += 1
@@ -248,12 +208,11 @@ class Alternating(Workload):
 
 def alternating(spec: WorkerSpec) -> list[Report]:
     Alternating.block_bytes = int(0.6 * spec.budget_bytes)
-    engine = Engine(spec)
-    return [slice_of(engine, n) for n in range(12)]
+    return slices(spec, [{}] * 12)
 
 
 def test_memory_comes_back_after_every_failure(in_child: Callable[..., Any]) -> None:
-    reports = in_child(alternating, spec_of(name=mine(Alternating)))
+    reports = in_child(alternating, spec_of(name=own(Alternating)))
     assert [report.counts.steps_ok for report in reports] == [1] * 12
     assert [report.counts.steps_oom for report in reports] == [1] * 12
     for report in reports:
@@ -281,12 +240,11 @@ class Asserting(Workload):
 
 
 def asserting(spec: WorkerSpec) -> Found:
-    engine = Engine(spec)
-    return {"reports": [slice_of(engine, n) for n in range(4)], "steps": Asserting.steps}
+    return {"reports": slices(spec, [{}] * 4), "steps": Asserting.steps}
 
 
 def test_a_device_assert_poisons_the_process_for_good(in_child: Callable[..., Any]) -> None:
-    found = in_child(asserting, spec_of(name=mine(Asserting)))
+    found = in_child(asserting, spec_of(name=own(Asserting)))
     good, *bad = found["reports"]
     assert good.verdict is Verdict.OK
     for report in bad:

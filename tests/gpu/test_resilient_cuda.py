@@ -8,26 +8,20 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 import torch
 
+from tests.gpu.scene import ON_A_CARD
+from tests.scene import MIB
 from workers import Retry, resilient
-from workers.resilience.batches import Rules
 from workers.resilience.card_memory import Peak, look
-from workers.resilience.retry import Attempts
+from workers.resilience.retry import Attempts, Rules
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card here"),
-]
+pytestmark = ON_A_CARD
 
 Found: TypeAlias = dict[str, Any]
-
-MIB = 2**20
-ROOT = Path(__file__).resolve().parents[2]
 
 #: What a scenario's process may hold.
 CAP_BYTES = 2 * 2**30

@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.scene import python
 from workers.host.processes import is_alive
 from workers.learned_limits.store import STATE_DIR_VARIABLE
-from workers.node_agent.client import AgentClient
-from workers.node_agent.protocol import AgentOrders
+from workers.node_agent.protocol import AgentClient, AgentOrders, to_line
 from workers.nvml.fake.prepare import prepare
 from workers.settings import FakeSensors
 
@@ -41,10 +41,9 @@ print(json.dumps([pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000 for hand
 #: Has an agent, tells what it did, and waits to be killed.
 _PARENT = """
 import sys, time
-from workers.node_agent.client import AgentClient
-from workers.node_agent.protocol import AgentOrders
-agent = AgentClient(AgentOrders.from_json(sys.argv[1]))
-print(agent.outcome().to_json(), flush=True)
+from workers.node_agent.protocol import AgentClient, AgentOrders, from_line, to_line
+agent = AgentClient(from_line(AgentOrders, sys.argv[1]))
+print(to_line(agent.outcome()), flush=True)
 time.sleep(600)
 """
 
@@ -154,20 +153,14 @@ class Node:
 
     def parent(self, **changes: Any) -> subprocess.Popen[str]:  # noqa: ANN401 - any field of the orders
         """Start an agent as the child of a process of its own, which can be killed."""
-        command = [sys.executable, "-c", _PARENT, self.orders(**changes).to_json()]
+        command = [sys.executable, "-c", _PARENT, to_line(self.orders(**changes))]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.parents.append(process)
         return process
 
     def limits_w(self) -> list[float]:
         """Ask the cards."""
-        done = subprocess.run(
-            [sys.executable, "-c", _LIMITS, json.dumps(asdict(self.fake))],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
+        done = python("-c", _LIMITS, json.dumps(asdict(self.fake)))
         return list(json.loads(done.stdout))
 
     def record(self) -> dict[str, Any]:
@@ -184,12 +177,6 @@ class Node:
         told = self.record()
         os.kill(told["pid"], signal.SIGKILL)
         wait_for(lambda: not is_alive(told["pid"], told["started"]), "end of the agent")
-
-
-@pytest.fixture(scope="session")
-def library_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the library is built. Without a C compiler this fails, and so does every test that needs it."""
-    return tmp_path_factory.mktemp("nvml")
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import json
 import os
 import stat
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ import pytest
 from tests.node_agent.conftest import Node, card, is_gone, kill, wait_for
 from workers.host.processes import start_time
 from workers.node_agent import mps
-from workers.node_agent.protocol import AgentOrders, AgentOutcome
+from workers.node_agent.protocol import AgentOrders, AgentOutcome, from_line, to_line
 from workers.nvml.queries import CardIdentity
+
+pytestmark = pytest.mark.slow
 
 Ready = Callable[..., Node]
 
@@ -32,15 +35,6 @@ def commands(stand_in: Path, pipes: str) -> list[str]:
     path = stand_in / "commands"
     lines = path.read_text().splitlines() if path.exists() else []
     return [line.partition(" ")[2] for line in lines if line.startswith(f"{pipes} ")]
-
-
-def alive(pid: int) -> bool:
-    """Say whether a process is there, and not only its exit code."""
-    return start_time(pid) is not None
-
-
-def environment_of_the_daemon(stand_in: Path) -> dict[str, str]:
-    return dict(json.loads((stand_in / "environment.json").read_text()))
 
 
 @pytest.fixture
@@ -73,7 +67,7 @@ def test_an_own_daemon_is_started_and_told_to_quit(
     pipes = outcome.pipe_directory
     assert pipes is not None
     assert commands(stand_in, pipes) == ["get_server_list"]
-    told = environment_of_the_daemon(stand_in)
+    told = json.loads((stand_in / "environment.json").read_text())
     assert told["CUDA_MPS_PIPE_DIRECTORY"] == pipes
     assert Path(told["CUDA_MPS_LOG_DIRECTORY"]).parent == Path(pipes).parent
     assert told["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
@@ -85,7 +79,7 @@ def test_an_own_daemon_is_started_and_told_to_quit(
     assert outcome.notes == (f"pc1: an MPS daemon runs for this run, process {pid}",)
     assert agent.end() == ("pc1: the MPS daemon of the run has ended",)
     assert commands(stand_in, pipes)[-1] == "quit"
-    assert not alive(pid)
+    assert start_time(pid) is None
     assert not Path(pipes).parent.exists()
     assert pc.is_clean()
 
@@ -105,9 +99,11 @@ def test_a_daemon_that_runs_is_used_and_left_alone(
     assert commands(stand_in, pipes) == ["get_server_list"]
 
 
-def test_only_the_own_daemon_is_ended(node: Ready, stand_in: Path, strangers_daemon: psutil.Process) -> None:
-    theirs = os.environ.pop("CUDA_MPS_PIPE_DIRECTORY")
-    os.environ["CUDA_MPS_PIPE_DIRECTORY"] = "/nonexistent"
+def test_only_the_own_daemon_is_ended(
+    node: Ready, stand_in: Path, strangers_daemon: psutil.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = os.environ["CUDA_MPS_PIPE_DIRECTORY"]
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/nonexistent")
     agent = node().agent(mps=True)
     own = agent.outcome().pipe_directory
     agent.end()
@@ -130,15 +126,14 @@ def test_a_daemon_that_ends_at_once_is_quoted(node: Ready, stand_in: Path) -> No
     (stand_in / "manner").write_text("crash")
     pc = node()
     agent = pc.agent(mps=True)
-    outcome = agent.outcome()
-    assert outcome.pipe_directory is None
-    assert outcome.mps_problem == ("nvidia-cuda-mps-control ended with status 1: User does not have permission")
+    problem = "nvidia-cuda-mps-control ended with status 1: User does not have permission"
+    assert agent.outcome() == AgentOutcome(mps_problem=problem)
     assert agent.end() == ()
     assert pc.is_clean()
 
 
 def test_a_daemon_that_does_not_answer_is_ended(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mps, "_START_S", 1.5)
+    monkeypatch.setattr(mps, "_START_S", 0.6)
     monkeypatch.setattr(mps, "_END_S", 0.2)
     (stand_in / "manner").write_text("mute")
     before = psutil.Process().children()
@@ -155,7 +150,7 @@ def test_a_daemon_that_does_not_quit_is_ended_by_its_process(stand_in: Path, mon
     daemon = mps.start(mps.new_daemon(f"test-{os.getpid()}"))
     assert daemon.pid is not None
     mps.end(daemon)
-    assert not alive(daemon.pid)
+    assert start_time(daemon.pid) is None
     assert not Path(daemon.folder).exists()
     assert commands(stand_in, daemon.pipe_directory)[-1] == "quit"
 
@@ -181,11 +176,11 @@ def test_the_daemon_ends_when_the_parent_is_killed(node: Ready, stand_in: Path) 
     pc = node()
     parent = pc.parent(mps=True, power_limit_w=280.0)
     assert parent.stdout is not None
-    outcome = AgentOutcome.from_json(parent.stdout.readline())
+    outcome = from_line(AgentOutcome, parent.stdout.readline())
     pid = pc.record()["daemon"]["pid"]
     kill(parent)
     wait_for(pc.is_clean, "record of the agent to go")
-    assert not alive(pid)
+    assert start_time(pid) is None
     assert outcome.pipe_directory is not None
     assert commands(stand_in, outcome.pipe_directory)[-1] == "quit"
     assert pc.limits_w() == [350.0]
@@ -201,7 +196,7 @@ def test_the_daemon_of_a_killed_guard_is_ended_by_the_next(node: Ready, stand_in
     outcome = second.outcome()
     assert outcome.notes[0] == "left by a run that was killed: pc1: the MPS daemon of the run has ended"
     assert outcome.pipe_directory == first.pipe_directory  # the same run, so that its workers find it again
-    assert not alive(pid)
+    assert start_time(pid) is None
     second.end()
     assert pc.is_clean()
 
@@ -210,37 +205,31 @@ def test_a_daemon_whose_guard_was_killed_while_it_started_is_ended_too(stand_in:
     daemon = mps.start(mps.new_daemon(f"test-{os.getpid()}"))
     assert daemon.pid is not None
     mps.end(mps.Daemon(folder=daemon.folder))
-    assert not alive(daemon.pid)
+    assert start_time(daemon.pid) is None
     assert not Path(daemon.folder).exists()
 
 
-AMPERE = CardIdentity(index=0, uuid="GPU-1", name="RTX 3090", compute_capability=(8, 6))
+AMPERE = CardIdentity(index=0, uuid="GPU-1", name="RTX 3090", compute_capability=(8, 6), compute_mode=3)
+PROHIBITED = replace(AMPERE, compute_mode=2)
 PASCAL = CardIdentity(index=1, uuid="GPU-2", name="GTX 1080", compute_capability=(6, 1))
 
 
 @pytest.mark.parametrize(
-    ("system", "kernel", "cards", "modes", "words"),
+    ("system", "kernel", "cards", "words"),
     [
-        ("linux", "5.15.153.1-microsoft-standard-WSL2", [AMPERE], {}, "MPS does not run under WSL2"),
-        ("linux", "4.4.0-19041-Microsoft", [AMPERE], {}, "MPS does not run under WSL2"),
-        ("win32", "10", [AMPERE], {}, "MPS runs on Linux only, and this is win32"),
-        ("darwin", "23.1.0", [], {}, "MPS runs on Linux only, and this is darwin"),
-        ("linux", "6.8.0", [], {}, "there is no card for MPS to share"),
-        ("linux", "6.8.0", [AMPERE, PASCAL], {}, "GTX 1080 is older than Volta"),
-        ("linux", "6.8.0", [AMPERE], {0: 2}, "RTX 3090 is in compute mode PROHIBITED; type: sudo nvidia-smi -i 0"),
-        ("linux", "6.8.0", [AMPERE], {0: 3}, None),
-        ("linux", "6.8.0", [AMPERE], {0: None}, None),
+        ("linux", "5.15.153.1-microsoft-standard-WSL2", [AMPERE], "MPS runs on Linux only, and this is WSL2"),
+        ("linux", "4.4.0-19041-Microsoft", [AMPERE], "MPS runs on Linux only, and this is WSL2"),
+        ("win32", "10", [AMPERE], "MPS runs on Linux only, and this is win32"),
+        ("linux", "6.8.0", [], "there is no card for MPS to share"),
+        ("linux", "6.8.0", [AMPERE, PASCAL], "GTX 1080 is older than Volta"),
+        ("linux", "6.8.0", [PROHIBITED], "RTX 3090 is in compute mode PROHIBITED; type: sudo nvidia-smi -i 0"),
+        ("linux", "6.8.0", [AMPERE], None),
     ],
 )
 def test_where_it_cannot_work_it_says_why(
-    stand_in: Path,
-    system: str,
-    kernel: str,
-    cards: list[CardIdentity],
-    modes: Mapping[int, int | None],
-    words: str | None,
+    stand_in: Path, system: str, kernel: str, cards: list[CardIdentity], words: str | None
 ) -> None:
-    found = mps.obstacle(system=system, kernel=kernel, cards=cards, compute_modes=modes)
+    found = mps.obstacle(system=system, kernel=kernel, cards=cards)
     assert found is None if words is None else words in str(found)
 
 
@@ -274,11 +263,9 @@ def test_a_client_does_not_start_without_its_daemon(stand_in: Path, tmp_path: Pa
 
 def test_orders_and_outcomes_survive_the_pipe(node: Ready) -> None:
     orders = node().orders(mps=True, power_limit_w=280.5, cards=("GPU-1", "1"))
-    assert AgentOrders.from_json(orders.to_json()) == orders
+    assert from_line(AgentOrders, to_line(orders)) == orders
     outcome = AgentOutcome(pipe_directory="/tmp/é", mps_problem="a\nb", notes=("x",))
-    assert AgentOutcome.from_json(outcome.to_json()) == outcome
-    for line in ("", "3", "{}", '{"notes": 3}'):
-        with pytest.raises(ValueError, match=r"no orders|Expecting"):
-            AgentOrders.from_json(line)
-        with pytest.raises(ValueError, match=r"no outcome|Expecting"):
-            AgentOutcome.from_json(line)
+    assert from_line(AgentOutcome, to_line(outcome)) == outcome
+    for line in ("", "3", "{}", '{"notes": 3}', to_line(outcome)):
+        with pytest.raises(ValueError, match=r"no AgentOrders|Expecting"):
+            from_line(AgentOrders, line)

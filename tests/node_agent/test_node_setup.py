@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +11,11 @@ from typing import Any
 import pytest
 
 from orchestrator.config.load import load_config
-from orchestrator.core.fleet import Fleet
 from orchestrator.core.placement import Target
 from orchestrator.errors import UsageError
 from orchestrator.run import node_setup
 from orchestrator.run.environment import Environment, Mode
+from tests.scene import python
 from workers.node_agent.protocol import AgentOrders, AgentOutcome
 from workers.settings import FakeSensors
 
@@ -27,15 +23,9 @@ SHIPPED = str(Path(__file__).parents[2] / "cluster.yaml")
 FAKE = FakeSensors(library_path="/l", script_path="/s")
 
 
-@contextlib.contextmanager
-def no_fleet() -> Iterator[Fleet]:
-    raise AssertionError("nothing is connected to here")
-    yield
-
-
 def environment(*overrides: str, mode: Mode = Mode.CLUSTER, device: str | None = None) -> Environment:
     config = load_config(SHIPPED, overrides)
-    return Environment(mode=mode, config=config, target=Target(device=device), fleet=no_fleet(), lines=())
+    return Environment(mode=mode, config=config, target=Target(device=device), lines=())
 
 
 def orders(made: Environment, *, apply: bool = False, fake: bool = False) -> dict[str, AgentOrders]:
@@ -52,38 +42,40 @@ LIMIT = "nodes.pc1.power_limit_w=280"
 MPS = "compute_share_mode=mps"
 
 
-def test_without_mps_and_the_option_nobody_is_told_anything() -> None:
-    assert orders(environment(LIMIT)) == {}
+PC1 = AgentOrders(node="pc1", run_id="r", card_count=1)
+PC2 = AgentOrders(node="pc2", run_id="r", card_count=1)
 
 
-def test_the_limit_is_set_only_when_asked_for_and_only_where_there_is_one() -> None:
-    expected = AgentOrders(node="pc1", run_id="r", card_count=1, power_limit_w=280.0)
-    assert orders(environment(LIMIT), apply=True) == {"pc1": expected}
-
-
-def test_mps_is_for_every_node_with_cards() -> None:
-    found = orders(environment(MPS, "nodes.pc2.gpus=2", "nodes.pc2.workers=4"))
-    assert found == {
-        "pc1": AgentOrders(node="pc1", run_id="r", card_count=1, mps=True),
-        "pc2": AgentOrders(node="pc2", run_id="r", card_count=2, mps=True),
-    }
-    assert list(orders(environment(MPS, "nodes.pc2.gpus=0"))) == ["pc1"]
-    assert orders(environment(MPS, mode=Mode.LOCAL, device="cuda")) == found | {
-        "pc2": replace(found["pc2"], card_count=1)
-    }
-
-
-@pytest.mark.parametrize(("mode", "device"), [(Mode.REHEARSE, None), (Mode.REHEARSE, "cpu"), (Mode.CLUSTER, "cpu")])
-def test_a_rehearsal_touches_no_card(mode: Mode, device: str | None) -> None:
-    assert orders(environment(LIMIT, MPS, mode=mode, device=device), apply=True) == {}
-
-
-def test_a_rehearsal_with_fake_cards_sets_theirs() -> None:
-    made = environment(LIMIT, "nodes.pc2.power_limit_w=150", mode=Mode.REHEARSE, device="cpu")
-    assert orders(made, apply=True, fake=True) == {
-        "pc1": AgentOrders(node="pc1", run_id="r", card_count=1, cards=("0",), power_limit_w=280.0, fake=FAKE),
-        "pc2": AgentOrders(node="pc2", run_id="r", card_count=1, cards=("1",), power_limit_w=150.0, fake=FAKE),
-    }
+@pytest.mark.parametrize(
+    ("made", "asked", "expected"),
+    [
+        (environment(LIMIT), {}, []),
+        (environment(LIMIT), {"apply": True}, [replace(PC1, power_limit_w=280.0)]),
+        (
+            environment(MPS, "nodes.pc2.gpus=2", "nodes.pc2.workers=4"),
+            {},
+            [replace(PC1, mps=True), replace(PC2, mps=True, card_count=2)],
+        ),
+        (environment(MPS, "nodes.pc2.gpus=0"), {}, [replace(PC1, mps=True)]),
+        (environment(MPS, mode=Mode.LOCAL, device="cuda"), {}, [replace(PC1, mps=True), replace(PC2, mps=True)]),
+        # A rehearsal touches no card but fake ones.
+        (environment(LIMIT, MPS, mode=Mode.REHEARSE), {"apply": True}, []),
+        (environment(LIMIT, MPS, mode=Mode.REHEARSE, device="cpu"), {"apply": True}, []),
+        (environment(LIMIT, MPS, mode=Mode.CLUSTER, device="cpu"), {"apply": True}, []),
+        (
+            environment(LIMIT, "nodes.pc2.power_limit_w=150", mode=Mode.REHEARSE, device="cpu"),
+            {"apply": True, "fake": True},
+            [
+                replace(PC1, cards=("0",), power_limit_w=280.0, fake=FAKE),
+                replace(PC2, cards=("1",), power_limit_w=150.0, fake=FAKE),
+            ],
+        ),
+    ],
+)
+def test_each_node_is_told_what_it_is_to_keep(
+    made: Environment, asked: dict[str, bool], expected: list[AgentOrders]
+) -> None:
+    assert orders(made, **asked) == {each.node: each for each in expected}
 
 
 def test_an_option_without_a_limit_is_a_mistake() -> None:
@@ -154,8 +146,8 @@ def test_a_limit_that_is_not_asked_for_is_shown() -> None:
     assert line == "pc1: power_limit_w 280 is not set: this run uses no card of that PC"
 
 
-#: Loads the engine as a worker's process does, and tells what CUDA would have found in the environment by then.
-_WORKER = """
+#: Loads the engine as worker processes do, and tells what CUDA would have found in the environment by then.
+_WORKERS = """
 import json, os, sys
 from dataclasses import replace
 from orchestrator.cluster import actor
@@ -164,36 +156,35 @@ from orchestrator.core.placement import Target, plan_slots
 from workers.node_agent import mps
 
 actor._DAEMON_S = 0.2
-pipes, share, limit = json.loads(sys.argv[2])
-spec = plan_slots(load_config(sys.argv[1], ["compute_share_mode=mps"]), Target())[0].spec
-spec = replace(spec, mps_pipe_directory=pipes, thread_share=share, mps_memory_limit_bytes=limit)
-try:
-    actor.load_engine(spec)
-except mps.MpsError as error:
-    print(error)
-else:
-    print(json.dumps({name: value for name, value in os.environ.items() if name.startswith("CUDA_MPS_")}))
+plain = plan_slots(load_config(sys.argv[1], ["compute_share_mode=mps"]), Target())[0].spec
+told = []
+for pipes, share, limit in json.loads(sys.argv[2]):
+    try:
+        actor.load_engine(replace(plain, mps_pipe_directory=pipes, thread_share=share, mps_memory_limit_bytes=limit))
+    except mps.MpsError as error:
+        told.append(str(error))
+    else:
+        told.append({name: value for name, value in os.environ.items() if name.startswith("CUDA_MPS_")})
+print(json.dumps(told))
 """
 
 
-def worker(*told: object) -> str:
-    command = [sys.executable, "-W", "ignore", "-c", _WORKER, SHIPPED, json.dumps(told)]
-    own = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_MPS_")}
-    done = subprocess.run(command, env=own, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
 @pytest.mark.torch
-def test_the_process_of_a_worker_has_its_environment_before_the_engine_is_there(tmp_path: Path) -> None:
+def test_a_worker_has_the_environment_of_its_daemon_and_does_not_start_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("CUDA_MPS_")]:
+        monkeypatch.delenv(name)
     (tmp_path / "nvidia-cuda-mps-control.pid").write_text("1")
-    assert json.loads(worker(str(tmp_path), 0.6, 3_575_000_000)) == {
-        "CUDA_MPS_PIPE_DIRECTORY": str(tmp_path),
-        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "60",
-        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=3410M",
-    }
-    assert json.loads(worker(None, None, None)) == {}
-
-
-def test_a_worker_whose_daemon_is_gone_does_not_start_without_its_limits(tmp_path: Path) -> None:
-    assert worker(str(tmp_path), 0.6, 1) == f"the MPS control daemon in {tmp_path} is gone"
+    specs = [(None, None, None), (f"{tmp_path}/gone", 0.5, 1), (str(tmp_path), 0.6, 3_575_000_000)]
+    done = python("-W", "ignore", "-c", _WORKERS, SHIPPED, json.dumps(specs))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [
+        {},
+        f"the MPS control daemon in {tmp_path}/gone is gone",
+        {
+            "CUDA_MPS_PIPE_DIRECTORY": str(tmp_path),
+            "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "60",
+            "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=3410M",
+        },
+    ]

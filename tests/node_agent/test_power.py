@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,12 @@ import psutil
 import pytest
 
 from tests.node_agent.conftest import Node, card, is_gone, kill, wait_for
+from tests.scene import ROOT, python
 from workers.host.processes import is_alive
 from workers.learned_limits.store import STATE_DIR_VARIABLE
-from workers.node_agent.client import AgentClient
+from workers.node_agent.protocol import AgentClient, AgentOrders, AgentOutcome, from_line, to_line
+
+pytestmark = pytest.mark.slow
 
 Ready = Callable[..., Node]
 
@@ -29,6 +34,11 @@ def test_a_limit_is_set_read_back_and_put_back_at_the_end(node: Ready) -> None:
     assert outcome.power_problem is None
     assert outcome.notes == ("pc1's NVIDIA GeForce RTX 3090: power limit 280 W until the run ends (before: 350 W)",)
     assert pc.limits_w() == [280.0, 350.0]  # the node lends one card
+    (path,) = pc.records.glob("*.json")
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (path, pc.records)] == [0o600, 0o700]
+    told = pc.record()
+    assert is_alive(told["pid"], told["started"])
+    assert told["power"] == [{"uuid": card()["uuid"], "before_mw": 350_000, "set_mw": 280_000}]
     assert agent.end() == ("pc1's NVIDIA GeForce RTX 3090: power limit back at 350 W",)
     assert pc.limits_w() == [350.0, 350.0]
     assert pc.is_clean()
@@ -90,14 +100,6 @@ def test_the_limit_that_a_card_has_is_left_alone(node: Ready) -> None:
     assert agent.end() == ()
 
 
-def test_without_orders_nothing_is_set(node: Ready) -> None:
-    pc = node()
-    agent = pc.agent()
-    assert agent.outcome().notes == ()
-    assert agent.end() == ()
-    assert pc.limits_w() == [350.0]
-
-
 def test_the_guard_outlives_its_parent_and_undoes(node: Ready) -> None:
     pc = node()
     parent = pc.parent(power_limit_w=280.0)
@@ -122,31 +124,21 @@ def test_a_guard_that_is_asked_to_end_undoes_first(node: Ready, number: signal.S
     assert pc.limits_w() == [350.0]
 
 
-def test_what_a_killed_guard_left_is_put_back_by_the_next(node: Ready) -> None:
+def test_what_a_killed_guard_left_is_put_back_by_the_next_and_taken_for_the_original(node: Ready) -> None:
     pc = node()
     first = pc.agent(power_limit_w=280.0)
     first.outcome()
     pc.kill_guard()
     assert first.end() == ()
     assert pc.limits_w() == [280.0]
-    second = pc.agent()
-    assert second.outcome().notes == (
-        "left by a run that was killed: pc1's NVIDIA GeForce RTX 3090: power limit back at 350 W",
-    )
-    assert pc.limits_w() == [350.0]
-    assert pc.is_clean()
-    second.end()
-
-
-def test_the_next_guard_takes_what_was_there_before_the_killed_one_for_the_original(node: Ready) -> None:
-    pc = node()
-    pc.agent(power_limit_w=280.0).outcome()
-    pc.kill_guard()
     second = pc.agent(power_limit_w=300.0)
-    assert "(before: 350 W)" in second.outcome().notes[-1]
+    undone, done = second.outcome().notes
+    assert undone == "left by a run that was killed: pc1's NVIDIA GeForce RTX 3090: power limit back at 350 W"
+    assert "(before: 350 W)" in done
     assert pc.limits_w() == [300.0]
     second.end()
     assert pc.limits_w() == [350.0]
+    assert pc.is_clean()
 
 
 def test_a_guard_of_another_machine_is_none_of_ours(node: Ready) -> None:
@@ -192,12 +184,15 @@ def test_two_runs_do_not_set_the_same_card(node: Ready) -> None:
     pc = node()
     first = pc.agent(power_limit_w=280.0)
     first.outcome()
-    second = pc.agent(power_limit_w=200.0)
-    pid = pc.record()["pid"]
-    assert f"another run has set a power limit on its cards (the agent is process {pid})" in str(
-        second.outcome().power_problem
+    impatient = "from workers.node_agent import agent; agent._OTHER_S = 0.3; agent.main()"
+    orders = to_line(pc.orders(power_limit_w=200.0))
+    done = subprocess.run(
+        [sys.executable, "-c", impatient], input=f"{orders}\n", capture_output=True, text=True, timeout=60, check=True
     )
-    second.end()
+    outcome, undone = done.stdout.splitlines()
+    words = f"another run has set a power limit on its cards (the agent is process {pc.record()['pid']})"
+    assert words in str(from_line(AgentOutcome, outcome).power_problem)
+    assert undone == "[]"
     assert pc.limits_w() == [280.0]
     first.end()
     assert pc.limits_w() == [350.0]
@@ -214,19 +209,6 @@ def test_a_guard_that_is_started_again_waits_for_the_one_before(node: Ready) -> 
     assert pc.limits_w() == [280.0]
     again.end()
     assert pc.limits_w() == [350.0]
-
-
-def test_the_record_is_for_nobody_else(node: Ready) -> None:
-    pc = node()
-    agent = pc.agent(power_limit_w=280.0)
-    agent.outcome()
-    (path,) = pc.records.glob("*.json")
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(pc.records.stat().st_mode) == 0o700
-    told = pc.record()
-    assert is_alive(told["pid"], told["started"])
-    assert told["power"] == [{"uuid": card()["uuid"], "before_mw": 350_000, "set_mw": 280_000}]
-    agent.end()
 
 
 def test_nothing_is_changed_that_cannot_be_written_down(
@@ -257,18 +239,27 @@ def test_what_is_no_record_is_left_alone(node: Ready) -> None:
 def test_without_a_driver_the_guard_says_so(nothing_left: None) -> None:
     if Path("/dev/nvidiactl").exists():
         pytest.skip("this machine has a driver")
-    from workers.node_agent.protocol import AgentOrders
-
     agent = AgentClient(AgentOrders(node="pc1", run_id="x", card_count=1, power_limit_w=280.0))
     assert "pc1: its driver does not answer: NVML Shared Library Not Found" in str(agent.outcome().power_problem)
     assert agent.end() == ()
 
 
+def test_an_agent_finds_its_package_wherever_it_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for by name, and the folder in which it is started is not searched."""
+    told = json.dumps({**asdict(AgentOutcome()), "notes": ["%s"]})
+    stand_in = tmp_path / "python"
+    stand_in.write_text(f"#!/bin/sh\nread orders\nprintf '{told}\\n' \"$PYTHONPATH\"\n")
+    stand_in.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stand_in))
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    agent = AgentClient(AgentOrders(node="pc1", run_id="x", card_count=1))
+    assert agent.outcome().notes == (f"{ROOT}:/mine",)
+    assert agent.end() == ()
+
+
 def test_what_is_left_can_be_put_back_by_hand(nothing_left: None) -> None:
-    command = [sys.executable, "-m", "workers.node_agent.agent", "--undo"]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = python("-m", "workers.node_agent.agent", "--undo", cwd=ROOT)
+    assert done.returncode == 0, done.stderr
     has_driver = Path("/dev/nvidiactl").exists()
     assert ("nothing is left of runs that were killed" in done.stdout) == has_driver
     assert ("the driver of this machine does not answer" in done.stdout) != has_driver

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from itertools import count
@@ -14,6 +11,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
+from tests.scene import ROOT, python
 from workers.nvml.fake.prepare import prepare
 from workers.settings import FakeSensors
 
@@ -22,10 +20,17 @@ CHILD = """
 import json, sys
 from dataclasses import asdict
 import pynvml
+from workers.host.gpu_facts import look_at_cards, visible_cards
 from workers.nvml import queries
 from workers.nvml.fake.library import load
-from workers.settings import FakeSensors
 from workers.nvml.sampler import open_sampler
+from workers.settings import FakeSensors
+
+def ask(function, *arguments):
+    try:
+        return getattr(pynvml, function)(*arguments)
+    except pynvml.NVMLError as error:
+        return str(error)
 
 sampler, told = None, []
 for verb, argument in json.loads(sys.argv[1]):
@@ -38,25 +43,25 @@ for verb, argument in json.loads(sys.argv[1]):
         told.append(None if reading is None else asdict(reading))
     elif verb == "close":
         sampler.close()
-        try:
-            pynvml.nvmlDeviceGetCount()
-        except pynvml.NVMLError as error:
-            told.append(str(error))
+        told.append(ask("nvmlDeviceGetCount"))
     elif verb == "cards":
         told.append([asdict(card) for card in queries.cards()])
     elif verb == "once":
-        questions = (queries.card_used_bytes, queries.process_used_bytes, queries.driver_version)
-        told.append([question(argument) for question in questions])
+        used = queries.card_used_bytes(argument), queries.process_used_bytes(argument)
+        told.append([*used, queries.driver_version()])
+    elif verb == "shown":
+        total = queries.cards()[0].total_bytes, visible_cards()[0].total_bytes
+        told.append([*total, queries.card_used_bytes("0"), queries.card_free_bytes("0")])
+    elif verb == "facts":
+        told.append(asdict(look_at_cards()))
+    elif verb == "ask":
+        with queries.opened():
+            handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+            told.append([ask(*[handle if word == "card" else word for word in words]) for words in argument])
 print(json.dumps(told))
 """
 
 Step: TypeAlias = tuple[str, Any]
-
-
-@pytest.fixture(scope="session")
-def library_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the library is built. Without a C compiler this fails, and so does every test that needs it."""
-    return tmp_path_factory.mktemp("nvml")
 
 
 @pytest.fixture
@@ -77,15 +82,7 @@ def look(tmp_path: Path) -> Callable[..., list[Any]]:
     """Do the steps in a fresh interpreter that knows only what is installed; return what was told."""
 
     def told(*steps: Step, **environment: str) -> list[Any]:
-        done = subprocess.run(
-            [sys.executable, "-c", CHILD, json.dumps(steps)],
-            cwd=tmp_path,
-            env={**os.environ, **environment},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        done = python("-c", CHILD, json.dumps(steps), cwd=tmp_path, **environment)
         assert done.returncode == 0, done.stderr
         answer: list[Any] = json.loads(done.stdout.splitlines()[-1])
         return answer
@@ -96,4 +93,4 @@ def look(tmp_path: Path) -> Callable[..., list[Any]]:
 @pytest.fixture
 def heat(library_folder: Path) -> FakeSensors:
     """The script that ships with the project, made ready."""
-    return prepare(Path(__file__).parents[2] / "scripts" / "heat.json", library_folder)
+    return prepare(ROOT / "scripts" / "heat.json", library_folder)

@@ -18,58 +18,27 @@ from workers.settings import FakeSensors
 
 UUID = "GPU-0000a100-0000-4000-8000-000000000001"
 
+#: What a reading shows as the script has it.
+SHOWN: dict[str, Any] = {
+    "temperature_c": 62, "memory_temperature_c": 71, "power_w": 512.125, "power_limit_w": 700, "sm_clock_mhz": 1755,
+    "sm_clock_max_mhz": 1980, "memory_clock_mhz": 2619, "utilisation_pct": 97, "fan_pct": 40, "pcie_generation": 5,
+    "pcie_lanes": 16, "ecc_errors": 2, "remapped_rows": 3,
+}  # fmt: skip
+
 #: A data-centre card that tells everything.
 FULL: dict[str, Any] = {
-    "name": "NVIDIA H100 80GB HBM3",
-    "uuid": UUID,
-    "total_bytes": 85_520_809_984,
-    "used_bytes": 3_000_000_000,
-    "compute_capability": "9.0",
-    "temperature_c": 62,
-    "slowdown_c": 90,
-    "margin_c": 23,
-    "slowdown_tlimit_c": -2,
-    "memory_temperature_c": 71,
-    "power_w": 512.125,
-    "power_average_w": 498,
-    "power_limit_w": 700,
-    "power_limit_default_w": 700,
-    "power_limit_min_w": 200,
-    "power_limit_max_w": 700,
-    "sm_clock_mhz": 1755,
-    "sm_clock_max_mhz": 1980,
-    "memory_clock_mhz": 2619,
-    "utilisation_pct": 97,
-    "throttle": [[0, ["POWER_CAP", "HARDWARE_THERMAL"]]],
-    "fan_pct": 40,
-    "pcie_generation": 5,
-    "pcie_lanes": 16,
-    "ecc_enabled": True,
-    "ecc_errors": 2,
-    "remapped_rows": 3,
-    "reserved_bytes": 0,
-    "persistence_mode": True,
-    "compute_mode": 0,
-    "processes": [{"pid": 1, "used_bytes": 5}, {"used_bytes": 2_500_000_000}],
-    "xids": [[0, 79]],
-}
+    "name": "NVIDIA H100 80GB HBM3", "uuid": UUID, "total_bytes": 85_520_809_984, "used_bytes": 3_000_000_000,
+    "reserved_bytes": 0, "compute_capability": "9.0", "slowdown_c": 90, "margin_c": 23, "slowdown_tlimit_c": -2,
+    "power_average_w": 498, "power_limit_default_w": 700, "power_limit_min_w": 200, "power_limit_max_w": 700,
+    "throttle": [[0, ["POWER_CAP", "HARDWARE_THERMAL"]]], "ecc_enabled": True, "persistence_mode": True,
+    "compute_mode": 0, "processes": [{"pid": 1, "used_bytes": 5}, {"used_bytes": 2_500_000_000}], "xids": [[0, 79]],
+    **SHOWN,
+}  # fmt: skip
 EXPECTED = SensorReading(
-    temperature_c=62.0,
+    **SHOWN,
     margin_c=25.0,
-    memory_temperature_c=71.0,
-    power_w=512.125,
-    power_limit_w=700.0,
-    sm_clock_mhz=1755,
-    sm_clock_max_mhz=1980,
-    memory_clock_mhz=2619,
-    utilisation_pct=97.0,
     throttle_bits=Throttle.POWER_CAP | Throttle.HARDWARE_THERMAL,
     throttle_pct=100.0,
-    fan_pct=40.0,
-    pcie_generation=5,
-    pcie_lanes=16,
-    ecc_errors=2,
-    remapped_rows=3,
     xid=79,
     process_used_bytes=2_500_000_000,
 )
@@ -78,25 +47,14 @@ LOST = asdict(SensorReading(lost=True))
 
 #: What is missing from the reading if the card does not answer a question; the rest is as it was.
 WITHOUT: dict[str, dict[str, Any]] = {
-    "temperature_c": {"temperature_c": None},
+    **{key: {key: None} for key in SHOWN},
     "slowdown_c": {},
     "margin_c": {"margin_c": 28.0},  # the threshold less the temperature, as before Ada
     "slowdown_tlimit_c": {"margin_c": 23.0},
-    "memory_temperature_c": {"memory_temperature_c": None},
     "power_w": {"power_w": 498.0},  # the average
     "power_average_w": {},
-    "power_limit_w": {"power_limit_w": None},
-    "sm_clock_mhz": {"sm_clock_mhz": None},
-    "sm_clock_max_mhz": {"sm_clock_max_mhz": None},
-    "memory_clock_mhz": {"memory_clock_mhz": None},
-    "utilisation_pct": {"utilisation_pct": None},
     "throttle": {"throttle_bits": None, "throttle_pct": None},
-    "fan_pct": {"fan_pct": None},
-    "pcie_generation": {"pcie_generation": None},
-    "pcie_lanes": {"pcie_lanes": None},
     "ecc_enabled": {"ecc_errors": None},
-    "ecc_errors": {"ecc_errors": None},
-    "remapped_rows": {"remapped_rows": None},
     "processes": {"process_used_bytes": None},
     "xids": {"xid": None},
 }
@@ -140,12 +98,13 @@ def test_what_is_not_supported_is_missing_and_nothing_else(scene: Scene, look: L
         for refused in (without(key), {**FULL, "fails": {key: "no_permission"}}, {**FULL, "fails": {key: "unknown"}}):
             steps += [scene(refused), ("open", UUID), ("read", 0.0)]
             expected.append(asdict(EXPECTED) | changes)
+    steps += [scene(without("margin_c", "temperature_c")), ("open", UUID), ("read", 0.0)]
+    expected.append(asdict(EXPECTED) | {"margin_c": None, "temperature_c": None})
+    # A 4090 answers, with rows that it does not remap, and with 0 degrees; ECC may be switched off.
+    geforce = {**FULL, "name": "NVIDIA GeForce RTX 4090", "memory_temperature_c": 0, "ecc_enabled": False}
+    steps += [scene(geforce), ("open", UUID), ("read", 0.0)]
+    expected.append(asdict(EXPECTED) | {"memory_temperature_c": None, "remapped_rows": None, "ecc_errors": None})
     assert look(*steps) == expected
-
-
-def test_no_margin_without_a_temperature_to_subtract(scene: Scene, look: Look) -> None:
-    told = look(scene(without("margin_c", "temperature_c")), ("open", UUID), ("read", 0.0))
-    assert told == [asdict(EXPECTED) | {"margin_c": None, "temperature_c": None}]
 
 
 @pytest.mark.parametrize(
@@ -161,14 +120,6 @@ def test_only_what_is_not_supported_is_not_asked_again(
     assert second["fan_pct"] == later
     assert (second["memory_temperature_c"] is None) == (later is None)
     assert second["temperature_c"] == 62.0
-
-
-def test_a_geforce_has_no_row_remapping_and_no_vram_temperature(scene: Scene, look: Look) -> None:
-    """A 4090 answers both questions: with rows it does not remap, and with 0 degrees. Its ECC may be switched off."""
-    geforce = {**FULL, "name": "NVIDIA GeForce RTX 4090", "memory_temperature_c": 0, "ecc_enabled": False}
-    assert look(scene(geforce), ("open", UUID), ("read", 0.0)) == [
-        asdict(EXPECTED) | {"memory_temperature_c": None, "remapped_rows": None, "ecc_errors": None}
-    ]
 
 
 def test_limits_link_and_errors_are_asked_rarely(scene: Scene, look: Look) -> None:
@@ -209,9 +160,11 @@ def test_a_lost_card_is_an_event_and_it_may_come_back(scene: Scene, look: Look) 
 def test_nvml_is_closed_and_opened_again_in_balance(scene: Scene, look: Look) -> None:
     """Also after a card was lost and came back. That a card is not there later does not make it lost again."""
     lost = scene({**FULL, "lost_after_calls": 5, "lost_for_s": 0.0}, driver="1.0")
-    there = [("read", 0.0), ("read", 9.0), ("once", UUID), ("close", None)]
+    there = [("read", 0.0), ("read", 9.0), ("once", UUID), ("read", 10.0), ("once", "7"), ("close", None)]
     told = look(lost, ("open", UUID), *there, scene(), ("read", 99.0))
-    assert told == [LOST, asdict(EXPECTED), [3_000_000_000, 2_500_000_000, "1.0"], "Uninitialized", NOTHING]
+    full = asdict(EXPECTED)
+    once = [[3_000_000_000, 2_500_000_000, "1.0"], [None, None, "1.0"]]
+    assert told == [LOST, full, once[0], full, once[1], "Uninitialized", NOTHING]
 
 
 def test_a_card_that_stays_lost_is_only_looked_for(scene: Scene, look: Look) -> None:
@@ -236,45 +189,12 @@ def test_two_cards_by_uuid_and_by_index_and_none_by_other_names(scene: Scene, lo
     assert [reading["temperature_c"] for reading in told] == [41]
 
 
-def test_questions_asked_once_do_not_disturb_a_sampler(scene: Scene, look: Look) -> None:
-    script = scene(FULL, driver="580.65.06")
-    once = [3_000_000_000, 2_500_000_000, "580.65.06"]
-    told = look(script, ("once", UUID), ("open", UUID), ("read", 0.0), ("once", "0"), ("read", 1.0), ("once", "7"))
-    assert told == [once, asdict(EXPECTED), once, asdict(EXPECTED), [None, None, None]]
-
-
-def test_the_cards_of_a_machine_a_lost_one_among_them(scene: Scene, look: Look) -> None:
-    bare = {"name": "NVIDIA GeForce RTX 3070", "uuid": "GPU-2", "total_bytes": 8_232_108_032}
-    lost = {**bare, "uuid": "GPU-3", "lost_after_calls": 0}
-    (cards,) = look(scene(FULL, bare, lost, driver="580.65.06"), ("cards", None))
-    unknown = {"compute_capability": None, "power_limit_default_w": None, "power_limit_min_w": None}
-    unknown |= {"power_limit_max_w": None}
-    limits = {"power_limit_default_w": 700.0, "power_limit_min_w": 200.0, "power_limit_max_w": 700.0}
-    name = {"name": FULL["name"], "total_bytes": FULL["total_bytes"], "compute_capability": [9, 0]}
-    assert cards == [
-        {"index": 0, "uuid": UUID, "driver": "580.65.06", "lost": False} | name | limits,
-        {"index": 1, **bare, "driver": "580.65.06", "lost": False} | unknown,
-        {"index": 2, "uuid": None, "name": None, "total_bytes": None, "driver": "580.65.06", "lost": True} | unknown,
-    ]
-
-
 def test_a_machine_without_nvml_answers_nothing_and_raises_nothing(look: Look, tmp_path: Path) -> None:
     """Where there is a driver, a file in front of its library that is none keeps it from being found."""
     (tmp_path / "libnvidia-ml.so.1").write_bytes(b"this is no library, however long it is")
     reads = [("open", "0"), ("read", 0.0), ("read", 1.0), ("read", 60.0), ("cards", None), ("once", "0")]
     told = look(*reads, LD_LIBRARY_PATH=str(tmp_path))
     assert told == [NOTHING, NOTHING, NOTHING, [], [None, None, None]]
-
-
-def test_throttling_is_the_share_of_the_last_minute(scene: Scene, look: Look) -> None:
-    alarm = scene({**FULL, "throttle": [[0, ["SOFTWARE_THERMAL"]]]})
-    everyday = scene({**FULL, "throttle": [[0, ["IDLE", "POWER_CAP", "SYNC_BOOST"]]]})
-    first, second = [("read", float(i)) for i in range(30)], [("read", float(i)) for i in range(30, 120)]
-    told = look(alarm, ("open", UUID), *first, everyday, *second)
-    assert told[29]["throttle_pct"] == 100.0
-    assert told[59]["throttle_pct"] == 50.0
-    assert told[74]["throttle_pct"] == 25.0
-    assert told[119]["throttle_pct"] == 0.0
 
 
 def test_curves_are_straight_between_points_held_at_the_ends_and_repeated(scene: Scene, look: Look) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import psutil
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from workers.nvml.sampler import Sampler, ThrottleWindow, open_sampler, package_reading
@@ -30,7 +30,7 @@ class Thermometer:
         self.closed = True
 
 
-def test_sensors_are_read_once_a_second_however_often_somebody_asks() -> None:
+def test_sensors_are_read_once_a_second_however_often_and_late_they_are_asked() -> None:
     thermometer = Thermometer()
     sampler = Sampler(thermometer)
     told = [sampler.sample_if_due(tenth / 10) for tenth in range(35)]
@@ -38,17 +38,9 @@ def test_sensors_are_read_once_a_second_however_often_somebody_asks() -> None:
     assert [tenth for tenth, reading in enumerate(told) if reading is not None] == [0, 10, 20, 30]
     sampler.close()
     assert thermometer.closed
-
-
-def test_who_asks_late_gets_one_reading_and_no_more() -> None:
-    thermometer = Thermometer()
-    sampler = Sampler(thermometer, every_s=5.0)
-    assert [sampler.sample_if_due(now_s) is not None for now_s in (1e6, 1e6 + 60, 1e6 + 61, 1e6 + 65)] == [
-        True,
-        True,
-        False,
-        True,
-    ]
+    slow = Sampler(Thermometer(), every_s=5.0)
+    told = [slow.sample_if_due(1e6 + late_s) for late_s in (0, 60, 61, 65)]
+    assert [reading is not None for reading in told] == [True, True, False, True]
 
 
 def test_a_lost_card_says_nothing_but_that() -> None:
@@ -59,16 +51,9 @@ def test_a_lost_card_says_nothing_but_that() -> None:
     assert second == SensorReading(lost=True)
 
 
-def test_a_minute_in_which_nobody_told_has_no_share() -> None:
-    window = ThrottleWindow()
-    assert window.add(0.0, None) is None
-    assert window.add(1.0, Throttle.POWER_BRAKE) == 100.0
-    assert window.add(2.0, None) == 100.0
-    assert window.add(60.9, None) == 100.0
-    assert window.add(61.0, None) is None
-
-
 @given(st.lists(st.tuples(st.floats(0, 40), st.none() | st.integers(0, 2**11 - 1)), max_size=60))
+@example([(0.0, None), (1.0, 0x80), (1.0, None), (58.9, None), (0.1, None)])
+@example([(0.0, 0x80), (60.0, None)])
 def test_the_share_is_that_of_the_samples_of_the_last_minute(samples: list[tuple[float, int | None]]) -> None:
     window, seen, now_s = ThrottleWindow(), [], 0.0
     for pause_s, bits in samples:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from workers.policy.base import Decision, Emergency, Event, Pressure, Release, Run, StepOk, StepOom
 from workers.policy.classic import MAX_FAILURES, PRESSURES_PER_BLIND_TRY, ClassicPolicy, ClassicState
-from workers.settings import FailureKind, MemorySettings, WorkloadSpec
+from workers.settings import MemorySettings, WorkloadSpec
 
 memory_settings = st.builds(
     MemorySettings,
@@ -30,12 +32,28 @@ workloads = st.builds(
     batch=st.integers(min_value=1, max_value=256),
     seed=st.just(0),
 )
-oom_kinds = st.sampled_from([FailureKind.DEFINITE, FailureKind.PROBABLE])
 
 
 def need_bytes(step: Run) -> int:
     """Return what a step of the simulated workload takes: three half-precision squares and one row a sample."""
     return 6 * step.size**2 + 2 * step.size * step.batch
+
+
+def ended_well(step: Run) -> StepOk:
+    peak_bytes = need_bytes(step)
+    return StepOk(at_s=0.0, size=step.size, batch=step.batch, peak_bytes=peak_bytes, seconds=0.01, allowed_bytes=None)
+
+
+def ran_out(step: Run, free_bytes: int, *, need_known: bool) -> StepOom:
+    needed_bytes = need_bytes(step) if need_known else None
+    return StepOom(
+        at_s=0.0, size=step.size, batch=step.batch, needed_bytes=needed_bytes, free_bytes=free_bytes, allowed_bytes=0
+    )
+
+
+def pressure(policy: ClassicPolicy, free_bytes: int, *, need_known: bool) -> Pressure:
+    needed_bytes = need_bytes(policy.floor) if need_known else None
+    return Pressure(at_s=0.0, allowed_bytes=free_bytes, free_bytes=free_bytes, needed_at_floor_bytes=needed_bytes)
 
 
 class ClassicMachine(RuleBasedStateMachine):
@@ -50,7 +68,7 @@ class ClassicMachine(RuleBasedStateMachine):
         self.asked: list[Run] = []
         self.failures_seen: list[int] = [0]
         self.failed_in_a_row: list[Run] = []
-        self.send(Pressure(at_s=0.0, allowed_bytes=0, free_bytes=0, needed_at_floor_bytes=None))
+        self.send(pressure(self.policy, 0, need_known=False))
 
     def send(self, event: Event) -> None:
         self.state, self.decision = self.policy.decide(self.state, event)
@@ -67,44 +85,19 @@ class ClassicMachine(RuleBasedStateMachine):
         for _ in range(times):
             if isinstance(self.decision, Run):
                 self.failed_in_a_row = []
-                step = self.decision
-                self.send(
-                    StepOk(
-                        at_s=0.0,
-                        allowed_bytes=None,
-                        size=step.size,
-                        batch=step.batch,
-                        peak_bytes=need_bytes(step),
-                        seconds=0.01,
-                    )
-                )
+                self.send(ended_well(self.decision))
 
     @precondition(lambda self: isinstance(self.decision, Run))
-    @rule(kind=oom_kinds, need_known=st.booleans(), free_bytes=st.integers(min_value=0, max_value=1 << 40))
-    def step_runs_out_of_memory(self, kind: FailureKind, need_known: bool, free_bytes: int) -> None:
+    @rule(need_known=st.booleans(), free_bytes=st.integers(min_value=0, max_value=1 << 40))
+    def step_runs_out_of_memory(self, need_known: bool, free_bytes: int) -> None:
         assert isinstance(self.decision, Run)
-        step = self.decision
-        self.failed_in_a_row.append(step)
-        needed_bytes = need_bytes(step) if need_known else None
-        self.send(
-            StepOom(
-                at_s=0.0,
-                allowed_bytes=0,
-                size=step.size,
-                batch=step.batch,
-                kind=kind,
-                needed_bytes=needed_bytes,
-                free_bytes=free_bytes,
-            )
-        )
+        self.failed_in_a_row.append(self.decision)
+        self.send(ran_out(self.decision, free_bytes, need_known=need_known))
 
     @rule(need_known=st.booleans(), free_bytes=st.integers(min_value=0, max_value=1 << 40))
     def slice_begins(self, need_known: bool, free_bytes: int) -> None:
         """Answers a Release, ends an Emergency, and cuts a slice short at any other time."""
-        needed_bytes = need_bytes(self.policy.floor) if need_known else None
-        self.send(
-            Pressure(at_s=0.0, allowed_bytes=free_bytes, free_bytes=free_bytes, needed_at_floor_bytes=needed_bytes)
-        )
+        self.send(pressure(self.policy, free_bytes, need_known=need_known))
 
     @rule()
     def process_dies_and_resumes(self) -> None:
@@ -112,7 +105,7 @@ class ClassicMachine(RuleBasedStateMachine):
 
     @invariant()
     def a_dumped_state_loads_as_it_was(self) -> None:
-        assert self.policy.load(self.policy.dump(self.state)) == self.state
+        assert self.policy.load(json.loads(json.dumps(self.policy.dump(self.state)))) == self.state
 
     @invariant()
     def always_a_runnable_step_or_a_release_or_an_emergency(self) -> None:
@@ -161,38 +154,21 @@ TestClassicMachine = ClassicMachine.TestCase
 
 
 def run_slice(
-    policy: ClassicPolicy, state: ClassicState, *, capacity_bytes: int, need_known: bool, decision_limit: int
-) -> tuple[ClassicState, bool, int]:
-    """Run one slice of the simulated device up to its first good step: state, whether there was one, decisions."""
-    floor_bytes = need_bytes(policy.floor) if need_known else None
-    pressure = Pressure(
-        at_s=0.0, allowed_bytes=capacity_bytes, free_bytes=capacity_bytes, needed_at_floor_bytes=floor_bytes
-    )
-    state, decision = policy.decide(state, pressure)
-    for decisions in range(1, decision_limit + 1):
-        event: Event
+    policy: ClassicPolicy, state: ClassicState, capacity_bytes: int, *, need_known: bool, decision_limit: int
+) -> tuple[ClassicState, bool]:
+    """Run one slice of the simulated device up to its first good step: state, and whether there was one."""
+    begin = pressure(policy, capacity_bytes, need_known=need_known)
+    state, decision = policy.decide(state, begin)
+    for _ in range(decision_limit):
         match decision:
             case Emergency():
-                return state, False, decisions
+                return state, False
             case Release():
-                event = pressure
-            case Run(size=size, batch=batch):
-                needed = need_bytes(decision)
-                if needed <= capacity_bytes:
-                    event = StepOk(
-                        at_s=0.0, allowed_bytes=None, size=size, batch=batch, peak_bytes=needed, seconds=0.01
-                    )
-                    return policy.decide(state, event)[0], True, decisions
-                event = StepOom(
-                    at_s=0.0,
-                    allowed_bytes=0,
-                    size=size,
-                    batch=batch,
-                    kind=FailureKind.DEFINITE,
-                    needed_bytes=needed if need_known else None,
-                    free_bytes=capacity_bytes,
-                )
-        state, decision = policy.decide(state, event)
+                state, decision = policy.decide(state, begin)
+            case Run():
+                if need_bytes(decision) <= capacity_bytes:
+                    return policy.decide(state, ended_well(decision))[0], True
+                state, decision = policy.decide(state, ran_out(decision, capacity_bytes, need_known=need_known))
     raise AssertionError(f"no good step and no emergency within {decision_limit} decisions")
 
 
@@ -214,8 +190,8 @@ def test_a_device_whose_memory_comes_and_goes_is_survived(
         room_for_floor = capacity_bytes >= need_bytes(policy.floor)
         slice_limit = PRESSURES_PER_BLIND_TRY if room_for_floor else 1
         for _ in range(slice_limit):
-            state, went_well, _ = run_slice(
-                policy, state, capacity_bytes=capacity_bytes, need_known=need_known, decision_limit=decision_limit
+            state, went_well = run_slice(
+                policy, state, capacity_bytes, need_known=need_known, decision_limit=decision_limit
             )
             if went_well:
                 break

@@ -1,4 +1,4 @@
-"""What samples say: noise is smoothed, exact ones are taken at their word, cuts at once, and failures teach."""
+"""What samples say: noise is smoothed, exact ones are taken at their word, and cuts at once."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.policy.adaptive.free_memory import Level, doubted, sampled
+from workers.policy.adaptive.free_memory import Level, sampled
 
 GIB = 2.0**30
 
 
-def fed(samples: Iterable[float], *, every_step: bool = False) -> Level:
-    level = reduce(lambda level, sample: sampled(level, sample, every_step=every_step), samples, None)
+def fed(samples: Iterable[float]) -> Level:
+    level = reduce(sampled, samples, None)
     assert level is not None
     return level
 
@@ -27,10 +27,6 @@ def noisy(count: int, *, noise: float = 0.03, walk: float = 0.0, seed: int = 1) 
         true_bytes *= 1.0 + draw.gauss(0.0, walk)
         samples.append(true_bytes * (1.0 + draw.gauss(0.0, noise)))
     return samples
-
-
-def test_the_first_sample_is_taken_at_its_word() -> None:
-    assert fed([4 * GIB]).usable_bytes == 4 * GIB
 
 
 def test_noise_is_smoothed_and_its_error_is_known() -> None:
@@ -56,51 +52,25 @@ def test_few_samples_are_worth_less_than_many() -> None:
 
 def test_memory_taken_shows_at_once_and_memory_given_at_the_second_sample() -> None:
     level = fed(noisy(100))
-    taken = sampled(level, 2 * GIB, every_step=False)
+    taken = sampled(level, 2 * GIB)
     assert taken.level_bytes == 2 * GIB
-    once = sampled(level, 8 * GIB, every_step=False)
+    once = sampled(level, 8 * GIB)
     assert once.level_bytes == level.level_bytes
-    assert sampled(once, 8 * GIB, every_step=False).level_bytes == 8 * GIB
-    assert sampled(sampled(once, 4 * GIB, every_step=False), 8 * GIB, every_step=False).level_bytes < 5 * GIB
+    assert sampled(once, 8 * GIB).level_bytes == 8 * GIB
+    assert sampled(sampled(once, 4 * GIB), 8 * GIB).level_bytes < 5 * GIB
 
 
 def test_an_exact_sample_is_used_as_it_is_and_others_are_not() -> None:
-    level = fed(noisy(50), every_step=True)
-    exact = sampled(level, 4.4 * GIB, every_step=True, exact_samples=True)
-    assert exact.exact
-    assert exact.usable_bytes == exact.likely_bytes == 4.4 * GIB
-    assert doubted(exact) == exact, "the step is to blame"
-    noise = sampled(level, 4.4 * GIB, every_step=True)
-    assert not noise.exact
-    assert noise.usable_bytes < 4.4 * GIB
-
-
-def test_a_fresh_sample_bounds_what_is_usable() -> None:
-    assert fed([*noisy(50), 3.7 * GIB], every_step=True).usable_bytes <= 3.7 * GIB
-
-
-def test_a_failure_widens_the_reserve_and_samples_without_one_narrow_it_slowly() -> None:
     level = fed(noisy(50))
-    wider = doubted(level)
-    assert wider.reserve > level.reserve
-    assert wider.usable_bytes < level.usable_bytes
-    narrower = reduce(lambda level, sample: sampled(level, sample, every_step=False), noisy(60), wider)
-    assert 0.0 < wider.reserve - narrower.reserve < wider.reserve - level.reserve, "a minute undoes no failure"
-    assert reduce(lambda level, _: doubted(level), range(100), level).reserve < 10
+    exact = sampled(level, 4.4 * GIB, exact=True)
+    assert exact.usable_bytes == exact.likely_bytes == 4.4 * GIB
+    assert sampled(level, 4.4 * GIB).usable_bytes < 4.4 * GIB
 
 
-@given(
-    samples=st.lists(st.floats(0.0, 1e13), min_size=1, max_size=40),
-    fresh=st.booleans(),
-    ends=st.lists(st.booleans(), max_size=40),
-)
-def test_usable_is_never_more_than_was_seen_and_never_negative(
-    samples: list[float], fresh: bool, ends: list[bool]
-) -> None:
+@given(samples=st.lists(st.floats(0.0, 1e13), min_size=1, max_size=40), exact=st.booleans())
+def test_usable_is_never_more_than_was_seen_and_never_negative(samples: list[float], exact: bool) -> None:
     level: Level | None = None
-    for place, sample in enumerate(samples):
-        level = sampled(level, sample, every_step=fresh)
-        assert 0.0 <= level.usable_bytes <= max(samples[: place + 1]) * (1 + 1e-9)
-        assert level.usable_bytes <= level.likely_bytes or level.exact
-        if place < len(ends):
-            level = level if ends[place] else doubted(level)
+    for place, sample in enumerate(samples, start=1):
+        level = sampled(level, sample, exact=exact)
+        assert 0.0 <= level.usable_bytes <= max(samples[:place]) * (1 + 1e-9)
+        assert level.usable_bytes <= level.likely_bytes

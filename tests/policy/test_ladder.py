@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.scene import GUIDES
@@ -51,16 +51,12 @@ def runs_of(ladder: Ladder) -> list[Run]:
 
 
 class TestStepping:
-    def test_reaches_from_the_floor_to_what_was_asked_for(self) -> None:
-        runs = runs_of(ladder_of(GUIDES, ASKED, stepping()))
-        assert runs[0] == Run(size=256, batch=32)
-        assert runs[-1] == Run(size=4096, batch=128)
-
     def test_on_the_way_down_the_batch_gives_way_before_the_size(self) -> None:
         runs = list(reversed(runs_of(ladder_of(GUIDES, ASKED, stepping()))))
         smallest_batch = next(index for index, run in enumerate(runs) if run.batch == GUIDES.batch_floor)
         assert all(run.size == ASKED.size for run in runs[: smallest_batch + 1])
         assert all(run.batch == GUIDES.batch_floor for run in runs[smallest_batch:])
+        assert (runs[-1], runs[0]) == (Run(size=256, batch=32), Run(size=4096, batch=128))
 
     def test_a_number_that_does_not_move_memory_is_never_changed(self) -> None:
         only_batch = runs_of(ladder_of(GUIDES, ASKED, stepping(size_power=0.0)))
@@ -70,29 +66,15 @@ class TestStepping:
         assert {run.batch for run in only_size} == {128}
         assert [run.size for run in only_size] == list(range(256, 4097, TILE))
 
-    def test_where_nothing_moves_memory_there_is_one_step(self) -> None:
-        assert runs_of(ladder_of(GUIDES, ASKED, stepping(size_power=0.0, batch_power=0.0))) == [
-            Run(size=4096, batch=128)
-        ]
-
-    def test_what_is_asked_for_below_a_floor_stays_as_asked(self) -> None:
-        asked = replace(ASKED, size=100, batch=8)
-        assert runs_of(ladder_of(GUIDES, asked, stepping())) == [Run(size=100, batch=8)]
+    def test_where_nothing_moves_memory_and_below_the_floors_there_is_one_step_as_asked(self) -> None:
+        assert runs_of(ladder_of(GUIDES, ASKED, stepping(0.0, 0.0))) == [Run(size=4096, batch=128)]
+        assert runs_of(ladder_of(GUIDES, replace(ASKED, size=100, batch=8), stepping())) == [Run(size=100, batch=8)]
 
     def test_sizes_between_the_ends_are_whole_tiles_and_the_ends_are_as_asked(self) -> None:
         asked = replace(ASKED, size=1000)
         sizes = [run.size for run in runs_of(ladder_of(GUIDES, asked, stepping(batch_power=0.0)))]
         assert sizes[-1] == 1000
         assert all(size % TILE == 0 for size in sizes[:-1])
-
-    @pytest.mark.parametrize(("key", "value"), [("size", 0), ("batch", 0), ("size", -1)])
-    def test_nothing_to_step_is_refused_by_the_name_of_the_key(self, key: str, value: int) -> None:
-        with pytest.raises(ValueError, match=f"workload.{key} must be at least 1"):
-            ladder_of(GUIDES, replace(ASKED, **{key: value}), stepping())
-
-    def test_a_ladder_without_rungs_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="at least one rung"):
-            Ladder(units=(), run=lambda _: Run(size=1, batch=1))
 
 
 class TestFilling:
@@ -126,13 +108,9 @@ class TestWithin:
         ladder = ladder_of(GUIDES, ASKED, stepping())
         assert ladder.within(0, says_nothing) == ladder.units[-1]
 
-    def test_nothing_is_within_less_than_the_floor_needs(self) -> None:
-        ladder = ladder_of(GUIDES, ASKED, stepping())
-        needs = three_squares(256, 32)
-        assert ladder.within(needs - 1, three_squares) is None
-        assert ladder.run(ladder.within(needs, three_squares) or 0).size >= 256
-
     @given(limit_bytes=st.integers(0, 1 << 30))
+    @example(limit_bytes=three_squares(256, 32) - 1)
+    @example(limit_bytes=three_squares(256, 32))
     def test_it_is_the_highest_rung_that_is_said_to_fit(self, limit_bytes: int) -> None:
         ladder = ladder_of(GUIDES, ASKED, stepping())
         fitting = [units for units in ladder.units if three_squares(ladder.run(units).size, 0) <= limit_bytes]

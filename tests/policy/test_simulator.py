@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import pytest
-from benches.courses import COURSES
-from benches.policy import RULES, Aimd, Guide
+from benches import policy
+from benches.policy import RULES, RuleOfToday
 from benches.simulator import (
     BLIND,
     BLOCK_BYTES,
+    COURSES,
     EXACT,
     FAILURE_S,
     HALF_SPEED_ITEMS,
@@ -34,7 +32,7 @@ from benches.simulator import (
     worlds,
 )
 
-from tests.scene import ROOT
+from tests.scene import ROOT, only_object, python
 from workers.units import GIB
 
 pytestmark = pytest.mark.slow
@@ -103,7 +101,6 @@ def watch(world: World, size: int | None, signal: Signal) -> tuple[Fixed, Outcom
 
 
 def test_a_seed_is_a_world_and_another_seed_another() -> None:
-    worlds.cache_clear()
     first = worlds(5, "precious")
     worlds.cache_clear()
     again, other = worlds(5, "precious"), worlds(6, "precious")
@@ -114,20 +111,18 @@ def test_a_seed_is_a_world_and_another_seed_another() -> None:
         assert (one.wobble, one.workspace, one.noise) == (same.wobble, same.workspace, same.noise)
         assert one.levels_bytes != different.levels_bytes
         assert one.job != different.job
-        assert play(lambda _: Aimd(LARGEST), one, REAL) == play(lambda _: Aimd(LARGEST), same, REAL)
+        assert play(lambda _: RULES["aimd"](LARGEST), one, REAL) == play(lambda _: RULES["aimd"](LARGEST), same, REAL)
 
 
 def test_both_regimes_of_a_seed_share_everything_but_the_speed() -> None:
     for precious, saturating in zip(worlds(5, "precious"), worlds(5, "saturating"), strict=True):
-        assert precious.levels_bytes == saturating.levels_bytes
-        assert precious.wobble == saturating.wobble
-        assert precious.job.step_s(1000) == 2000 / precious.job.rate_per_s
-        assert saturating.job.step_s(150) == 300 / saturating.job.rate_per_s
+        assert (precious.levels_bytes, precious.wobble) == (saturating.levels_bytes, saturating.wobble)
+        for world, size in ((precious, 1000), (saturating, 150)):
+            assert world.job.step_s(size) == 2 * size / world.job.rate_per_s
 
 
-@pytest.mark.parametrize("seed", range(20, 30))
-def test_courses_are_as_long_and_as_high_as_they_say(seed: int) -> None:
-    for world in worlds(seed, "precious"):
+def test_courses_are_as_long_and_as_high_as_they_say() -> None:
+    for world in itertools.chain.from_iterable(worlds(seed, "precious") for seed in (5, 6, 7)):
         assert 20 * 60 <= world.duration_s <= 40 * 60
         assert world.times_s[0] == 0
         assert list(world.times_s) == sorted(set(world.times_s))
@@ -141,8 +136,8 @@ def test_courses_are_as_long_and_as_high_as_they_say(seed: int) -> None:
 @pytest.mark.parametrize("blocks", [False, True])
 def test_no_size_above_the_oracles_fits_and_the_oracles_does(blocks: bool) -> None:
     world = worlds(7, "precious")[0]
-    for step in range(300):
-        available = int((0.3 + 0.025 * step) * GIB)
+    for step in range(60):
+        available = int((0.3 + 0.125 * step) * GIB)
         fitting = [
             size for size in range(1, 4200) if world.need_bytes(size, step, blocks=blocks) <= available
         ]  # beyond 4200 items nothing fits into 7.8 GiB
@@ -152,19 +147,10 @@ def test_no_size_above_the_oracles_fits_and_the_oracles_does(blocks: bool) -> No
 @pytest.mark.parametrize("regime", HALF_SPEED_ITEMS)
 @pytest.mark.parametrize("signal", [EXACT, REAL], ids=lambda signal: signal.name)
 def test_who_knows_what_the_oracle_knows_never_fails_and_does_exactly_its_work(regime: str, signal: Signal) -> None:
-    for world in worlds(8, regime):
+    for world in worlds(8, regime, 1000.0):
         outcome = play(partial(Cheat, world, blocks=signal.blocks), world, signal)
         assert outcome.failures == 0
         assert outcome.score == pytest.approx(1.0, abs=1e-9)
-
-
-@pytest.mark.parametrize("share", [0.5, 0.97, 1.0, 1.03, 2.0])
-def test_no_constant_size_beats_the_oracle(share: float) -> None:
-    for world in worlds(9, "precious"):
-        best = world.largest_that_fits(min(world.levels_bytes), 0, blocks=False)
-        if best:
-            _, outcome = watch(world, max(1, int(best * share)), EXACT)
-            assert outcome.score <= 1
 
 
 def test_a_rule_that_always_fails_does_no_work_and_pays_half_a_step_and_the_cleanup() -> None:
@@ -193,13 +179,6 @@ def test_a_step_takes_a_fixed_time_and_a_time_per_item() -> None:
     assert outcome.size_changes == 0
 
 
-def test_a_step_is_judged_by_what_is_there_when_it_begins() -> None:
-    world = world_of("cut", [(0.0, 4 * GIB), (1.0, 1 * GIB)], 10.0, seed=1, rate_per_s=1000.0)
-    rule, outcome = watch(world, 500, EXACT)
-    assert [good for _, good, _ in rule.ends][:2] == [True, False]
-    assert sum(good for _, good in outcome.tried) == 1
-
-
 def test_exact_tells_the_truth_before_each_step() -> None:
     world = worlds(10, "precious")[list(COURSES).index("walk")]
     rule, _ = watch(world, 300, EXACT)
@@ -216,9 +195,6 @@ def test_real_tells_once_a_second_with_three_percent_noise_and_nothing_in_betwee
     errors = [told / (4 * GIB) - 1 for _, told in rule.told if told is not None]
     assert statistics.fmean(errors) == pytest.approx(0, abs=0.003)
     assert statistics.stdev(errors) == pytest.approx(0.03, rel=0.1)
-    louder, _ = watch(world, 500, replace(REAL, noise=0.1))
-    errors = [told / (4 * GIB) - 1 for _, told in louder.told if told is not None]
-    assert statistics.stdev(errors) == pytest.approx(0.1, rel=0.1)
 
 
 def test_real_needs_come_in_blocks_and_with_a_workspace_at_some_sizes() -> None:
@@ -239,12 +215,9 @@ def test_real_needs_come_in_blocks_and_with_a_workspace_at_some_sizes() -> None:
 def test_each_signal_tells_what_it_says_and_no_more(signal: Signal) -> None:
     world = level(4.0)
     rule, outcome = watch(world, 500, signal)
+    needs = [world.need_bytes(500, step, blocks=signal.blocks) for step in range(len(rule.ends))]
     assert outcome.failures == 0
-    peaks = [peak for _, _, peak in rule.ends]
-    if signal is BLIND:
-        assert set(peaks) == {None}
-    else:
-        assert peaks == [world.need_bytes(500, step, blocks=signal.blocks) for step in range(len(peaks))]
+    assert [peak for _, _, peak in rule.ends] == ([None] * len(needs) if signal is BLIND else needs)
     assert any(told is not None for _, told in rule.told) == (signal in {EXACT, REAL})
 
 
@@ -276,8 +249,8 @@ def test_rules_of_today_do_what_their_authors_wrote() -> None:
     assert sizes(RULES["accelerate"](128), 5) == [128, 115, 103, 92, 82]
     assert sizes(RULES["accelerate"](2), 4) == [2, 1, None, None]
     assert sizes(RULES["toma"](100), 8) == [100, 50, 25, 12, 6, 3, 1, None]
-    assert sizes(Guide(1000, floor=400), 5) == [1000, 700, 489, 400, 400]
-    aimd = Aimd(1000)
+    assert sizes(RuleOfToday(1000, 0.7, floor=400.0), 5) == [1000, 700, 489, 400, 400]
+    aimd = RULES["aimd"](1000)
     assert sizes(aimd, 3) == [1000, 700, 489]
     for _ in range(10):
         assert aimd.next() == 342
@@ -292,47 +265,37 @@ def test_rules_of_today_do_what_their_authors_wrote() -> None:
 def test_rules_of_today_score_what_the_courses_were_made_for(name: str, least: float, most: float) -> None:
     scores = [
         play(lambda _: RULES[name](LARGEST), world, BLIND).score
-        for seed in range(1000, 1008)
+        for seed in range(1000, 1003)
         for world in worlds(seed, "precious")
     ]
     assert least < statistics.fmean(scores) < most
 
 
-def test_slower_steps_are_harder_for_a_rule_that_grows_back() -> None:
-    def mean(rate_per_s: float) -> float:
-        played = [play(lambda _: Aimd(LARGEST), world, BLIND) for world in worlds(3, "precious", rate_per_s)]
-        return statistics.fmean(outcome.score for outcome in played)
-
-    assert mean(1000.0) < mean(10_000.0) - 0.03
+def test_a_run_has_a_row_for_each_rule_and_signal_and_judges_its_targets() -> None:
+    result = policy.run(1, 4, ["adaptive", "toma"], 1000.0)
+    figures = result.figures
+    assert result.broken == []
+    for regime in HALF_SPEED_ITEMS:
+        assert [(row["rule"], row["signal"]) for row in figures[regime]] == [
+            *(("adaptive", signal) for signal in ("exact", "real", "blind")),
+            ("toma", "blind"),
+        ]
+        for row in figures[regime]:
+            assert row["worst"] == pytest.approx(min(row[course] for course in COURSES))
+            assert row["mean"] == pytest.approx(statistics.fmean(row[course] for course in COURSES))
+    assert {target["met"] for target in figures["targets"]} <= {"yes", "NO"}
+    assert figures["decision_us_exact"] > 0
 
 
 def test_the_verb_prints_tables_and_one_json_object() -> None:
-    arguments = ["--seeds", "1", "--seed", "4", "--rate", "1000", "--rules", "adaptive", "toma"]
-    command = [sys.executable, "scripts/bench.py", "policy", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+    done = python("scripts/bench.py", "policy", "--seeds", "1", "--rate", "1000", "--rules", "toma", cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
-    (line,) = done.stdout.splitlines()
-    result = json.loads(line)
-    assert result["bench"] == "policy"
-    assert result["broken"] == []
-    for regime in HALF_SPEED_ITEMS:
-        assert [(row["rule"], row["signal"]) for row in result[regime]] == [
-            ("adaptive", "exact"),
-            ("adaptive", "real"),
-            ("adaptive", "blind"),
-            ("toma", "blind"),
-        ]
-        for row in result[regime]:
-            assert set(COURSES) < set(row)
-            assert row["worst"] == pytest.approx(min(row[course] for course in COURSES))
-            assert row["mean"] == pytest.approx(statistics.fmean(row[course] for course in COURSES))
-    assert {target["met"] for target in result["targets"]} <= {"yes", "NO"}
-    assert result["decision_us_exact"] > 0
+    result = only_object(done.stdout)
+    assert (result["bench"], result["broken"]) == ("policy", [])
     assert "neighbour" in done.stderr
 
 
 def test_the_verb_refuses_a_rule_it_does_not_know() -> None:
-    command = [sys.executable, "scripts/bench.py", "policy", "--rules", "luck"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = python("scripts/bench.py", "policy", "--rules", "luck", cwd=ROOT)
     assert done.returncode == 2
     assert "adaptive" in done.stderr

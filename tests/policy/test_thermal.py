@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from workers.policy.thermal.alarms import CALM_S, LOST, SLOW_MEMORY, BandwidthMeasured
-from workers.policy.thermal.governor import SensorsRead, ThermalBand, ThermalDecision, ThermalGovernor, ThermalState
+from workers.policy.thermal.alarms import CALM_S, LOST, SLOW_MEMORY
+from workers.policy.thermal.governor import ThermalBand, ThermalDecision, ThermalGovernor, ThermalState
 from workers.readings import THROTTLE_ALARMS, SensorReading, Throttle
 from workers.settings import ThermalSettings
 
 SHIPPED = ThermalSettings()
+#: Seconds since the reading before, and a reading.
+Readings: TypeAlias = list[tuple[float, SensorReading]]
+
 ALARM_BITS = tuple(bit for bit in Throttle if bit & THROTTLE_ALARMS)
 
 temperatures = st.one_of(
@@ -57,15 +62,20 @@ class Played:
         reading = SensorReading(temperature_c=temperature_c, throttle_bits=bits, lost=lost)
         return self.tell(reading)
 
+    def follow(self, course: Iterable[tuple[float, SensorReading]]) -> Iterator[tuple[SensorReading, ThermalDecision]]:
+        """Yield each reading of a course with what was decided on it."""
+        for passed_s, reading in course:
+            self.now_s += passed_s
+            yield reading, self.tell(reading)
+
     def tell(self, reading: SensorReading) -> ThermalDecision:
-        self.state, decision = self.governor.decide(self.state, SensorsRead(at_s=self.now_s, reading=reading))
+        self.state, decision = self.governor.after_reading(self.state, reading, self.now_s)
         self.decisions.append(decision)
         return decision
 
-    def measure(self, gb_per_s: float, clock_mhz: int | None = 9500) -> ThermalDecision:
+    def measure(self, gb_per_s: float, clock_mhz: int = 9500) -> ThermalDecision:
         self.now_s += 10.0
-        event = BandwidthMeasured(at_s=self.now_s, bytes_per_s=gb_per_s * 1e9, memory_clock_mhz=clock_mhz)
-        self.state, decision = self.governor.decide(self.state, event)
+        self.state, decision = self.governor.after_bandwidth(self.state, gb_per_s * 1e9, clock_mhz, self.now_s)
         self.decisions.append(decision)
         return decision
 
@@ -76,9 +86,6 @@ class Played:
 def bands(temperatures_c: Iterable[float], settings: ThermalSettings = SHIPPED) -> list[str]:
     played = Played(settings)
     return [str(played.see(told_c).band) for told_c in temperatures_c]
-
-
-# Bands and pauses
 
 
 def test_the_guides_bands_and_their_hysteresis() -> None:
@@ -127,6 +134,8 @@ def test_a_pause_that_others_prolong_ends_at_the_smallest_duty() -> None:
 def test_each_threshold_can_be_off() -> None:
     full = Played(ThermalSettings(hot_c=None))
     assert [full.see(told_c).duty for told_c in [82] * 50 + [83, 76, 74]] == [1.0] * 50 + [0.0, 0.0, 1.0]
+    assert full.see(60, bits=0x40).duty == 1.0
+    assert full.edges() == [("thermal slowdown by the hardware", True)], "a complaint only alarms"
     no_pause = Played(ThermalSettings(critical_c=None))
     for _ in range(600):
         assert no_pause.see(95).duty > 0.0
@@ -174,15 +183,6 @@ def test_a_missed_reading_ends_no_pause_and_silence_does() -> None:
     assert after.duty == 1.0, "a sensor that never comes back stops nobody for ever"
 
 
-def test_state_and_decisions_survive_pickling() -> None:
-    played = Played()
-    decision = played.see(84, bits=0x40)
-    assert pickle.loads(pickle.dumps((played.state, decision))) == (played.state, decision)  # noqa: S301 - our own
-
-
-# The hardware's complaints
-
-
 @pytest.mark.parametrize("bit", ALARM_BITS)
 def test_an_alarm_bit_is_hot_takes_duty_and_is_named_once(bit: Throttle) -> None:
     played = Played()
@@ -203,18 +203,12 @@ def test_an_alarm_bit_is_hot_takes_duty_and_is_named_once(bit: Throttle) -> None
     assert decision.duty == 1.0
 
 
-@pytest.mark.parametrize("bits", [0, 0x1, 0x2, 0x4, 0x10, 0x100, 0x117, None])
-def test_everyday_bits_do_nothing(bits: int | None) -> None:
+@pytest.mark.parametrize("bits", [[0], [0x1], [0x2], [0x4], [0x10], [0x100], [0x117], [None], [0x8, 0]])
+def test_everyday_bits_and_a_single_look_at_a_hardware_slowdown_do_nothing(bits: list[int | None]) -> None:
     played = Played()
-    assert all(played.see(60, bits=bits).duty == 1.0 for _ in range(20))
-    assert played.edges() == []
-
-
-def test_one_look_at_a_hardware_slowdown_may_be_a_change_of_clocks() -> None:
-    played = Played()
-    for _ in range(20):
-        played.see(60, bits=0x8)
-        assert played.see(60).duty == 1.0
+    decisions = [played.see(60, bits=each) for each in bits * 20]
+    assert decisions[-1].duty == 1.0
+    assert all(decision.duty == 1.0 for decision, each in zip(decisions, bits * 20, strict=True) if each != 0x8)
     assert played.edges() == []
 
 
@@ -229,12 +223,6 @@ def test_complaints_count_without_a_temperature() -> None:
     assert (decision.band, decision.duty) == (None, 1.0)
 
 
-def test_where_the_duty_is_never_reduced_a_complaint_only_alarms() -> None:
-    played = Played(ThermalSettings(hot_c=None))
-    assert played.see(60, bits=0x40).duty == 1.0
-    assert played.edges() == [("thermal slowdown by the hardware", True)]
-
-
 def test_a_lost_card_is_an_alarm_once_and_again_after_it_was_back() -> None:
     played = Played()
     for _ in range(5):
@@ -244,9 +232,6 @@ def test_a_lost_card_is_an_alarm_once_and_again_after_it_was_back() -> None:
         played.see(50)
     played.see(None, lost=True)
     assert played.edges() == [(LOST, True), (LOST, False), (LOST, True)]
-
-
-# Bandwidth
 
 
 def test_falling_bandwidth_alarms_and_clears() -> None:
@@ -264,36 +249,25 @@ def test_falling_bandwidth_alarms_and_clears() -> None:
     assert played.edges() == [(SLOW_MEMORY, True), (SLOW_MEMORY, False)]
 
 
-def test_bandwidth_at_another_clock_or_beside_somebody_else_is_no_alarm() -> None:
+@pytest.mark.parametrize(
+    "measured",
+    [
+        pytest.param([(900.0, 9500), (60.0, 810), (1.0, 0), (0.0, 9500)] + [(450.0, 9500)] * 3, id="beside another"),
+        pytest.param([(900.0, 9500)] * 10 + [(900.0 * 9100 / 9500, 9100)] * 20, id="a slower clock"),
+    ],
+)
+def test_bandwidth_at_another_clock_or_beside_another_program_is_no_alarm(measured: list[tuple[float, int]]) -> None:
     played = Played()
-    for number in range(200):
-        played.measure(900.0 if number % 4 == 0 else 450.0)
-        played.measure(60.0, clock_mhz=810)
-        played.measure(1.0, clock_mhz=None)
-        played.measure(math.nan)
+    for gb_per_s, clock_mhz in measured * 20:
+        played.measure(gb_per_s, clock_mhz)
     assert played.edges() == []
-
-
-def test_a_slower_clock_of_the_same_memory_is_not_slower_memory() -> None:
-    played = Played()
-    for _ in range(10):
-        played.measure(900.0, clock_mhz=9500)
-    for _ in range(20):
-        played.measure(900.0 * 9100 / 9500, clock_mhz=9100)
-    assert played.edges() == []
-
-
-# Properties
 
 
 @given(settings=thresholds, course=courses)
-def test_the_duty_is_a_share_and_critical_is_a_pause(
-    settings: ThermalSettings, course: list[tuple[float, SensorReading]]
-) -> None:
-    played = Played(settings)
-    for passed_s, reading in course:
-        played.now_s += passed_s
-        decision = played.tell(reading)
+def test_the_duty_is_a_share_and_critical_is_a_pause(settings: ThermalSettings, course: Readings) -> None:
+    again, played = Played(settings).follow(course), Played(settings)
+    for reading, decision in played.follow(course):
+        assert next(again) == (reading, decision), "equal events give equal decisions"
         assert 0.0 <= decision.duty <= 1.0
         assert decision.reason
         assert (decision.band is ThermalBand.CRITICAL) == decision.paused
@@ -304,18 +278,16 @@ def test_the_duty_is_a_share_and_critical_is_a_pause(
             assert decision.duty in {0.0, 1.0}
         if not decision.paused:
             assert decision.duty >= min(1.0, settings.smallest_duty) * 0.999
+    told = played.state, played.decisions
+    assert pickle.loads(pickle.dumps(told)) == told  # noqa: S301 - our own
 
 
 @given(course=courses)
-def test_a_pause_ends_below_the_threshold_or_after_silence_or_patience(
-    course: list[tuple[float, SensorReading]],
-) -> None:
+def test_a_pause_ends_below_the_threshold_or_after_silence_or_patience(course: Readings) -> None:
     assert SHIPPED.resume_c is not None
     played = Played(ThermalSettings(longest_pause_s=None))
     paused, told_at_s = False, 0.0
-    for passed_s, reading in course:
-        played.now_s += passed_s
-        decision = played.tell(reading)
+    for reading, decision in played.follow(course):
         told_c = reading.temperature_c
         if told_c is not None and -50.0 < told_c < 150.0:
             told_at_s = played.now_s
@@ -334,48 +306,34 @@ def test_a_pause_ends_below_the_threshold_or_after_silence_or_patience(
     more_c=st.integers(min_value=0, max_value=30),
 )
 def test_for_equal_history_a_higher_temperature_never_gives_more(
-    settings: ThermalSettings,
-    course: list[tuple[float, SensorReading]],
-    passed_s: float,
-    low_c: int,
-    more_c: int,
+    settings: ThermalSettings, course: Readings, passed_s: float, low_c: int, more_c: int
 ) -> None:
-    played = Played(settings)
-    for seconds, reading in course:
-        played.now_s += seconds
-        played.tell(reading)
-    now_s = played.now_s + passed_s
     duties = []
     for told_c in (low_c, low_c + more_c):
-        reading = SensorReading(temperature_c=float(told_c))
-        _, decision = played.governor.decide(played.state, SensorsRead(at_s=now_s, reading=reading))
+        last = (passed_s, SensorReading(temperature_c=float(told_c)))
+        *_, (_, decision) = Played(settings).follow([*course, last])
         duties.append(decision.duty)
     assert duties[1] <= duties[0] + 1e-12
 
 
+@examples(max_examples=25)
 @given(course=courses)
-def test_whatever_a_sensor_said_a_cool_card_gets_all_of_its_time_back(
-    course: list[tuple[float, SensorReading]],
-) -> None:
+def test_whatever_a_sensor_said_a_cool_card_gets_all_of_its_time_back(course: Readings) -> None:
     played = Played()
-    for passed_s, reading in course:
-        played.now_s += passed_s
-        played.tell(reading)
-    for _ in range(400):
-        decision = played.see(60)
+    cool = [(1.0, SensorReading(temperature_c=60.0))] * 400
+    *_, (_, decision) = played.follow([*course, *cool])
     assert decision.duty == 1.0
     assert decision.band is ThermalBand.NORMAL
-    assert played.state.alarms.names == ()
+    assert played.state.alarms.standing == {}
 
 
 @given(course=courses)
-def test_an_alarm_is_raised_once_a_minute_at_the_most(course: list[tuple[float, SensorReading]]) -> None:
+def test_an_alarm_is_raised_once_a_minute_at_the_most(course: Readings) -> None:
     played = Played()
     raised_at_s: dict[str, float] = {}
     standing: set[str] = set()
-    for passed_s, reading in course:
-        played.now_s += passed_s
-        for alarm in played.tell(reading).alarms:
+    for _, decision in played.follow(course):
+        for alarm in decision.alarms:
             assert alarm.raised != (alarm.name in standing), "edges alternate"
             if alarm.raised:
                 standing.add(alarm.name)
@@ -383,15 +341,4 @@ def test_an_alarm_is_raised_once_a_minute_at_the_most(course: list[tuple[float, 
                 raised_at_s[alarm.name] = played.now_s
             else:
                 standing.discard(alarm.name)
-    assert standing == set(played.state.alarms.names)
-
-
-@given(settings=thresholds, course=courses)
-def test_equal_events_give_equal_decisions(
-    settings: ThermalSettings, course: list[tuple[float, SensorReading]]
-) -> None:
-    first, second = Played(settings), Played(settings)
-    for passed_s, reading in course:
-        first.now_s = second.now_s = first.now_s + passed_s
-        assert first.tell(reading) == second.tell(reading)
-    assert first.state == second.state
+    assert standing == set(played.state.alarms.standing)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,34 +16,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.in_child import InChild
+from tests.scene import MIB, ROOT, spec_of, vm_data_bytes
 from workers import OutOfBatchError, Retry, resilient
 from workers.devices.cpu import CpuDevice
 from workers.learned_limits.store import LimitStore
-from workers.resilience.batches import Rules
 from workers.resilience.card_memory import Peak, look
-from workers.resilience.retry import Attempts
+from workers.resilience.retry import Attempts, Rules
 from workers.settings import WorkerSpec
 
-InChild: TypeAlias = Callable[..., Any]
-MakeSpec: TypeAlias = Callable[..., WorkerSpec]
 Found: TypeAlias = dict[str, Any]
 
-MIB = 2**20
 BUDGET_BYTES = 160 * MIB
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _collect_only_what_is_new() -> Iterator[None]:
-    """Each recovery collects garbage, and all that torch has loaded makes it a long search."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-def vm_data_bytes() -> int:
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData:"))
 
 
 def block(size_mib: int) -> torch.Tensor:
@@ -65,7 +50,8 @@ class Clock:
         self.slept_s += seconds
 
 
-# --- shrinking under the cap -------------------------------------------------------------------------------------
+def attempts_of(clock: Clock, starting: int, **rules: Any) -> Attempts:  # noqa: ANN401 - fields of the rules
+    return Attempts(Rules(name="work", starting_batch_size=starting, clock=clock, sleep=clock.sleep, **rules))
 
 
 def two_calls(spec: WorkerSpec) -> Found:
@@ -83,26 +69,14 @@ def two_calls(spec: WorkerSpec) -> Found:
     return {"cap": device.info.cap_bytes, "told": told, "failures": failures, "first": first, "second": second}
 
 
-class TestShrinking:
-    @pytest.fixture(scope="module")
-    @staticmethod
-    def found(in_child: InChild, make_spec: MakeSpec) -> Found:
-        return in_child(two_calls, make_spec(budget_bytes=BUDGET_BYTES))
-
-    def test_it_ends_at_a_size_that_fits_and_is_no_less_than_half_of_what_would(self, found: Found) -> None:
-        fits = found["cap"] // MIB
-        assert 0.45 * fits <= found["first"] <= fits
-
-    def test_the_failures_were_torchs_own(self, found: Found) -> None:
-        assert found["told"][0].batch_size == 512
-        assert all("DefaultCPUAllocator: can't allocate memory" in retry.reason for retry in found["told"])
-
-    def test_the_second_call_begins_there_without_a_failure(self, found: Found) -> None:
-        assert found["failures"] == len(found["told"]) > 0
-        assert found["second"] >= found["first"]
-
-
-# --- what a failed attempt held is gone before the next one begins -----------------------------------------------
+def test_it_shrinks_to_what_fits_and_the_next_call_begins_there(in_child: InChild) -> None:
+    found = in_child(two_calls, spec_of(budget_bytes=BUDGET_BYTES))
+    fits = found["cap"] // MIB
+    assert 0.45 * fits <= found["first"] <= fits
+    assert found["told"][0].batch_size == 512
+    assert all("DefaultCPUAllocator: can't allocate memory" in retry.reason for retry in found["told"])
+    assert found["failures"] == len(found["told"]) > 0, "the second call did not fail"
+    assert found["second"] >= found["first"]
 
 
 class Model:
@@ -113,61 +87,44 @@ class Model:
         self.myself = self
 
 
-def held_at_each_attempt(spec: WorkerSpec) -> Found:
-    gc.disable()  # nobody else shall tidy up
+def held_at_each_attempt(spec: WorkerSpec, starting: int, smallest: int) -> Found:
+    gc.disable()  # nothing else shall tidy up
     device = CpuDevice(spec)
     models: list[weakref.ref[Model]] = []
     seen: list[tuple[int, int]] = []
 
-    @resilient(starting_batch_size=200)
+    def held() -> tuple[int, int]:
+        return sum(model() is not None for model in models), (vm_data_bytes() - opened_bytes) // MIB
+
+    @resilient(starting_batch_size=starting, smallest_batch_size=smallest)
     def work(batch_size: int) -> int:
-        alive = sum(model() is not None for model in models)
-        seen.append((alive, (vm_data_bytes() - opened_bytes) // MIB))
+        seen.append(held())
         model = Model(60)
         models.append(weakref.ref(model))
         return model.weights.nbytes // MIB + block(batch_size).nbytes // MIB
 
     with device.enforced():
         opened_bytes = vm_data_bytes()
-        got = work()
-    return {"seen": seen, "got": got, "cap": device.info.cap_bytes // MIB}
+        try:
+            return {"got": work(), "seen": seen, "cap": device.info.cap_bytes // MIB}
+        except OutOfBatchError as error:
+            return {"tried": error.tried, "kept": held()}
 
 
-def test_memory_of_a_failed_attempt_is_released_before_the_next(in_child: InChild, make_spec: MakeSpec) -> None:
+def test_memory_of_a_failed_attempt_is_released_before_the_next(in_child: InChild) -> None:
     """Fails if the recovery happens inside the handler: there the traceback keeps the frames, and they the model."""
-    found = in_child(held_at_each_attempt, make_spec(budget_bytes=BUDGET_BYTES))
+    found = in_child(held_at_each_attempt, spec_of(budget_bytes=BUDGET_BYTES), 200, 1)
     assert len(found["seen"]) >= 2
     assert all(alive == 0 for alive, _ in found["seen"])
     assert all(held_mib <= 1 for _, held_mib in found["seen"])
     assert 60 < found["got"] <= found["cap"]
 
 
-def nothing_fits(spec: WorkerSpec) -> Found:
-    gc.disable()
-    device = CpuDevice(spec)
-    models: list[weakref.ref[Model]] = []
-
-    @resilient(starting_batch_size=600, smallest_batch_size=300)
-    def work(batch_size: int) -> None:
-        model = Model(60)
-        models.append(weakref.ref(model))
-        block(batch_size)
-
-    with device.enforced():
-        opened_bytes = vm_data_bytes()
-        try:
-            work()
-        except OutOfBatchError as error:
-            alive = sum(model() is not None for model in models)
-            return {"tried": error.tried, "alive": alive, "held": (vm_data_bytes() - opened_bytes) // MIB}
-    raise AssertionError("there was room for 300 MiB")
-
-
-def test_the_final_error_keeps_nothing_alive(in_child: InChild, make_spec: MakeSpec) -> None:
-    found = in_child(nothing_fits, make_spec(budget_bytes=BUDGET_BYTES))
+def test_the_final_error_keeps_nothing_alive(in_child: InChild) -> None:
+    found = in_child(held_at_each_attempt, spec_of(budget_bytes=BUDGET_BYTES), 600, 300)
     assert found["tried"][0] == 600
     assert found["tried"][-1] == 300
-    assert (found["alive"], found["held"]) == (0, 0)
+    assert found["kept"] == (0, 0)
 
 
 def to_the_last_byte(spec: WorkerSpec) -> list[int]:
@@ -194,46 +151,16 @@ def to_the_last_byte(spec: WorkerSpec) -> list[int]:
     return tried
 
 
-def test_it_survives_when_python_has_nothing_left_either(in_child: InChild, make_spec: MakeSpec) -> None:
-    tried = in_child(to_the_last_byte, make_spec(budget_bytes=BUDGET_BYTES))
+def test_it_survives_when_python_has_nothing_left_either(in_child: InChild) -> None:
+    tried = in_child(to_the_last_byte, spec_of(budget_bytes=BUDGET_BYTES))
     assert tried[0] == 4
     assert tried[-1] == 1
-
-
-def one_in_the_other(spec: WorkerSpec) -> Found:
-    device = CpuDevice(spec)
-    sizes: list[tuple[int, int]] = []
-
-    @resilient(starting_batch_size=128, smallest_batch_size=64)
-    def inner(batch_size: int) -> int:
-        return block(batch_size).nbytes // MIB
-
-    @resilient(starting_batch_size=140)
-    def outer(batch_size: int) -> None:
-        held = block(batch_size)
-        sizes.append((held.nbytes // MIB, inner()))
-
-    with device.enforced():
-        outer()
-    return {"sizes": sizes, "cap": device.info.cap_bytes // MIB}
-
-
-def test_an_inner_function_that_finds_no_size_makes_the_outer_one_smaller(
-    in_child: InChild, make_spec: MakeSpec
-) -> None:
-    found = in_child(one_in_the_other, make_spec(budget_bytes=BUDGET_BYTES))
-    ((outer, inner),) = found["sizes"]
-    assert inner >= 64
-    assert outer + inner <= found["cap"]
-
-
-# --- growing back ------------------------------------------------------------------------------------------------
 
 
 def room_comes_back(spec: WorkerSpec) -> Found:
     device = CpuDevice(spec)
     clock = Clock()
-    attempts = Attempts(Rules(name="work", starting_batch_size=256, clock=clock, sleep=clock.sleep))
+    attempts = attempts_of(clock, 256)
 
     def work(batch_size: int) -> int:
         clock.now_s += 1.0
@@ -247,19 +174,20 @@ def room_comes_back(spec: WorkerSpec) -> Found:
     return {"crowded": crowded[-1], "alone": alone[-1], "cap": device.info.cap_bytes // MIB}
 
 
-def test_it_grows_back_when_memory_returns(in_child: InChild, make_spec: MakeSpec) -> None:
-    found = in_child(room_comes_back, make_spec(budget_bytes=BUDGET_BYTES))
+def test_it_grows_back_when_memory_returns(in_child: InChild) -> None:
+    found = in_child(room_comes_back, spec_of(budget_bytes=BUDGET_BYTES))
     assert found["crowded"] <= found["cap"] - 90
     assert 0.9 * found["cap"] <= found["alone"] <= found["cap"]
 
 
-# --- a call ends, and does not fail too often --------------------------------------------------------------------
-
-
-def refused_above(fits: int, clock: Clock, failed_at_s: list[float]) -> Callable[[int], int]:
+def refused_above(
+    fits: int, clock: Clock, failed_at_s: list[float], tried: list[int] | None = None
+) -> Callable[[int], int]:
     """Make a function that Python refuses an exbibyte if the size is above `fits`."""
 
     def work(batch_size: int) -> int:
+        if tried is not None:
+            tried.append(batch_size)
         if batch_size > fits:
             failed_at_s.append(clock.now_s)
             bytearray(2**60)
@@ -280,19 +208,17 @@ def test_every_call_ends_with_a_size_that_fits_if_the_smallest_does(
 ) -> None:
     clock = Clock()
     smallest = max(1, int(smallest_share * starting))
-    rules = Rules(
-        name="work",
-        starting_batch_size=starting,
+    tried: list[int] = []
+    attempts = attempts_of(
+        clock,
+        starting,
         smallest_batch_size=smallest,
         multiple_of=multiple_of,
         failures_per_minute=failures_per_minute,
-        clock=clock,
-        sleep=clock.sleep,
     )
-    attempts = Attempts(rules)
     for room in fits:  # calls one after the other, as memory comes and goes
         slept_s, failed_at_s = clock.slept_s, list[float]()
-        work = refused_above(room, clock, failed_at_s)
+        work = refused_above(room, clock, failed_at_s, tried)
         if room < smallest:
             with pytest.raises(OutOfBatchError) as caught:
                 attempts.run(work)
@@ -300,73 +226,48 @@ def test_every_call_ends_with_a_size_that_fits_if_the_smallest_does(
         else:
             size = attempts.run(work)
             assert smallest <= size <= min(room, starting)
-            assert size in {smallest, starting} or size % multiple_of == 0
-        assert clock.slept_s - slept_s <= rules.max_wait_s
+        assert clock.slept_s - slept_s <= 120.0
         assert len(failed_at_s) <= 64
+    assert tried[0] == starting
+    assert all(size in {smallest, starting} or size % multiple_of == 0 for size in tried)
 
 
-@given(starting=st.integers(64, 100_000), failures_per_minute=st.integers(1, 6), calls=st.integers(1, 5))
+@given(starting=st.integers(64, 100_000), failures_per_minute=st.integers(1, 6), calls=st.integers(1, 12))
 def test_failures_are_rationed(starting: int, failures_per_minute: int, calls: int) -> None:
-    clock = Clock()
-    rules = Rules(
-        name="work",
-        starting_batch_size=starting,
-        failures_per_minute=failures_per_minute,
-        max_wait_s=3600.0,
-        clock=clock,
-        sleep=clock.sleep,
-    )
-    attempts, failed_at_s = Attempts(rules), list[float]()
+    clock, failed_at_s = Clock(), list[float]()
+    attempts = attempts_of(clock, starting, failures_per_minute=failures_per_minute, max_wait_s=3600.0)
     for call in range(calls):
-        assert attempts.run(refused_above(64 >> call, clock, failed_at_s)) <= 64
+        with contextlib.suppress(OutOfBatchError):  # in the end nothing fits, call after call
+            assert attempts.run(refused_above(64 >> call, clock, failed_at_s)) <= 64
     for first, last in zip(failed_at_s, failed_at_s[failures_per_minute:], strict=False):
         assert last - first >= 59.9
 
 
-def test_who_calls_again_after_the_final_error_does_not_wait() -> None:
-    """He may have made room, as an outer resilient function does."""
+def test_a_call_after_the_final_error_does_not_wait() -> None:
+    """Its caller may have made room, as an outer resilient function does."""
     clock, failed_at_s = Clock(), list[float]()
-    attempts = Attempts(Rules(name="work", starting_batch_size=2, clock=clock, sleep=clock.sleep))
+    attempts = attempts_of(clock, 2)
     with pytest.raises(OutOfBatchError):
         attempts.run(refused_above(0, clock, failed_at_s))
     assert attempts.run(refused_above(1, clock, failed_at_s)) == 1
     assert clock.slept_s == 0.0
 
 
-def test_who_calls_again_and_again_waits_for_the_allowance() -> None:
-    clock, failed_at_s = Clock(), list[float]()
-    rules = Rules(name="work", starting_batch_size=1, failures_per_minute=3, clock=clock, sleep=clock.sleep)
-    attempts = Attempts(rules)
-    for _ in range(12):
-        with pytest.raises(OutOfBatchError):
-            attempts.run(refused_above(0, clock, failed_at_s))
-    assert all(later - first >= 59.9 for first, later in zip(failed_at_s, failed_at_s[3:], strict=False))
-
-
 def test_without_patience_the_smallest_size_is_the_last_resort() -> None:
-    clock = Clock()
-    rules = Rules(
-        name="work",
-        starting_batch_size=1000,
-        failures_per_minute=2,
-        max_wait_s=0.0,
-        clock=clock,
-        sleep=clock.sleep,
-    )
-    failed_at_s: list[float] = []
-    assert Attempts(rules).run(refused_above(100, clock, failed_at_s)) == 1
+    clock, failed_at_s = Clock(), list[float]()
+    attempts = attempts_of(clock, 1000, failures_per_minute=2, max_wait_s=0.0)
+    assert attempts.run(refused_above(100, clock, failed_at_s)) == 1
     assert (len(failed_at_s), clock.slept_s) == (2, 0.0)
 
 
 def test_a_call_that_waits_says_so(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    rules = Rules(name="work", starting_batch_size=1000, failures_per_minute=2, clock=clock, sleep=clock.sleep)
-    Attempts(rules).run(refused_above(100, clock, []))
+    attempts_of(clock, 1000, failures_per_minute=2).run(refused_above(100, clock, []))
     assert "work waits for memory, 120 s at the most: " in caplog.text
     assert 0 < clock.slept_s <= 120
 
 
-# --- the document --------------------------------------------------------------------------------------------------
+DOCUMENT = ROOT / "docs" / "resilient.md"
 
 
 def example(spec: WorkerSpec, source: str) -> Found:
@@ -383,28 +284,24 @@ class TestDocument:
     @pytest.fixture(scope="module")
     @staticmethod
     def examples() -> list[str]:
-        document = Path(__file__).parents[2] / "docs" / "resilient.md"
-        return re.findall(r"^```python\n(.*?)^```", document.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+        return re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
-    def test_the_function_survives(self, examples: list[str], in_child: InChild, make_spec: MakeSpec) -> None:
-        found = in_child(example, make_spec(budget_bytes=BUDGET_BYTES), examples[0])
+    def test_the_function_survives(self, examples: list[str], in_child: InChild) -> None:
+        found = in_child(example, spec_of(budget_bytes=BUDGET_BYTES), examples[0])
         assert 1024 <= found["train"] < 16384
         assert found["loss"] < 2.0
 
-    def test_the_loop_does_all_its_work(self, examples: list[str], in_child: InChild, make_spec: MakeSpec) -> None:
-        found = in_child(example, make_spec(budget_bytes=BUDGET_BYTES), examples[1])
+    def test_the_loop_does_all_its_work(self, examples: list[str], in_child: InChild) -> None:
+        found = in_child(example, spec_of(budget_bytes=BUDGET_BYTES), examples[1])
         assert sum(found["steps"]) == 20_000
         assert max(found["steps"]) > found["steps"][0]
 
     def test_every_option_is_in_the_table(self) -> None:
-        document = (Path(__file__).parents[2] / "docs" / "resilient.md").read_text(encoding="utf-8")
+        document = DOCUMENT.read_text(encoding="utf-8")
         options = inspect.signature(resilient).parameters
         for name, parameter in list(options.items())[1:]:
             default = f"{parameter.default:g}" if isinstance(parameter.default, float) else str(parameter.default)
             assert re.search(rf"^\| `{name}` \| `?{default}`? \|", document, re.MULTILINE), name
-
-
-# --- signals and memory across processes -------------------------------------------------------------------------
 
 
 def test_where_there_is_no_card_there_is_nothing_to_measure() -> None:
@@ -419,21 +316,20 @@ def test_where_there_is_no_card_there_is_nothing_to_measure() -> None:
 class TestRemembering:
     @pytest.fixture
     @staticmethod
-    def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LimitStore:
-        monkeypatch.setenv("ORCHESTRATOR_STATE_DIR", str(tmp_path / "state"))
+    def store(state_dir: Path) -> LimitStore:  # noqa: ARG004 - the store's folder
         return LimitStore()
 
     def test_a_second_process_begins_at_the_learned_size_without_a_failure(
-        self, store: LimitStore, in_child: InChild, make_spec: MakeSpec
+        self, store: LimitStore, in_child: InChild
     ) -> None:
-        first = in_child(remembered, make_spec(budget_bytes=BUDGET_BYTES), True)
-        second = in_child(remembered, make_spec(budget_bytes=BUDGET_BYTES), True)
+        first = in_child(remembered, spec_of(budget_bytes=BUDGET_BYTES), True)
+        second = in_child(remembered, spec_of(budget_bytes=BUDGET_BYTES), True)
         assert first[0] == 512
         assert second == first[-1:]
 
-    def test_nothing_is_kept_unless_asked_for(self, store: LimitStore, in_child: InChild, make_spec: MakeSpec) -> None:
-        assert in_child(remembered, make_spec(budget_bytes=BUDGET_BYTES), False)[0] == 512
-        assert not store.path.parent.exists()
+    def test_nothing_is_kept_unless_asked_for(self, store: LimitStore, in_child: InChild) -> None:
+        assert in_child(remembered, spec_of(budget_bytes=BUDGET_BYTES), False)[0] == 512
+        assert list(store.path.parent.iterdir()) == []
 
     def test_a_name_of_ones_own(self, store: LimitStore) -> None:
         tried: list[int] = []
@@ -444,7 +340,7 @@ class TestRemembering:
                 bytearray(2**60)
 
         resilient(work, 64, remember="my job")()
-        (limit,) = store.all(_now_unix_s(store))
+        (limit,) = store.all(store.path.stat().st_mtime)
         assert (limit.key.workload, limit.learned.size) == ("my job", tried[-1])
         fresh = resilient(work, 64, remember="my job")
         fresh()
@@ -466,15 +362,10 @@ class TestRemembering:
     def test_a_store_that_cannot_be_written_is_told_once(
         self, store: LimitStore, caplog: pytest.LogCaptureFixture
     ) -> None:
-        store.path.parent.mkdir()
         store.path.mkdir()
         work = resilient(lambda batch_size: batch_size, 64, remember="my job")
         assert [work(), work()] == [64, 64]
         assert caplog.text.count("learned limits cannot be") == 1
-
-
-def _now_unix_s(store: LimitStore) -> float:
-    return store.path.stat().st_mtime
 
 
 def remembered(spec: WorkerSpec, remember: bool) -> list[int]:

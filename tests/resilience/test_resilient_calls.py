@@ -7,12 +7,11 @@ raises its own `MemoryError` at once. That memory is given back is for `test_res
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import gc
 import inspect
 import pickle
-import subprocess
-import sys
 import threading
 import traceback
 import weakref
@@ -23,20 +22,10 @@ from typing import Any
 import pytest
 
 from tests.fork_server import ForkServer
+from tests.scene import ROOT, python
 from workers import OutOfBatchError, Retry, resilient
 from workers.settings import FailureKind
-from workers.testing import injected_error
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _collect_only_what_is_new() -> Iterator[None]:
-    """Each recovery collects garbage, and all that torch has loaded makes it a long search."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+from workers.testing import OomInjector, injected_error
 
 
 def out_of_memory() -> None:
@@ -50,42 +39,23 @@ def items(batch_size: int, fits: int = 10) -> int:
     return batch_size
 
 
-@resilient(starting_batch_size=16)
-def of_a_module(batch_size: int, fits: int) -> int:
-    """Return the batch size."""
-    return items(batch_size, fits)
+@resilient
+def train(batch_size: int, model: str, rate: float = 0.1) -> tuple[int, str, float]:
+    """Return all of it."""
+    return batch_size, model, rate
 
 
-# --- the ways to write it ----------------------------------------------------------------------------------------
-
-
-def test_bare() -> None:
-    @resilient
-    def train(batch_size: int, model: str) -> tuple[int, str]:
-        return batch_size, model
-
-    assert train("m") == (128, "m")
-
-
-def test_with_options() -> None:
-    @resilient(starting_batch_size=512)
-    def train(batch_size: int, model: str, *, rate: float = 0.1) -> tuple[int, str, float]:
-        return batch_size, model, rate
-
-    assert train("m", rate=0.5) == (512, "m", 0.5)
-    assert train(model="m") == (512, "m", 0.1)
-
-
-def test_as_a_call() -> None:
-    assert resilient(items, starting_batch_size=8)() == 8
-    assert resilient(items, 8)() == 8
-    assert resilient(function=items, starting_batch_size=8)() == 8
+def test_with_and_without_options() -> None:
+    assert train("m") == (128, "m", 0.1)
+    with_options = resilient(starting_batch_size=512)(train.__wrapped__)
+    assert with_options("m", rate=0.5) == (512, "m", 0.5)
+    assert with_options(model="m") == (512, "m", 0.1)
 
 
 def test_the_function_keeps_its_name_and_loses_its_first_parameter() -> None:
-    assert of_a_module.__name__ == "of_a_module"
-    assert of_a_module.__doc__ == "Return the batch size."
-    assert list(inspect.signature(of_a_module).parameters) == ["fits"]
+    assert (train.__name__, train.__doc__) == ("train", "Return all of it.")
+    assert list(inspect.signature(train).parameters) == ["model", "rate"]
+    assert pickle.loads(pickle.dumps(train)) is train  # noqa: S301 - by its name, as a function of a module
 
 
 def test_whatever_can_be_called_can_be_wrapped() -> None:
@@ -96,24 +66,15 @@ def test_whatever_can_be_called_can_be_wrapped() -> None:
         def step(self, batch_size: int, add: int) -> int:
             return batch_size + add
 
+    assert resilient(items, starting_batch_size=8)() == resilient(function=items, starting_batch_size=8)() == 8
     assert resilient(Model(), 4)() == 4
     assert resilient(Model().step, 4)(1) == 5
     assert resilient(functools.partial(items, fits=3), 4)() <= 3
     assert resilient(range, 4)() == range(4)
+    assert resilient(lambda *args, **kwargs: (args, kwargs), 2)("a", "b", c=1) == ((2, "a", "b"), {"c": 1})
 
 
-def test_any_number_of_arguments() -> None:
-    @resilient(starting_batch_size=2)
-    def anything(*args: object, **kwargs: object) -> tuple[object, object]:
-        return args, kwargs
-
-    assert anything("a", "b", c=1) == ((2, "a", "b"), {"c": 1})
-
-
-# --- shrinking and what is remembered ----------------------------------------------------------------------------
-
-
-def test_it_begins_at_the_top_and_shrinks() -> None:
+def test_it_begins_at_the_top_and_shrinks_and_the_next_call_begins_where_it_ended_until_it_is_reset() -> None:
     told: list[Retry] = []
     work = resilient(items, 64, on_retry=told.append)
     assert work.batch_size is None
@@ -124,36 +85,12 @@ def test_it_begins_at_the_top_and_shrinks() -> None:
     assert [retry.next_batch_size for retry in told] == [*(retry.batch_size for retry in told[1:]), size]
     assert all(retry.next_batch_size < retry.batch_size for retry in told)
     assert told[0].reason == "MemoryError"
-
-
-def test_the_next_call_begins_where_the_last_one_ended() -> None:
-    told: list[Retry] = []
-    work = resilient(items, 64, on_retry=told.append)
-    size = work(fits=10)
     told.clear()
     assert work(fits=10) == size
     assert told == []
-
-
-def test_reset_forgets() -> None:
-    work = resilient(items, 64)
-    work(fits=10)
     work.reset()
     assert work.batch_size is None
     assert work(fits=64) == 64
-
-
-def test_sizes_are_multiples() -> None:
-    tried: list[int] = []
-
-    @resilient(starting_batch_size=100, multiple_of=8, smallest_batch_size=3)
-    def work(batch_size: int) -> int:
-        tried.append(batch_size)
-        return items(batch_size, 3)
-
-    assert work() == 3
-    assert tried[0] == 100
-    assert all(size % 8 == 0 for size in tried[1:-1])
 
 
 def test_what_on_retry_raises_ends_the_call() -> None:
@@ -164,39 +101,21 @@ def test_what_on_retry_raises_ends_the_call() -> None:
         resilient(items, 64, on_retry=enough)(fits=10)
 
 
-# --- the end of a call that finds nothing ------------------------------------------------------------------------
-
-
-class TestNothingFits:
-    @pytest.fixture
-    @staticmethod
-    def error() -> OutOfBatchError:
-        with pytest.raises(OutOfBatchError) as caught:
-            resilient(items, 8, smallest_batch_size=2)(fits=0)
-        return caught.value
-
-    def test_the_smallest_size_was_really_tried(self, error: OutOfBatchError) -> None:
-        assert error.tried[0] == 8
-        assert error.tried[-1] == 2
-
-    def test_it_says_what_happened_and_what_to_do(self, error: OutOfBatchError) -> None:
-        assert str(error).startswith("items ran out of memory at its smallest batch size too; tried 8, ")
-        assert "2 (MemoryError). Free memory" in str(error)
-        assert str(error).endswith("or lower smallest_batch_size=2")
-
-    def test_it_is_an_out_of_memory_for_whoever_called(self, error: OutOfBatchError) -> None:
-        assert isinstance(error, RuntimeError)
-        assert isinstance(error, MemoryError)
-
-    def test_it_survives_pickling(self, error: OutOfBatchError) -> None:
-        copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
-        assert (type(copy), str(copy), copy.tried) == (OutOfBatchError, str(error), error.tried)
-
-    def test_nothing_of_the_attempts_hangs_on_it(self, error: OutOfBatchError) -> None:
-        assert error.__context__ is None
-        assert error.__cause__ is None
-        functions = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-        assert "items" not in functions
+def test_where_nothing_fits_the_smallest_size_was_tried_and_the_error_says_what_to_do() -> None:
+    with pytest.raises(OutOfBatchError) as caught:
+        resilient(items, 8, smallest_batch_size=2)(fits=0)
+    error = caught.value
+    assert (error.tried[0], error.tried[-1]) == (8, 2)
+    assert str(error).startswith("items ran out of memory at its smallest batch size too; tried 8, ")
+    assert "2 (MemoryError). Free memory" in str(error)
+    assert str(error).endswith("or lower smallest_batch_size=2")
+    assert isinstance(error, RuntimeError), "an out-of-memory for whatever called"
+    assert isinstance(error, MemoryError)
+    copy = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own
+    assert (type(copy), str(copy), copy.tried) == (OutOfBatchError, str(error), error.tried)
+    # Nothing of the attempts hangs on it.
+    assert (error.__context__, error.__cause__) == (None, None)
+    assert "items" not in [frame.name for frame in traceback.extract_tb(error.__traceback__)]
 
 
 def test_an_outer_function_shrinks_when_an_inner_one_finds_nothing() -> None:
@@ -211,9 +130,6 @@ def test_an_outer_function_shrinks_when_an_inner_one_finds_nothing() -> None:
     outer_size, inner_size = outer()
     assert outer_size <= 16
     assert inner_size <= 20 - outer_size
-
-
-# --- errors that are not ours ------------------------------------------------------------------------------------
 
 
 class BugError(ValueError):
@@ -234,19 +150,16 @@ class BugError(ValueError):
 def test_other_errors_pass_at_once_and_unchanged(error: BaseException) -> None:
     calls: list[int] = []
 
-    def deep() -> None:
-        raise error
-
     @resilient
     def work(batch_size: int) -> None:
         calls.append(batch_size)
-        deep()
+        raise error
 
     with pytest.raises(type(error)) as caught:
         work()
     assert caught.value is error
     assert caught.value.__context__ is None
-    assert [frame.name for frame in traceback.extract_tb(error.__traceback__)][-2:] == ["work", "deep"]
+    assert traceback.extract_tb(error.__traceback__)[-1].name == "work"
     assert calls == [128]
 
 
@@ -264,31 +177,17 @@ def test_an_error_leaves_what_was_learned() -> None:
     assert work(broken=False) == size
 
 
-def probably(times: int) -> tuple[list[int], Callable[[], str]]:
-    """Make a function that runs out of memory so many times, going by its words; return its calls and it."""
-    calls: list[int] = []
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_probable_out_of_memory_is_believed_twice_in_a_row_and_not_three_times(times: int) -> None:
+    injector = OomInjector(num=times, kind=FailureKind.PROBABLE)
 
     @resilient
-    def work(batch_size: int) -> str:
-        calls.append(batch_size)
-        if len(calls) <= times:
-            raise injected_error(FailureKind.PROBABLE)
-        return "done"
+    def work(batch_size: int) -> None:
+        injector.check()
 
-    return calls, work
-
-
-def test_a_probable_out_of_memory_is_believed_twice_in_a_row() -> None:
-    calls, work = probably(2)
-    assert work() == "done"
-    assert len(calls) == 3
-
-
-def test_the_third_one_in_a_row_is_an_error() -> None:
-    calls, work = probably(3)
-    with pytest.raises(RuntimeError, match="CUBLAS_STATUS_ALLOC_FAILED"):
+    with contextlib.nullcontext() if times == 2 else pytest.raises(RuntimeError, match="CUBLAS_STATUS_ALLOC_FAILED"):
         work()
-    assert len(calls) == 3
+    assert injector.checks == 3
 
 
 def test_a_bug_met_while_the_caller_handles_an_out_of_memory_is_still_a_bug() -> None:
@@ -320,22 +219,11 @@ def test_an_out_of_memory_met_there_is_still_survived() -> None:
         assert resilient(items, 64)(fits=10) <= 10
 
 
-# --- calls that are refused --------------------------------------------------------------------------------------
-
-
-@resilient
-def train(batch_size: int, model: str, rate: float = 0.1) -> tuple[int, str]:
-    return batch_size, model
-
-
 def test_a_batch_size_by_hand_is_refused_with_the_call_it_should_be() -> None:
     with pytest.raises(TypeError, match=r"^train was given 3 arguments and has room for 2, .* train\(model, rate\)$"):
         train(64, "m", 0.1)  # type: ignore[call-arg, arg-type]
     with pytest.raises(TypeError, match=r"^train was given batch_size, but .*: train\(model=…\)$"):
         train(batch_size=64, model="m")  # type: ignore[call-arg]
-
-
-def test_a_missing_argument_is_pythons_own_error() -> None:
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'model'"):
         train()  # type: ignore[call-arg]
 
@@ -417,9 +305,6 @@ def test_a_size_must_be_a_whole_number(size: object) -> None:
         resilient(starting_batch_size=size)
 
 
-# --- methods -----------------------------------------------------------------------------------------------------
-
-
 class Trainer:
     def __init__(self, fits: int) -> None:
         self.fits = fits
@@ -445,37 +330,27 @@ class TestMethods:
         assert Trainer(fits=100).step(1) == 65
         assert Trainer.step(Trainer(fits=100), add=2) == 66
 
-    def test_each_object_learns_for_itself(self) -> None:
+    def test_each_object_learns_for_itself_until_all_are_reset(self) -> None:
         small, large = Trainer(fits=10), Trainer(fits=100)
         size = small.step()
         assert size <= 10
         assert large.step() == 64
+        assert Trainer.step.batch_size == 64, "of the last call"
         assert small.step() == size
-
-    def test_reset_forgets_what_every_object_learned(self) -> None:
-        trainer = Trainer(fits=10)
-        trainer.step()
-        trainer.fits = 100
-        trainer.step.reset()
-        assert trainer.step() == 64
-
-    def test_the_method_tells_the_size_of_its_last_call(self) -> None:
-        trainer = Trainer(fits=100)
-        trainer.step()
-        assert trainer.step.batch_size == 64
+        small.fits = 100
+        small.step.reset()
+        assert small.step() == 64
 
     def test_a_batch_size_by_hand_is_refused_here_too(self) -> None:
         with pytest.raises(TypeError, match=r"^Trainer.step was given 2 arguments and has room for 1.*step\(add\)$"):
             Trainer(fits=100).step(64, 1)  # type: ignore[call-arg]
 
-    def test_class_methods_and_static_methods(self) -> None:
+    def test_class_methods_and_static_methods_go_above(self) -> None:
         assert Trainer.of_the_class() == (Trainer, 32)
         assert Trainer(fits=1).on_its_own(1) == 33
-
-    @pytest.mark.parametrize("kind", [staticmethod, classmethod])
-    def test_they_go_above(self, kind: type) -> None:
-        with pytest.raises(TypeError, match=f"put @{kind.__name__} above @resilient"):
-            resilient(kind(items))
+        for kind in (staticmethod, classmethod):
+            with pytest.raises(TypeError, match=f"put @{kind.__name__} above @resilient"):
+                resilient(kind(items))
 
     def test_no_object_is_kept_alive(self) -> None:
         trainer = Trainer(fits=10)
@@ -494,13 +369,6 @@ class TestMethods:
                 return items(batch_size)
 
         assert Slotted().step() == Slotted().step() <= 10
-
-
-# --- processes and threads ---------------------------------------------------------------------------------------
-
-
-def test_a_function_of_a_module_travels_by_its_name() -> None:
-    assert pickle.loads(pickle.dumps(of_a_module)) is of_a_module  # noqa: S301 - our own
 
 
 #: Ray sends what was defined in the main script by value, with all it refers to.
@@ -558,7 +426,7 @@ assert not hasattr(workers, "unheard_of")
 
 
 def test_importing_the_package_loads_nothing_and_the_names_are_there() -> None:
-    done = subprocess.run([sys.executable, "-c", LAZY], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = python("-c", LAZY, cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
 
@@ -597,8 +465,7 @@ resilient.unheard_of  # wrong
 def test_a_type_checker_sees_the_function_without_its_batch_size(tmp_path: Path) -> None:
     source = tmp_path / "typed.py"
     source.write_text(TYPED, encoding="utf-8")
-    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", str(source)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = python("-m", "mypy", "--strict", "--no-error-summary", str(source), cwd=ROOT)
     told = {int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error: " in line}
     wrong = {number for number, line in enumerate(TYPED.splitlines(), start=1) if "# wrong" in line}
     assert told == wrong, done.stdout

@@ -3,25 +3,50 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from orchestrator.config.load import config_from_data, dump_config
+from orchestrator.config.schema import Config
 from orchestrator.core.chaos.plan import parse_chaos
 from orchestrator.core.placement import Target, plan_slots
 from orchestrator.run.fault_injection import FaultInjector, with_faults
 from orchestrator.run.learned_limits import LearnedLimits
-from orchestrator.run.run_info import Past, RunInfo
-from orchestrator.run.signals import Interrupts
+from orchestrator.run.resume import Past
 from orchestrator.run.supervisor import Supervisor
+from orchestrator.run.terminal import Interrupts
 from orchestrator.watch.archive import StoredRun, read_run
 from orchestrator.watch.events import EventLog
+from orchestrator.watch.live import Outlets
 from orchestrator.watch.model import Row, Snapshot
 from orchestrator.watch.records import STORE_NAME, RunFacts
-from orchestrator.watch.sinks import Outlets
 from orchestrator.watch.store import RunStore
 from tests.run.scripted_fleet import ScriptedFleet, VirtualClock
+from tests.watch.scene import FACTS
+from workers.messages import Verdict
+
+
+def facts_of(config: Config, **changes: object) -> RunFacts:
+    """Return what the store knows of a run before its first slice."""
+    usual: dict[str, Any] = {
+        "run_id": "20260101-000000-abcd",
+        "started_at_unix_s": 1000.0,
+        "duration_s": config.run.duration_s,
+        "device": "cpu",
+        "config_yaml": dump_config(config),
+        "nodes_planned": tuple(config.nodes),
+        "head_pid": 2**22 + 1,  # no process has such a number
+    }
+    return replace(FACTS, **{**usual, **changes})
+
+
+def events_in(folder: Path, name: str, **fields: object) -> list[dict[str, Any]]:
+    """Return the events of a name with these fields from a run folder."""
+    lines = (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    wanted = {"event": name, **fields}.items()
+    return [event for event in map(json.loads, lines) if all(event.get(key) == value for key, value in wanted)]
 
 
 class Recorder:
@@ -40,26 +65,29 @@ class Recorder:
 class Run:
     """One run; its script is written on `fleet` before `finish`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a part of a run that a test varies
         self,
         folder: Path,
         *,
         pc1: int = 1,
         pc2: int = 1,
+        pc3: int = 0,
         absent: tuple[str, ...] = (),
         chaos: str | None = None,
+        chaos_seed: int = 0,
         past: Past | None = None,
         interrupts: Interrupts | None = None,
         strict: bool = True,
         **settings: object,
     ) -> None:
-        """Prepare a run of two nodes; `settings` are keys of `run:`."""
+        """Prepare a run of two or three nodes; `settings` are keys of `run:`."""
         self.folder = folder
         self.clock = VirtualClock()
         self.fleet = ScriptedFleet(self.clock)
         nodes = {
             name: {"gpu": "rtx-3090", "workers": workers, "vram_per_worker_gib": 2.0}
-            for name, workers in (("pc1", pc1), ("pc2", pc2))
+            for name, workers in (("pc1", pc1), ("pc2", pc2), ("pc3", pc3))
+            if workers
         }
         self.config = config_from_data({"nodes": nodes, "run": {"duration": "20s", **settings}}, "scene")
         for name in nodes:
@@ -69,18 +97,22 @@ class Run:
         self.log = EventLog(folder / "events.jsonl", unix_s=self.clock.unix_s, also=self.store.event)
         self.began_unix_s = self.clock.unix_s()
         self.past = past or Past()
-        self.store.begin(self._facts(tuple(nodes), chaos))
-        plan = None if chaos is None else parse_chaos(chaos)
+        facts = facts_of(
+            self.config,
+            started_at_unix_s=self.began_unix_s,
+            elapsed_s=self.past.elapsed_s,
+            chaos=chaos,
+            # Another head has another.
+            head_pid=2**22 + (1 if self.past.elapsed_s == 0 else 2),
+        )
+        self.store.begin(facts)
+        plan = None if chaos is None else parse_chaos(chaos, chaos_seed)
         plans = with_faults(plan_slots(self.config, Target(device="cpu")), plan)
-        self.injector = None if plan is None else FaultInjector(plan, plans, "pc1", self.log)
+        self.injector = None if plan is None else FaultInjector(plan, plans, "pc1", self.log, self.clock)
         self.recorder = Recorder()
         self.supervisor = Supervisor(
-            info=RunInfo(
-                run_id="20260101-000000-abcd",
-                started_at_unix_s=self.began_unix_s,
-                duration_s=self.config.run.duration_s,
-                past=self.past,
-            ),
+            facts=facts,
+            past=self.past,
             config=self.config,
             plans=plans,
             fleet=self.fleet,
@@ -91,6 +123,13 @@ class Run:
             clock=self.clock,
             strict=strict,
         )
+
+    def can_never_work(self, slot: str, how: str) -> None:
+        """Let a slot's workers find that they can never work here: by their report, or by not being built."""
+        if how == "incompatible":
+            self.fleet.says[slot] = {"verdict": Verdict.INCOMPATIBLE, "reason": f"{slot}: no such card"}
+        else:
+            self.fleet.unbuildable.add(slot)
 
     def finish(self) -> dict[str, Row]:
         """Run to the end, compare the books, and return the last row of each slot."""
@@ -124,12 +163,7 @@ class Run:
 
     def events(self, name: str, **fields: object) -> list[dict[str, Any]]:
         """The events of a name with these fields; each with `at_s`, seconds after the beginning."""
-        lines = (self.folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
-        found = [
-            event
-            for event in map(json.loads, lines)
-            if event["event"] == name and all(event.get(key) == value for key, value in fields.items())
-        ]
+        found = events_in(self.folder, name, **fields)
         for event in found:
             event["at_s"] = datetime.fromisoformat(event["at"]).timestamp() - self.began_unix_s
         return found
@@ -141,22 +175,3 @@ class Run:
     def shown(self, slot: str) -> list[Row]:
         """Every row that a watcher was shown of a slot."""
         return [row for snapshot in self.recorder.shown for row in snapshot.rows if row.slot == slot]
-
-    def _facts(self, nodes: tuple[str, ...], chaos: str | None) -> RunFacts:
-        return RunFacts(
-            run_id="20260101-000000-abcd",
-            started_at_unix_s=self.began_unix_s,
-            duration_s=self.config.run.duration_s,
-            elapsed_s=self.past.elapsed_s,
-            min_success_rate=0.95,
-            mode="rehearse",
-            device="cpu",
-            one_machine=True,
-            config_yaml=dump_config(self.config),
-            chaos=chaos,
-            nodes_planned=nodes,
-            # No process has such a number; another head has another.
-            head_pid=2**22 + (1 if self.past.elapsed_s == 0 else 2),
-            head_started=None,
-            host="pc1",
-        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from orchestrator.core.fleet import (
@@ -21,6 +21,7 @@ from orchestrator.core.fleet import (
     SliceFailure,
     SliceReported,
 )
+from orchestrator.run.clock import Clock
 from tests.core.scene import CPU, MEMORY, report_of
 from workers.messages import Directive, FaultKind, Verdict
 from workers.settings import WorkerSpec
@@ -41,8 +42,8 @@ JOIN_S = 4.0
 LISTED_S = 15.0
 
 
-class VirtualClock:
-    """A `Clock` that stands still until it is moved."""
+class VirtualClock(Clock):
+    """A clock that stands still until it is moved."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -63,8 +64,6 @@ class _Slice:
     forgotten: bool = False
     began_s: float | None = None
     """When its first step began; `None` while it is queued."""
-    done: int = 0
-    """Good steps, told or not."""
 
     @property
     def steps(self) -> int:
@@ -157,15 +156,7 @@ class ScriptedFleet:
         """Let a node not answer, whatever its workers do; or say itself that nothing of Ray runs there any more."""
         for node_id, fact in self._nodes.items():
             if fact.name == name and node_id not in self._without_power:
-                self._nodes[node_id] = NodeFact(
-                    name=name,
-                    node_id=node_id,
-                    address=fact.address,
-                    cpus=fact.cpus,
-                    gpus=1.0,
-                    answers=not silent,
-                    refuses=refuses,
-                )
+                self._nodes[node_id] = replace(fact, answers=not silent, refuses=refuses)
 
     def kill(self, slot: str) -> None:
         """End a slot's process by SIGKILL; Ray starts another."""
@@ -292,12 +283,8 @@ class ScriptedFleet:
         return any(fact.name == node and id_ not in self._without_power for id_, fact in self._nodes.items())
 
     def _is_busy(self) -> bool:
-        return bool(self._ended) or any(
-            not work.forgotten
-            for actor in self._actors.values()
-            if actor.process is not None
-            for work in actor.process.queue
-        )
+        processes = (actor.process for actor in self._actors.values() if actor.process is not None)
+        return bool(self._ended) or any(not work.forgotten for process in processes for work in process.queue)
 
     def _process(self, slot: str) -> _Process:
         process = self._actors[slot].process
@@ -314,12 +301,10 @@ class ScriptedFleet:
         fault = work.directive.process_fault
         if slot in self.dies_at_once:
             self._schedule(began_s, lambda: self._if_alive(slot, process, lambda: self.kill(slot)))
-        elif fault is not None and fault.kind is not FaultKind.POISON:
-            strikes_at_s = began_s + fault.at_share * work.directive.duration_s
-            strike = self.hang if fault.kind is FaultKind.HANG else self.kill
-            self._schedule(strikes_at_s, lambda: self._if_alive(slot, process, lambda: strike(slot)))
         elif fault is not None:
-            self._schedule(began_s, lambda: self._if_alive(slot, process, lambda: self.corrupt(slot)))
+            strike = {FaultKind.HANG: self.hang, FaultKind.POISON: self.corrupt}.get(fault.kind, self.kill)
+            after_s = 0.0 if fault.kind is FaultKind.POISON else fault.at_share * work.directive.duration_s
+            self._schedule(began_s + after_s, lambda: self._if_alive(slot, process, lambda: strike(slot)))
         ends_at_s = began_s + work.steps / STEPS_PER_S
         self._schedule(ends_at_s, lambda: self._if_alive(slot, process, lambda: self._end(slot, process, work)))
 
@@ -329,11 +314,11 @@ class ScriptedFleet:
 
     def _end(self, slot: str, process: _Process, work: _Slice) -> None:
         process.queue.remove(work)
-        work.done = work.steps if process.corrupted is None else 0
-        self.really_done[slot] += work.done
+        done = work.steps if process.corrupted is None else 0
+        self.really_done[slot] += done
         assert work.began_s is not None
         report: dict[str, Any] = {
-            "steps_ok": work.done,
+            "steps_ok": done,
             "wall_s": self._now_s - work.began_s,
             "device": CPU,
             "memory": MEMORY,
@@ -364,12 +349,5 @@ class ScriptedFleet:
 
     def _fail(self, slot: str, work: _Slice, failure: SliceFailure) -> None:
         if not work.forgotten:
-            self._ended.append(
-                SliceFailed(
-                    slot=slot,
-                    incarnation=work.directive.incarnation,
-                    sequence=work.directive.sequence,
-                    failure=failure,
-                    text="The actor died unexpectedly before finishing this task.",
-                )
-            )
+            text = "The actor died unexpectedly before finishing this task."
+            self._ended.append(SliceFailed.of(slot, work.directive, failure, text))

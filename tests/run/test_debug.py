@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pty
 import select
@@ -16,7 +15,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.run.scene import events_in
+from tests.scene import ROOT, only_object
 
 #: Stops once, in the third step.
 WORKLOAD = """
@@ -82,12 +82,7 @@ class Terminal:
     def summary(self) -> dict[str, Any]:
         """The summary of the only run."""
         (path,) = self.runs.glob("*/summary.json")
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-
-    def events(self) -> list[str]:
-        """The names of all events of the only run."""
-        (path,) = self.runs.glob("*/events.jsonl")
-        return [json.loads(line)["event"] for line in path.read_text(encoding="utf-8").splitlines()]
+        return only_object(path.read_text(encoding="utf-8"))
 
     def close(self) -> None:
         """End the command if it has not ended."""
@@ -119,7 +114,7 @@ def stopped(folder: Path) -> Iterator[Terminal]:
     """A run that has stopped at the breakpoint."""
     impatient = ("--set", "run.hang_timeout_s=1", "--set", "run.stale_after_s=0.5", "--set", "run.slice_s=0.5")
     terminal = Terminal(
-        folder, "--debug", "--workload", "mine:Mine", "--duration", "6s", "--set", "compute_share_mode=duty", *impatient
+        folder, "--debug", "--workload", "mine:Mine", "--duration", "4s", "--set", "compute_share_mode=duty", *impatient
     )
     try:
         terminal.read_until("(Pdb)")
@@ -146,7 +141,9 @@ def test_a_breakpoint_in_a_workload_stops_shows_a_variable_and_goes_on(stopped: 
     assert (row["slot"], row["state"], row["steps_error"], row["restarts"]) == ("local/0", "RUNNING", 0, 0)
     assert row["steps_ok"] > 3
     assert row["duty_requested"] is None, "the worker does not rest for the time that was spent at the prompt"
-    assert {"run_started", "node_joined", "device_opened", "counting", "run_ended"} <= set(stopped.events())
+    (folder,) = stopped.runs.iterdir()
+    for event in ("run_started", "node_joined", "device_opened", "counting", "run_ended"):
+        assert len(events_in(folder, event)) == 1
 
 
 @pytest.mark.torch
@@ -165,26 +162,3 @@ def test_the_debuggers_quit_ends_the_run_as_an_interrupt_does_and_resume_goes_on
         assert again.summary()["outcome"] == "good"
     finally:
         again.close()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--local"], "excludes --local and --rehearse"),
-        (["--rehearse"], "excludes --local and --rehearse"),
-        (["--resume", "latest"], "uses the run's own configuration"),
-        (["--json"], "the debugger talks there"),
-        (["--chaos", "kill:rate=1"], "there is none but this one"),
-        (["--apply-power-limit"], "does not start"),
-        (["--fake-sensors", "heat.json"], "only makes sense with --rehearse"),
-    ],
-)
-def test_what_does_not_go_together_is_refused_in_words(folder: Path, arguments: list[str], words: str) -> None:
-    terminal = Terminal(folder, "--debug", *arguments)
-    try:
-        assert terminal.wait() == 2, terminal.shown
-        assert words in terminal.shown
-        assert "Traceback" not in terminal.shown
-        assert not terminal.runs.exists()
-    finally:
-        terminal.close()

@@ -12,8 +12,8 @@ import pytest
 
 from orchestrator.watch.archive import read_run
 from tests.fork_server import ForkServer
-
-ROOT = Path(__file__).parents[2]
+from tests.run.scene import events_in
+from tests.scene import ROOT
 
 WORKLOADS = """
 import torch
@@ -36,20 +36,20 @@ class Unbuildable(Fine):
         raise KeyError("no such file")
 """
 
-#: What a user types.
-COMMAND = """
+FIND_BOTH = """
 import sys, warnings
 warnings.simplefilter("ignore")
 sys.path[:0] = ["", sys.argv.pop(1)]
+"""
+
+#: What a user types.
+COMMAND = """
 from orchestrator.cli.main import main
 main()
 """
 
 #: The same by hand, with a watcher that has a defect.
 WITH_A_DEFECT = """
-import sys, warnings
-warnings.simplefilter("ignore")
-sys.path[:0] = ["", sys.argv.pop(1)]
 from orchestrator.config.load import load_config
 from orchestrator.run.environment import in_this_process
 from orchestrator.run.runner import Options, run
@@ -85,7 +85,7 @@ class UserFolder:
 
     def run(self, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run code that finds the user's module and the product."""
-        return self._server.run(code, str(ROOT), *arguments, cwd=self.folder, environment=dict(os.environ))
+        return self._server.run(FIND_BOTH + code, str(ROOT), *arguments, cwd=self.folder, environment=dict(os.environ))
 
     @property
     def run_dir(self) -> Path:
@@ -98,8 +98,7 @@ class UserFolder:
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """The events of a name."""
-        lines = (self.run_dir / "events.jsonl").read_text(encoding="utf-8").splitlines()
-        return [event for event in map(json.loads, lines) if event["event"] == name]
+        return events_in(self.run_dir, name)
 
 
 @pytest.fixture
@@ -146,18 +145,17 @@ def test_a_defect_of_the_head_ends_the_run_and_the_record_says_what_was_lost(use
     assert left.remaining_s > 50
 
 
-def test_a_run_that_is_not_to_remember_leaves_nothing(user: UserFolder, state_dir: Path) -> None:
-    done = user.type("--duration", "1s", "--workload", "mine:Fine", "--set", "memory.remember=false")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert list(state_dir.iterdir()) == []
-
-
-def test_a_store_of_limits_that_cannot_be_read_costs_a_run_only_a_sentence(user: UserFolder, state_dir: Path) -> None:
+@pytest.mark.parametrize("remember", [True, False])
+def test_a_store_of_limits_that_cannot_be_read_costs_a_run_a_sentence_and_one_not_to_remember_nothing(
+    user: UserFolder, state_dir: Path, remember: bool
+) -> None:
     damaged = state_dir / "limits.json"
     damaged.write_text("{")
-    done = user.type("--duration", "1s", "--workload", "mine:Fine")
+    setting = f"memory.remember={str(remember).lower()}"
+    done = user.type("--duration", "1s", "--workload", "mine:Fine", "--set", setting)
     assert done.returncode == 0, done.stdout + done.stderr
     told = [event["reason"] for event in user.events("limits_unavailable")]
-    assert told
+    assert bool(told) is remember
     assert all(str(damaged) in reason and "limits --clear" in reason for reason in told)
+    assert remember or list(state_dir.iterdir()) == [damaged]
     assert damaged.read_text() == "{", "the user may want to look at it"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,29 +11,18 @@ from hypothesis import strategies as st
 
 from orchestrator.config.load import load_config
 from orchestrator.core.placement import Target, plan_slots
-from orchestrator.core.slot import HeadState, Phase, Slot
+from orchestrator.core.slot import HeadState, Phase, Slot, SlotState
 from orchestrator.run.snapshot import Meter, row
-from tests.counting import with_counts
-from workers.messages import DeviceInfo, MemoryInfo, Report, StepCounts, Verdict, WorkerEvent, WorkerState
+from tests.core.scene import CPU, report_of
+from tests.scene import ROOT
+from workers.messages import MemoryInfo, Report, StepCounts, WorkerEvent, WorkerState
+from workers.readings import SensorReading
 
-PLAN = plan_slots(load_config(str(Path(__file__).parents[2] / "cluster.yaml")), Target())[3]
+PLAN = plan_slots(load_config(str(ROOT / "cluster.yaml")), Target())[3]
 
 OPENED = (WorkerEvent(name="device_opened", at_unix_s=0.0),)
 
-DEVICE = DeviceInfo(
-    kind="cuda",
-    name="NVIDIA GeForce RTX 3090",
-    uuid="GPU-0",
-    total_bytes=24,
-    context_bytes=1,
-    context_source="measured",
-    cap_bytes=3,
-    dtype="bf16",
-    threads=1,
-    pid=1,
-    hostname="pc1",
-    torch_version="2",
-)
+DEVICE = replace(CPU, kind="cuda", name="NVIDIA GeForce RTX 3090", uuid="GPU-0", cap_bytes=3, dtype="bf16")
 MEMORY = MemoryInfo(
     device_total_bytes=24,
     device_used_bytes=20,
@@ -44,27 +32,20 @@ MEMORY = MemoryInfo(
     peak_bytes=3,
     alloc_retries=7,
 )
+SENSORS = SensorReading(temperature_c=61.0, margin_c=22.0, power_w=250.0, sm_clock_mhz=1700, fan_pct=40.0)
 
 
 def report(**changes: Any) -> Report:  # noqa: ANN401 - any field
     """Return the report of a slice of one second at 10 TFLOP/s, half of it busy."""
-    usual: dict[str, Any] = {
-        "slot": "pc1/3",
-        "incarnation": 0,
-        "sequence": 0,
-        "verdict": Verdict.OK,
-        "state": WorkerState.RUNNING,
-        "reason": "steady",
-        "device": DEVICE,
-        "memory": MEMORY,
-        "size": 8192,
-        "batch": 128,
-        "claim_bytes": 5,
-        "work_flop": 1e13,
-        "busy_s": 0.5,
-        "wall_s": 1.0,
-    }
-    return Report(**with_counts({**usual, **changes}))
+    second = {"work_flop": 1e13, "busy_s": 0.5, "wall_s": 1.0}
+    usual = {**second, "device": DEVICE, "memory": MEMORY, "claim_bytes": 5}
+    return report_of("pc1/3", 0, 0, **{**usual, **changes})
+
+
+def slot_with(one: Report, **changes: Any) -> Slot:  # noqa: ANN401 - any field
+    """Return a slot that works and had this report."""
+    usual = {"phase": Phase.WORKING, "state": WorkerState.RUNNING, "report": one, "device": one.device}
+    return Slot(slot="pc1/3", **{**usual, **changes})
 
 
 def metered(*reports: Report) -> Meter:
@@ -80,15 +61,9 @@ def test_throughput_is_work_over_wall_time_and_duty_is_busy_over_wall_time() -> 
     assert meter.duty == pytest.approx(2.0 / 3.0)
 
 
-def test_the_first_report_of_a_process_serves_only_until_there_is_another() -> None:
-    meter = metered(report(work_flop=1e12, events=OPENED))
-    assert meter.tflops == pytest.approx(1.0)
-    meter.add(report())
-    assert meter.tflops == pytest.approx(10.0)
-
-
-def test_a_new_process_begins_a_new_window_and_its_warming_up_is_dropped_too() -> None:
-    meter = metered(report(), report(), report(work_flop=1e12, events=OPENED))
+@pytest.mark.parametrize("earlier", [0, 2], ids=["first process", "new process"])
+def test_the_first_report_of_a_process_begins_a_window_and_serves_only_until_there_is_another(earlier: int) -> None:
+    meter = metered(*[report()] * earlier, report(work_flop=1e12, events=OPENED))
     assert meter.tflops == pytest.approx(1.0)
     meter.add(report(work_flop=8e12))
     assert meter.tflops == pytest.approx(8.0)
@@ -115,21 +90,14 @@ def test_the_baseline_is_the_best_window_and_no_warming_up() -> None:
     meter.add(report(work_flop=0.4e13))
     assert meter.tflops == pytest.approx(7.0)
     assert meter.best_tflops == pytest.approx(10.0)
-    shown = row(
-        PLAN, Slot(slot="pc1/3", state=WorkerState.RUNNING, report=report(), device=report().device), meter, 0.0
-    )
-    assert shown.baseline_pct == pytest.approx(70.0)
+    assert row(PLAN, slot_with(report()), meter, 0.0).baseline_pct == pytest.approx(70.0)
 
 
-@pytest.mark.parametrize("nothing", [{"wall_s": 0.0}, {"work_flop": 0.0}], ids=["no time", "no work counted"])
-def test_throughput_is_unknown_where_nothing_was_counted(nothing: dict[str, float]) -> None:
-    meter = metered(report(**nothing))
+@pytest.mark.parametrize("reports", [[], [{"wall_s": 0.0}], [{"work_flop": 0.0}]])
+def test_throughput_is_unknown_where_nothing_was_counted(reports: list[dict[str, float]]) -> None:
+    meter = metered(*(report(**one) for one in reports))
     assert (meter.tflops, meter.best_tflops) == (None, None)
-
-
-def test_a_meter_without_reports_knows_nothing() -> None:
-    meter = Meter()
-    assert (meter.tflops, meter.duty, meter.best_tflops) == (None, None, None)
+    assert (meter.duty is None) is (reports != [{"work_flop": 0.0}])
 
 
 @given(
@@ -177,27 +145,19 @@ def test_before_the_first_report_only_the_plan_is_known() -> None:
 
 
 def test_a_row_shows_the_counters_of_the_slot_and_the_facts_of_the_last_report() -> None:
-    slot = Slot(
-        slot="pc1/3",
-        phase=Phase.WORKING,
+    known = {"steps_ok": 6, "steps_oom": 2, "steps_error": 2, "oom_count": 3, "emergency_count": 4}
+    counts = {**known, "verify_checks": 5, "verify_errors": 1}
+    slot = slot_with(
+        report(steps_ok=1, sensors=SENSORS),
         state=WorkerState.BACKOFF,
         reason="down to 4096",
         heard_at_s=998.5,
-        report=report(steps_ok=1),
-        device=report().device,
-        counts=StepCounts(
-            steps_ok=6,
-            steps_oom=2,
-            steps_error=2,
-            oom_count=3,
-            emergency_count=4,
-            verify_checks=5,
-            verify_errors=1,
-        ),
+        counts=StepCounts(**counts),
         restarts=7,
     )
     shown = row(PLAN, slot, metered(report()), 1000.0)
     expected = {
+        **counts,
         "state": WorkerState.BACKOFF,
         "reason": "down to 4096",
         "gpu_name": "NVIDIA GeForce RTX 3090",
@@ -212,17 +172,19 @@ def test_a_row_shows_the_counters_of_the_slot_and_the_facts_of_the_last_report()
         "device_used_bytes": 20,
         "device_total_bytes": 24,
         "alloc_retries": 7,
-        "steps_ok": 6,
-        "steps_oom": 2,
-        "steps_error": 2,
         "success_rate": 0.6,
-        "oom_count": 3,
-        "emergency_count": 4,
-        "verify_checks": 5,
-        "verify_errors": 1,
         "restarts": 7,
         "duty_measured": 0.5,
         "heartbeat_age_s": 1.5,
+        "temperature_c": 61.0,
+        "temperature_of": "card",
+        "margin_c": 22.0,
+        "memory_temperature_c": None,
+        "power_w": 250.0,
+        "power_limit_w": None,
+        "sm_clock_mhz": 1700,
+        "fan_pct": 40.0,
+        "throttle_pct": None,
     }
     told = shown.to_dict()
     assert {name: told[name] for name in expected} == expected
@@ -231,31 +193,23 @@ def test_a_row_shows_the_counters_of_the_slot_and_the_facts_of_the_last_report()
 
 def test_a_report_without_device_and_memory_leaves_them_unknown() -> None:
     bare = report(device=None, memory=None, size=None, batch=None, claim_bytes=None)
-    shown = row(PLAN, Slot(slot="pc1/3", state=WorkerState.RUNNING, report=bare), Meter(), 0.0)
+    shown = row(PLAN, slot_with(bare), Meter(), 0.0)
     assert (shown.gpu_name, shown.dtype, shown.device) == ("rtx-3090", "fp16", "cuda")
-    assert (shown.cap_bytes, shown.allocated_bytes, shown.size, shown.gpu_uuid) == (None, None, None, None)
+    unknown = (shown.cap_bytes, shown.allocated_bytes, shown.size, shown.gpu_uuid, shown.temperature_of)
+    assert unknown == (None,) * 5
 
 
-@pytest.mark.parametrize("state", list(WorkerState))
-def test_a_slot_without_a_working_process_has_no_throughput_and_no_duty(state: WorkerState) -> None:
-    idle = {HeadState.LOST, HeadState.STARTING, HeadState.RESTARTING, HeadState.QUARANTINED}
-    slot = Slot(slot="pc1/3", state=state, report=report(), device=report().device)
-    shown = row(PLAN, slot, metered(report()), 0.0)
-    if state in idle:
+@pytest.mark.parametrize("state", [*WorkerState, *HeadState])
+def test_a_slot_without_a_working_process_has_no_throughput_and_no_duty(state: SlotState) -> None:
+    shown = row(PLAN, slot_with(report(), state=state), metered(report()), 0.0)
+    if state in {HeadState.LOST, HeadState.STARTING, HeadState.RESTARTING, HeadState.QUARANTINED}:
         assert (shown.tflops, shown.baseline_pct, shown.duty_measured) == (None, None, None)
     else:
         assert (shown.tflops, shown.baseline_pct, shown.duty_measured) == (pytest.approx(10.0), 100.0, 0.5)
 
 
 def test_what_was_last_known_of_a_lost_worker_stays_in_its_row() -> None:
-    slot = Slot(
-        slot="pc1/3",
-        state=HeadState.LOST,
-        heard_at_s=10.0,
-        report=report(),
-        device=report().device,
-        counts=StepCounts(steps_ok=5),
-    )
+    slot = slot_with(report(), state=HeadState.LOST, heard_at_s=10.0, counts=StepCounts(steps_ok=5))
     shown = row(PLAN, slot, Meter(), 100.0)
     assert (shown.size, shown.counts.steps_ok, shown.heartbeat_age_s, shown.gpu_uuid) == (8192, 5, 90.0, "GPU-0")
     again = row(PLAN, replace(slot, state=HeadState.STARTING, heard_at_s=None), Meter(), 100.0)

@@ -8,7 +8,7 @@ from orchestrator.core.fleet import SliceFailure
 from orchestrator.core.slot import HeadState
 from tests.run.conftest import RunMaker
 from tests.run.scripted_fleet import JOIN_S, START_S, STEPS_PER_S
-from workers.messages import Verdict, WorkerState
+from workers.messages import WorkerState
 
 
 def test_a_node_that_joins_late_is_named_until_then_and_works_from_then_on(new_run: RunMaker) -> None:
@@ -102,10 +102,7 @@ def test_a_node_that_offers_too_little_is_refused_in_words_and_used_once_it_offe
 @pytest.mark.parametrize("how", ["incompatible", "unbuildable"])
 def test_a_node_that_joins_late_and_can_never_work_costs_its_slots_and_not_the_run(new_run: RunMaker, how: str) -> None:
     run = new_run(absent=("pc2",))
-    if how == "incompatible":
-        run.fleet.says["pc2/0"] = {"verdict": Verdict.INCOMPATIBLE, "reason": "pc2/0: no such card"}
-    else:
-        run.fleet.unbuildable.add("pc2/0")
+    run.can_never_work("pc2/0", how)
     run.fleet.at(10, lambda: run.fleet.join("pc2"))
     rows = run.finish()
     assert rows["pc2/0"].state is HeadState.QUARANTINED

@@ -10,21 +10,27 @@ import pytest
 from orchestrator.core.fleet import DeathCause
 from orchestrator.core.slot import HeadState
 from orchestrator.errors import PreflightError
-from orchestrator.run.resume import past_of
-from orchestrator.run.run_info import Past
+from orchestrator.run.resume import Past, past_of
 from orchestrator.watch.archive import read_run
 from tests.run.conftest import RunMaker
 from tests.run.scripted_fleet import START_S, STEPS_PER_S
 from workers.messages import Verdict, WorkerState
 
 
-def test_a_killed_process_is_replaced_in_its_slot_and_goes_on_where_it_was(new_run: RunMaker) -> None:
+@pytest.mark.parametrize(
+    ("how", "cause", "restarted_by_us"),
+    [("kill", "its process ended: killed, or crashed", []), ("corrupt", "illegal memory access", ["pc2/0"])],
+)
+def test_a_process_that_ends_or_loses_its_device_is_replaced_in_its_slot_and_goes_on_where_it_was(
+    new_run: RunMaker, how: str, cause: str, restarted_by_us: list[str]
+) -> None:
     run = new_run()
-    run.fleet.at(10, lambda: run.fleet.kill("pc2/0"))
+    run.fleet.at(10, lambda: getattr(run.fleet, how)("pc2/0"))
     rows = run.finish()
     assert run.states("pc2/0") == ["RUNNING", "RESTARTING", "RUNNING"]
     (died,) = run.events("state", slot="pc2/0", to_state="RESTARTING")
-    assert died["cause"] == "its process ended: killed, or crashed"
+    assert cause in died["cause"]
+    assert run.fleet.restarts == restarted_by_us
     assert (rows["pc2/0"].restarts, run.recorder.shown[-1].restart_count) == (1, 1)
     assert rows["pc2/0"].counts.steps_ok == pytest.approx((20 - START_S) * STEPS_PER_S, abs=2.5 * STEPS_PER_S)
     last_of_the_first = [d for d in run.fleet.directives["pc2/0"] if d.incarnation == 0][-1]
@@ -54,16 +60,6 @@ def test_a_worker_that_hangs_is_stale_first_and_then_replaced(new_run: RunMaker)
     (restarted,) = run.events("state", slot="pc2/0", to_state="RESTARTING")
     assert restarted["at_s"] == pytest.approx(10 + 1 + 10, abs=1.2)
     assert "no report for 10 s" in restarted["cause"]
-    assert [(row.state, row.restarts) for row in rows.values()] == [(WorkerState.RUNNING, 0), (WorkerState.RUNNING, 1)]
-
-
-def test_a_process_whose_device_no_longer_answers_is_replaced(new_run: RunMaker) -> None:
-    run = new_run()
-    run.fleet.at(10, lambda: run.fleet.corrupt("pc2/0"))
-    rows = run.finish()
-    assert run.fleet.restarts == ["pc2/0"]
-    (restarted,) = run.events("state", slot="pc2/0", to_state="RESTARTING")
-    assert "illegal memory access" in restarted["cause"]
     assert [(row.state, row.restarts) for row in rows.values()] == [(WorkerState.RUNNING, 0), (WorkerState.RUNNING, 1)]
 
 
@@ -106,11 +102,8 @@ def test_workers_without_memory_for_a_context_wait_and_do_not_use_up_their_death
 @pytest.mark.parametrize("how", ["incompatible", "unbuildable"])
 def test_what_can_never_work_ends_the_run_before_it_counts_and_loses_what_was_sent(new_run: RunMaker, how: str) -> None:
     run = new_run()
-    if how == "incompatible":
-        run.fleet.says["pc2/0"] = {"verdict": Verdict.INCOMPATIBLE, "reason": "pc2/0: no such card", "steps_ok": 0}
-        run.fleet.start_s["pc1/0"] = 5.0
-    else:
-        run.fleet.unbuildable.add("pc2/0")
+    run.can_never_work("pc2/0", how)
+    run.fleet.start_s["pc1/0"] = 5.0
     with pytest.raises(PreflightError, match="pc2/0: "):
         run.supervisor.run()
     assert run.events("counting") == []
@@ -119,7 +112,7 @@ def test_what_can_never_work_ends_the_run_before_it_counts_and_loses_what_was_se
 
 def test_what_can_never_work_costs_a_resumed_run_only_its_slot(new_run: RunMaker) -> None:
     run = new_run(past=Past(elapsed_s=5.0))
-    run.fleet.unbuildable.add("pc2/0")
+    run.can_never_work("pc2/0", "unbuildable")
     rows = run.finish()
     assert (rows["pc1/0"].state, rows["pc2/0"].state) == (WorkerState.RUNNING, HeadState.QUARANTINED)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workers.verification.tamper import bit_class, flip_bit
+from workers.verification.check import Check
+from workers.verification.tamper import flip_bit
 from workers.workloads.base import StepResult, Workload, WorkloadContext
 from workers.workloads.matmul import Matmul, matrix_bytes
 
@@ -30,16 +31,19 @@ def latest(workload: Matmul) -> torch.Tensor:
     return result
 
 
+def checked(workload: Matmul, seed: int) -> Check:
+    check = workload.check(seed)
+    assert check is not None
+    return check
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("size", "places"), [(64, 4.0), (64, 9.3), (128, 2.0), (192, 2.5), (192, 3.0), (512, 2.0)])
+@pytest.mark.parametrize(("size", "places"), [(64, 4.0), (64, 9.3), (128, 2.0), (192, 2.5), (192, 3.0)])
 def test_every_result_of_the_ring_passes_both_kinds(dtype: torch.dtype, size: int, places: float) -> None:
-    if dtype is torch.float16 and size > 192:
-        pytest.skip("a CPU multiplies fp16 very slowly")
     workload = stepped(dtype, size=size, places=places, steps=0)
     for seed in range(12):
         workload.step(size, 1)
-        check = workload.check(seed)
-        assert check is not None
+        check = checked(workload, seed)
         assert check.ok, check.detail
         assert check.kind == KINDS[seed % 2]
         assert check.worst < 1.0
@@ -56,28 +60,17 @@ def test_a_ring_of_one_place_gets_freivalds_if_the_claim_leaves_room(places: flo
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("places", [2.0, 4.0])
-def test_every_flipped_sign_or_exponent_is_found_by_one_or_the_other(dtype: torch.dtype, places: float) -> None:
-    workload = stepped(dtype, size=128, places=places, steps=0)
-    left_to_repeat = 0
-    for bit in range(torch.finfo(dtype).bits):
-        if bit_class(dtype, bit) == "fraction":
-            continue
-        for seed in range(4):
-            workload.step(128, 1)
-            index = (seed * 5077 + bit * 331) % 128**2
-            flip_bit(latest(workload), index, bit)
-            found = {}
-            for kind in (0, 1):  # Freivalds' test leaves the result as it is
-                check = workload.check(2 * seed + kind)
-                assert check is not None
-                found[check.kind] = not check.ok
-            assert found["repeat"]
-            left_to_repeat += not found["freivalds"]
-            workload.step(128, 1)
-            clean = workload.check(seed)
-            assert clean is not None
-            assert clean.ok, "the next product is right again"
-    assert left_to_repeat <= 4, "few elements are so small that no tolerance can tell"
+def test_a_flipped_exponent_is_found_by_both_and_the_next_product_is_right_again(
+    dtype: torch.dtype, places: float
+) -> None:
+    workload = stepped(dtype, size=128, places=places)
+    highest = 8 * dtype.itemsize - 2
+    for index in (0, 5077, 128**2 - 1):
+        flip_bit(latest(workload), index, highest)
+        found = [checked(workload, kind) for kind in (0, 1)]  # Freivalds' test leaves the result as it is
+        assert [(check.kind, check.ok) for check in found] == [(kind, False) for kind in KINDS]
+        workload.step(128, 1)
+        assert checked(workload, 0).ok
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -86,8 +79,7 @@ def test_what_chaos_does_is_found_by_a_repeat(seed: int) -> None:
     words = workload.tamper(seed)
     assert words is not None
     assert words.startswith("flipped ")
-    check = workload.check(1)
-    assert check is not None
+    check = checked(workload, 1)
     assert not check.ok
     assert check.detail.split(": ")[0].rpartition(" ")[2] == words.split(" row ")[1].split(",")[0]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.verification.schedule import CheckSchedule
+from workers.verification.check import CheckSchedule
 
 
 def checks_of(schedule: CheckSchedule, steps: list[tuple[int, float]], check_s: float) -> tuple[list[int], float]:

@@ -5,29 +5,16 @@ from __future__ import annotations
 import io
 import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from orchestrator.core.slot import HeadState
-from orchestrator.watch.live import LiveTable, PlainLines, Silent
+from orchestrator.watch.live import LiveTable, PlainLines
+from tests.watch.scene import Clock, make_row, make_snapshot
 from workers.messages import WorkerState
-
-from .conftest import RowMaker, SnapshotMaker
-
-
-class Clock:
-    """Moves when told to."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Lost(io.StringIO):
@@ -49,7 +36,7 @@ def terminal(stream: io.StringIO, width: int = 100, height: int = 20) -> Console
     )
 
 
-def test_at_most_four_redraws_a_second(make_row: RowMaker, make_snapshot: SnapshotMaker) -> None:
+def test_at_most_four_redraws_a_second() -> None:
     stream, now = io.StringIO(), Clock()
     table = LiveTable(terminal(stream), now)
     for _ in range(100):
@@ -61,9 +48,7 @@ def test_at_most_four_redraws_a_second(make_row: RowMaker, make_snapshot: Snapsh
     assert drawn in {4, 5}
 
 
-def test_the_last_frame_stays_whole_with_the_totals_and_the_cursor_is_back(
-    make_row: RowMaker, make_snapshot: SnapshotMaker
-) -> None:
+def test_the_last_frame_stays_whole_with_the_totals_and_the_cursor_is_back() -> None:
     stream, now = io.StringIO(), Clock()
     table = LiveTable(terminal(stream), now)
     snapshot = make_snapshot(*(make_row(slot=f"pc1/{index}") for index in range(70)), restart_count=2)
@@ -82,7 +67,7 @@ def test_the_last_frame_stays_whole_with_the_totals_and_the_cursor_is_back(
     assert sys.stdout is stdout
 
 
-def test_a_resized_terminal_gets_a_table_of_its_new_width(make_row: RowMaker, make_snapshot: SnapshotMaker) -> None:
+def test_a_resized_terminal_gets_a_table_of_its_new_width() -> None:
     stream, now = io.StringIO(), Clock()
     console = terminal(stream, width=200)
     table = LiveTable(console, now)
@@ -99,9 +84,7 @@ def test_a_resized_terminal_gets_a_table_of_its_new_width(make_row: RowMaker, ma
     assert max(map(len, shown.splitlines())) <= 60
 
 
-def test_closed_before_the_first_update_it_still_shows_the_end(
-    make_row: RowMaker, make_snapshot: SnapshotMaker
-) -> None:
+def test_closed_before_the_first_update_it_still_shows_the_end() -> None:
     stream = io.StringIO()
     LiveTable(terminal(stream)).close(make_snapshot(make_row()))
 
@@ -109,9 +92,7 @@ def test_closed_before_the_first_update_it_still_shows_the_end(
 
 
 @pytest.mark.parametrize("failure", [OSError(5, "terminal gone"), BrokenPipeError()])
-def test_a_lost_terminal_does_not_end_the_run(
-    make_row: RowMaker, make_snapshot: SnapshotMaker, failure: OSError | ValueError, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_terminal_does_not_end_the_run(failure: OSError | ValueError, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Lost(failure)
     console = terminal(stream)
 
@@ -128,9 +109,7 @@ def test_a_lost_terminal_does_not_end_the_run(
     assert sys.stdout is stdout
 
 
-def test_plain_lines_say_changes_once_and_progress_every_ten_seconds(
-    make_row: RowMaker, make_snapshot: SnapshotMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_lines_say_changes_once_and_progress_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "UTC")
     stream = io.StringIO()
     plain = PlainLines(stream)
@@ -151,7 +130,7 @@ def test_plain_lines_say_changes_once_and_progress_every_ten_seconds(
     ]
 
 
-def test_plain_lines_end_with_the_totals(make_row: RowMaker, make_snapshot: SnapshotMaker) -> None:
+def test_plain_lines_end_with_the_totals() -> None:
     stream = io.StringIO()
     rows = (make_row(), make_row(slot="pc2/0", node="pc2", tflops=None, steps_ok=0))
     PlainLines(stream).close(make_snapshot(*rows, restart_count=1, steps_lost_upper_bound=7, elapsed_s=1.0))
@@ -166,7 +145,7 @@ def test_plain_lines_end_with_the_totals(make_row: RowMaker, make_snapshot: Snap
     ]
 
 
-def test_plain_lines_in_an_encoding_that_lacks_letters(make_row: RowMaker, make_snapshot: SnapshotMaker) -> None:
+def test_plain_lines_in_an_encoding_that_lacks_letters() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
     plain = PlainLines(stream)
@@ -176,26 +155,23 @@ def test_plain_lines_in_an_encoding_that_lacks_letters(make_row: RowMaker, make_
     assert b"gr??e/0 RUNNING size 8192: ???" in raw.getvalue()
 
 
-@pytest.mark.parametrize("failure", [BrokenPipeError(), ValueError("closed"), OSError(28, "disk full")])
-def test_plain_lines_survive_their_stream(
-    make_row: RowMaker, make_snapshot: SnapshotMaker, failure: OSError | ValueError
+@pytest.mark.parametrize(
+    ("failure", "goes_on"),
+    [(BrokenPipeError(), False), (ValueError("closed"), False), (OSError(28, "disk full"), True)],
+)
+def test_plain_lines_survive_their_stream_and_go_on_when_a_disk_has_room_again(
+    failure: OSError | ValueError, goes_on: bool
 ) -> None:
-    plain = PlainLines(Lost(failure))
-    plain.update(make_snapshot(make_row()))
-    plain.close(make_snapshot(make_row()))
-
-
-def test_plain_lines_go_on_when_a_full_disk_has_room_again(make_row: RowMaker, make_snapshot: SnapshotMaker) -> None:
-    stream = Lost(OSError(28, "disk full"))
+    stream = Lost(failure)
     plain = PlainLines(stream)
     plain.update(make_snapshot(make_row()))
     stream.failure = None
-    plain.update(make_snapshot(make_row(state=HeadState.LOST)))
+    plain.close(make_snapshot(make_row(state=HeadState.LOST)))
 
-    assert "LOST" in stream.getvalue()
+    assert ("LOST" in stream.getvalue()) == goes_on
 
 
-def test_a_reader_that_leaves_a_real_pipe_is_survived(make_row: RowMaker, make_snapshot: SnapshotMaker) -> None:
+def test_a_reader_that_leaves_a_real_pipe_is_survived() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     stream = os.fdopen(writing, "w")
@@ -204,22 +180,3 @@ def test_a_reader_that_leaves_a_real_pipe_is_survived(make_row: RowMaker, make_s
     plain.close(make_snapshot(make_row()))
     with pytest.raises(BrokenPipeError):
         stream.close()  # what could not be written is tried once more
-
-
-def test_silent_says_nothing(
-    make_row: RowMaker, make_snapshot: SnapshotMaker, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Silent().update(make_snapshot(make_row()))
-    Silent().close(make_snapshot(make_row()))
-
-    assert capsys.readouterr() == ("", "")
-
-
-def test_the_room_loads_neither_ray_nor_torch() -> None:
-    root = Path(__file__).resolve().parents[2]
-    rooms = (path.stem for path in sorted((root / "orchestrator" / "watch").glob("*.py")))
-    imports = "; ".join(f"import orchestrator.watch.{name}" for name in rooms if name != "__init__")
-    code = f"{imports}; import sys; print('ray' in sys.modules, 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-
-    assert done.stdout.split() == ["False", "False"]

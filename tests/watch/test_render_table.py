@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from orchestrator.watch.summary import summary_dict, write_summary
+from tests.scene import ROOT, python
+from tests.watch.scene import make_row, make_snapshot
 
-from .conftest import RowMaker, SnapshotMaker
-
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "render_table.py"
-
-
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], cwd=folder, capture_output=True, text=True, check=False
-    )
+SCRIPT = str(ROOT / "scripts" / "render_table.py")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, make_row: RowMaker, make_snapshot: SnapshotMaker) -> Path:
+def folder(tmp_path: Path) -> Path:
     snapshot = make_snapshot(make_row(reason="<b>&[red]"), elapsed_s=30.0)
     write_summary(tmp_path / "summary.json", summary_dict(snapshot, "good", 0, "2026-01-01T00:00:00Z"))
     return tmp_path
 
 
 def test_svg_is_the_same_every_time(folder: Path) -> None:
-    assert run(folder, "summary.json", "one.svg").returncode == 0
-    assert run(folder, "summary.json", "two.svg").returncode == 0
+    assert python(SCRIPT, "summary.json", "one.svg", cwd=folder).returncode == 0
+    assert python(SCRIPT, "summary.json", "two.svg", cwd=folder).returncode == 0
 
     svg = (folder / "one.svg").read_text(encoding="utf-8")
     assert svg.startswith("<svg")
@@ -39,7 +31,7 @@ def test_svg_is_the_same_every_time(folder: Path) -> None:
 
 
 def test_text_of_a_width(folder: Path) -> None:
-    assert run(folder, "summary.json", "table.txt", "--width", "60").returncode == 0
+    assert python(SCRIPT, "summary.json", "table.txt", "--width", "60", cwd=folder).returncode == 0
 
     lines = (folder / "table.txt").read_text(encoding="utf-8").splitlines()
     assert any(line.startswith("pc1/0") for line in lines)
@@ -58,7 +50,7 @@ def test_text_of_a_width(folder: Path) -> None:
 def test_what_cannot_be_drawn_is_said_in_a_line(folder: Path, arguments: list[str], said: str) -> None:
     (folder / "list.json").write_text("[]")
 
-    done = run(folder, *arguments)
+    done = python(SCRIPT, *arguments, cwd=folder)
 
     assert done.returncode == 2
     assert said in done.stderr

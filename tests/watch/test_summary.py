@@ -1,8 +1,10 @@
-"""The summary: valid JSON whatever the rows hold, the verdict, and a file that is whole or not there."""
+"""Rows, snapshots and the summary: sums, the order of the rows, the verdict, and a file that is whole or not there."""
 
 from __future__ import annotations
 
 import json
+import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.core.slot import HeadState
-from orchestrator.watch.model import Row, Snapshot
+from orchestrator.core.slot import HeadState, slot_state
+from orchestrator.watch.model import STATES_WORST_FIRST, Row, natural_order, worst_first
 from orchestrator.watch.summary import (
     exit_code_for,
     failure_dict,
@@ -20,9 +22,90 @@ from orchestrator.watch.summary import (
     summary_text,
     write_summary,
 )
+from tests.watch.scene import make_row, make_snapshot
+from tests.watch.strategies import ANY_ROW
 from workers.messages import WorkerState
 
-from .conftest import RowMaker, SnapshotMaker
+
+def test_the_keys_of_a_row_are_those_of_the_design() -> None:
+    assert " ".join(make_row().to_dict()) == (
+        "slot node gpu_name gpu_uuid device state reason policy size batch dtype tflops baseline_pct peak_pct "
+        "allocated_bytes reserved_bytes claim_bytes cap_bytes budget_bytes device_used_bytes device_total_bytes "
+        "steps_ok steps_oom steps_error success_rate oom_count alloc_retries emergency_count restarts duty_requested "
+        "duty_measured temperature_c temperature_of margin_c memory_temperature_c power_w power_limit_w sm_clock_mhz "
+        "fan_pct throttle_pct verify_checks verify_errors heartbeat_age_s"
+    )
+
+
+def test_every_state_has_its_place() -> None:
+    assert sorted(STATES_WORST_FIRST) == sorted([*WorkerState, *HeadState])
+    assert not set(WorkerState) & set(HeadState), "a word says whose state it is"
+    assert [type(slot_state(state.value)) for state in STATES_WORST_FIRST] == [type(s) for s in STATES_WORST_FIRST]
+
+
+def test_worst_first_by_state_then_trouble_then_natural_slot() -> None:
+    rows = [
+        make_row(slot="pc1/10"),
+        make_row(slot="pc1/2"),
+        make_row(slot="pc1/3", steps_oom=400),
+        make_row(slot="pc1/4", verify_errors=1),
+        *(make_row(slot=f"x/{state}", state=state) for state in reversed(STATES_WORST_FIRST)),
+    ]
+
+    ordered = [row.slot for row in worst_first(rows)]
+
+    others = [f"x/{state}" for state in STATES_WORST_FIRST if state not in {"RUNNING", "STOPPED"}]
+    assert ordered == [*others, "pc1/4", "pc1/3", "pc1/2", "pc1/10", "x/RUNNING", "x/STOPPED"]
+
+
+@pytest.mark.parametrize("name", ["", "7", "pc/٣", "a" * 50 + "9" * 5000, "1/2/3"])
+def test_natural_order_takes_any_name(name: str) -> None:
+    assert natural_order(name) < natural_order("z")
+
+
+def test_sums_before_anything_is_known() -> None:
+    snapshot = make_snapshot(make_row(tflops=None, steps_ok=0), make_row(tflops=math.nan, steps_ok=0))
+
+    assert snapshot.tflops_total is None
+    assert snapshot.counts.success_rate is None
+
+
+def test_oom_steps_count_against_the_success_rate() -> None:
+    snapshot = make_snapshot(make_row(steps_ok=90, steps_oom=6), make_row(steps_ok=0, steps_error=4, tflops=None))
+
+    assert snapshot.counts.success_rate == 0.9
+    assert snapshot.tflops_total == 9.61
+    assert snapshot.state_counts == {WorkerState.RUNNING: 2}
+
+
+def test_a_row_survives_json_and_pickle() -> None:
+    row = make_row(reason="größer\n", gpu_name=None)
+
+    assert Row.from_dict(json.loads(json.dumps(row.to_dict()))) == row
+    assert pickle.loads(pickle.dumps(row)) == row  # noqa: S301 - our own bytes
+
+
+def test_a_row_from_a_newer_version_is_read_without_its_news() -> None:
+    assert Row.from_dict({**make_row().to_dict(), "fan_rpm": 1200}) == make_row()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [({"size": "big"}, "size cannot be 'big'"), ({"steps_ok": True}, "steps_ok"), ({"state": "HAPPY"}, "HAPPY")],
+)
+def test_a_row_with_a_wrong_value_is_refused(changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Row.from_dict({**make_row().to_dict(), **changed})
+
+
+def test_a_row_without_a_state_is_refused() -> None:
+    with pytest.raises(ValueError, match="lacks node, reason, state"):
+        Row.from_dict({"slot": "pc1/0"})
+
+
+def test_numbers_that_are_not_finite_become_unknown() -> None:
+    assert make_row(tflops=math.inf, power_w=math.nan).to_dict()["tflops"] is None
+
 
 AT = "2026-01-01T00:00:00Z"
 
@@ -34,22 +117,9 @@ KEYS = (
 )
 
 
-@given(st.data(), st.floats(), st.text(max_size=20))
-def test_any_rows_make_valid_json(
-    any_row: st.SearchStrategy[Row], data: st.DataObject, elapsed_s: float, notice: str
-) -> None:
-    rows = data.draw(st.lists(any_row, max_size=4))
-    snapshot = Snapshot(
-        run_id="r",
-        started_at=0.0,
-        now_unix_s=0.0,
-        elapsed_s=elapsed_s,
-        duration_s=30.0,
-        nodes_planned=("pc1",),
-        nodes_seen=(),
-        rows=tuple(rows),
-        notices=(notice,),
-    )
+@given(st.lists(ANY_ROW, max_size=4), st.floats(), st.text(max_size=20))
+def test_any_rows_make_valid_json(rows: list[Row], elapsed_s: float, notice: str) -> None:
+    snapshot = make_snapshot(*rows, elapsed_s=elapsed_s, notices=(notice,), now_unix_s=0.0)
 
     read = json.loads(summary_text(summary_dict(snapshot, "good", 0, AT)))
 
@@ -58,7 +128,7 @@ def test_any_rows_make_valid_json(
     assert len(snapshot_from_summary(read).rows) == len(rows)
 
 
-def test_an_error_is_there_only_when_there_was_one(make_row: RowMaker, make_snapshot: SnapshotMaker) -> None:
+def test_an_error_is_there_only_when_there_was_one() -> None:
     assert list(summary_dict(make_snapshot(make_row()), "failed", 1, AT, "no cluster"))[-1] == "error"
     assert "error" not in summary_dict(make_snapshot(make_row()), "good", 0, AT)
 
@@ -95,22 +165,18 @@ GOOD = {"steps_ok": 100}
         ({**GOOD, "state": WorkerState.STOPPED}, False, ("good", 0)),
     ],
 )
-def test_exit_code(
-    make_row: RowMaker, make_snapshot: SnapshotMaker, changed: dict[str, Any], interrupted: bool, expected: object
-) -> None:
+def test_exit_code(changed: dict[str, Any], interrupted: bool, expected: object) -> None:
     snapshot = make_snapshot(make_row(**changed))
     assert exit_code_for(snapshot, 0.95, interrupted=interrupted, incomplete=False) == expected
 
 
-def test_a_run_with_incomplete_records_is_degraded(make_row: RowMaker, make_snapshot: SnapshotMaker) -> None:
+def test_a_run_with_incomplete_records_is_degraded() -> None:
     snapshot = make_snapshot(make_row(**GOOD))
     assert exit_code_for(snapshot, 0.95, interrupted=False, incomplete=True) == ("degraded", 1)
     assert exit_code_for(snapshot, 0.95, interrupted=True, incomplete=True) == ("interrupted", 130)
 
 
-def test_the_file_is_utf8_ends_in_a_newline_and_leaves_nothing_beside_it(
-    tmp_path: Path, make_row: RowMaker, make_snapshot: SnapshotMaker
-) -> None:
+def test_the_file_is_utf8_ends_in_a_newline_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     path.write_text("old")
     summary = summary_dict(make_snapshot(make_row(reason="größer \udc80")), "good", 0, AT)
@@ -131,7 +197,7 @@ def test_a_file_that_cannot_be_written_is_an_os_error(tmp_path: Path) -> None:
         write_summary(tmp_path / "file" / "summary.json", {})
 
 
-def test_a_snapshot_comes_back_from_its_summary(make_row: RowMaker, make_snapshot: SnapshotMaker) -> None:
+def test_a_snapshot_comes_back_from_its_summary() -> None:
     snapshot = make_snapshot(make_row(), elapsed_s=30.0, notices=("x",), restart_count=2, started_at=1767225600.0)
 
     assert snapshot_from_summary(summary_dict(snapshot, "good", 0, AT)) == snapshot

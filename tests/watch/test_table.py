@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import math
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
+from rich.console import Console
 
 from orchestrator.core.slot import HeadState
 from orchestrator.watch.cells import ASCII, UNICODE, Glyphs, clock, glyphs_for, number, share_pct, whole
 from orchestrator.watch.columns import KEPT_LONGEST_FIRST, columns_for
 from orchestrator.watch.model import Row, Snapshot
 from orchestrator.watch.table import health_table
+from tests.watch.scene import make_row, make_snapshot
+from tests.watch.strategies import ANY_ROW
 from workers.messages import WorkerState
-
-from .conftest import Drawer, RowMaker, SnapshotMaker
 
 WIDTHS = (200, 150, 120, 100, 80, 60, 40)
 
@@ -33,19 +35,22 @@ NASTY = (
 )
 
 
-def bare(slot: str) -> Row:
-    return Row(slot=slot, node="pc1", state=HeadState.STARTING, reason="")
+def table_of(snapshot: Snapshot, width: int, height: int | None = None, glyphs: Glyphs = UNICODE) -> list[str]:
+    """Print the table to a real console of a width and return its lines, without colour."""
+    stream = io.StringIO()
+    Console(file=stream, width=width, color_system=None).print(health_table(snapshot, width, height, glyphs))
+    return stream.getvalue().splitlines()
 
 
 @pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_nasty_rows_keep_to_their_lines(
-    make_row: RowMaker, make_snapshot: SnapshotMaker, draw: Drawer, width: int, glyphs: Glyphs
-) -> None:
+def test_nasty_rows_keep_to_their_lines(width: int, glyphs: Glyphs) -> None:
     rows = [make_row(**{"slot": f"pc1/{index}", **nasty}) for index, nasty in enumerate(NASTY)]
-    snapshot = make_snapshot(*rows, bare("pc1/77"), notices=("disk\nfull" * 50,))
+    snapshot = make_snapshot(
+        *rows, Row(slot="pc1/77", node="pc1", state=HeadState.STARTING, reason=""), notices=("disk\nfull" * 50,)
+    )
 
-    lines = draw(health_table(snapshot, width, glyphs=glyphs), width)
+    lines = table_of(snapshot, width, glyphs=glyphs)
 
     assert all(cell_len(line) <= width for line in lines)
     assert all(line.replace(" ", "a").isprintable() for line in lines)
@@ -56,12 +61,10 @@ def test_nasty_rows_keep_to_their_lines(
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_slot_state_size_and_throughput_are_always_there(
-    make_row: RowMaker, make_snapshot: SnapshotMaker, draw: Drawer, width: int
-) -> None:
+def test_slot_state_size_and_throughput_are_always_there(width: int) -> None:
     snapshot = make_snapshot(make_row(state=HeadState.QUARANTINED), make_row(slot="pc1/10"))
 
-    lines = draw(health_table(snapshot, width), width)
+    lines = table_of(snapshot, width)
 
     for slot in ("pc1/0 ", "pc1/10"):
         (line,) = (line for line in lines if line.startswith(slot))
@@ -71,39 +74,24 @@ def test_slot_state_size_and_throughput_are_always_there(
 
 
 @settings(deadline=None)
-@given(st.data(), st.integers(1, 220), st.one_of(st.none(), st.integers(1, 60)))
-def test_any_rows_fit_any_width(
-    any_row: st.SearchStrategy[Row], data: st.DataObject, width: int, height: int | None
-) -> None:
-    snapshot = Snapshot(
-        run_id="r",
-        started_at=0.0,
-        now_unix_s=0.0,
-        elapsed_s=0.0,
-        duration_s=0.0,
-        nodes_planned=(),
-        nodes_seen=(),
-        rows=tuple(data.draw(st.lists(any_row, max_size=5))),
-    )
-
-    table = health_table(snapshot, width, height)
+@given(st.lists(ANY_ROW, max_size=5), st.integers(1, 220), st.one_of(st.none(), st.integers(1, 60)))
+def test_any_rows_fit_any_width(rows: list[Row], width: int, height: int | None) -> None:
+    table = health_table(make_snapshot(*rows, elapsed_s=0.0, duration_s=0.0, nodes_seen=()), width, height)
 
     assert all(cell_len(line.plain) <= width for line in table.renderables)
 
 
-def test_markup_in_a_reason_is_shown_as_it_is(make_row: RowMaker, make_snapshot: SnapshotMaker, draw: Drawer) -> None:
+def test_markup_in_a_reason_is_shown_as_it_is() -> None:
     snapshot = make_snapshot(make_row(state=WorkerState.BACKOFF, reason="[red]x[/red]"))
 
-    assert "[red]x[/red]" in "\n".join(draw(health_table(snapshot, 200), 200))
-    assert "[red]x[/red]" in "\n".join(draw(health_table(snapshot, 60), 60))
+    assert "[red]x[/red]" in "\n".join(table_of(snapshot, 200))
+    assert "[red]x[/red]" in "\n".join(table_of(snapshot, 60))
 
 
-def test_nothing_that_is_asked_for_is_missing_when_there_is_room(
-    make_row: RowMaker, make_snapshot: SnapshotMaker, draw: Drawer
-) -> None:
+def test_nothing_that_is_asked_for_is_missing_when_there_is_room() -> None:
     row = make_row(oom_count=3, emergency_count=1, steps_ok=9997, steps_error=3, verify_errors=2)
 
-    text = "\n".join(draw(health_table(make_snapshot(row), 230), 230))
+    text = "\n".join(table_of(make_snapshot(row), 230))
 
     for shown in (
         "nodes 2/2", "1 RUNNING", "9.610 TFLOP/s", "00:10 of 00:30", "33 %", "00:20 left",
@@ -113,46 +101,40 @@ def test_nothing_that_is_asked_for_is_missing_when_there_is_room(
         assert shown in text
 
 
-def test_columns_without_one_value_go_before_any_other(
-    make_row: RowMaker, make_snapshot: SnapshotMaker, draw: Drawer
-) -> None:
+def test_columns_without_one_value_go_before_any_other() -> None:
     sensors = {"temperature_c": None, "margin_c": None, "power_w": None, "power_limit_w": None, "throttle_pct": None}
     snapshot = make_snapshot(make_row(**sensors))
 
-    assert "temp" not in "\n".join(draw(health_table(snapshot, 120), 120))
-    wide = draw(health_table(snapshot, 230), 230)
+    assert "temp" not in "\n".join(table_of(snapshot, 120))
+    wide = table_of(snapshot, 230)
     assert "temp" in "\n".join(wide)
     assert f"  {UNICODE.missing}  " in next(line for line in wide if line.startswith("pc1/0"))
 
 
-def test_what_a_card_does_not_tell_is_said_and_not_left_to_be_guessed(
-    make_row: RowMaker, make_snapshot: SnapshotMaker, draw: Drawer
-) -> None:
+def test_what_a_card_does_not_tell_is_said_and_not_left_to_be_guessed() -> None:
     def drawn(**values: object) -> str:
-        return "\n".join(draw(health_table(make_snapshot(make_row(**values)), 120), 120))
+        return "\n".join(table_of(make_snapshot(make_row(**values)), 120))
 
     assert "VRAM temperature: not reported by GeForce" in drawn(gpu_name="NVIDIA GeForce RTX 3090")
-    assert "not told" not in drawn(gpu_name="NVIDIA GeForce RTX 3090", memory_temperature_c=84.0)
-    assert "not told" not in drawn(gpu_name="NVIDIA H100 80GB HBM3")
-    assert "not told" not in drawn(gpu_name="NVIDIA GeForce RTX 3090", temperature_c=None)
+    assert "not reported" not in drawn(gpu_name="NVIDIA GeForce RTX 3090", memory_temperature_c=84.0)
+    assert "not reported" not in drawn(gpu_name="NVIDIA H100 80GB HBM3")
+    assert "not reported" not in drawn(gpu_name="NVIDIA GeForce RTX 3090", temperature_c=None)
 
 
-def test_every_column_has_a_place_in_the_order(make_row: RowMaker) -> None:
+def test_every_column_has_a_place_in_the_order() -> None:
     names = {column.name for column in columns_for([make_row()], UNICODE)} | {"reason"}
 
     assert names == set(KEPT_LONGEST_FIRST)
 
 
-def test_a_reason_gets_its_own_line_when_narrow_unless_all_is_well(
-    make_row: RowMaker, make_snapshot: SnapshotMaker, draw: Drawer
-) -> None:
+def test_a_reason_gets_its_own_line_when_narrow_unless_all_is_well() -> None:
     snapshot = make_snapshot(
         make_row(state=WorkerState.BACKOFF, reason="out of memory at 8192"),
         make_row(slot="pc1/1", reason="all is well"),
         make_row(slot="pc1/2", reason="the card computes wrongly", verify_errors=1),
     )
 
-    text = "\n".join(draw(health_table(snapshot, 80), 80))
+    text = "\n".join(table_of(snapshot, 80))
 
     assert "  └ out of memory at 8192" in text
     assert "  └ the card computes wrongly" in text
@@ -160,14 +142,12 @@ def test_a_reason_gets_its_own_line_when_narrow_unless_all_is_well(
 
 
 @pytest.mark.parametrize("height", [5, 10, 12, 24, 50])
-def test_seventy_rows_end_in_a_line_that_counts_the_rest(
-    make_row: RowMaker, make_snapshot: SnapshotMaker, draw: Drawer, height: int | None
-) -> None:
+def test_seventy_rows_end_in_a_line_that_counts_the_rest(height: int | None) -> None:
     rows = [make_row(slot=f"pc1/{index}") for index in range(69)]
     lost = make_row(slot="pc2/0", state=HeadState.LOST, reason="pc2 is gone")
     snapshot = make_snapshot(*rows, lost, notices=tuple(f"notice {index}" for index in range(30)))
 
-    lines = draw(health_table(snapshot, 120, height), 120)
+    lines = table_of(snapshot, 120, height)
 
     shown = sum(line.startswith(("pc1/", "pc2/")) for line in lines)
     assert shown >= 1
@@ -176,26 +156,29 @@ def test_seventy_rows_end_in_a_line_that_counts_the_rest(
     assert len(lines) <= max(height, 10)
 
 
-def test_hidden_rows_of_several_states_are_counted_by_state(
-    make_row: RowMaker, make_snapshot: SnapshotMaker, draw: Drawer
-) -> None:
+def test_hidden_rows_of_several_states_are_counted_by_state() -> None:
     rows = [make_row(slot=f"a/{i}", state=WorkerState.BACKOFF, reason="") for i in range(10)]
     snapshot = make_snapshot(*rows, *(make_row(slot=f"b/{i}") for i in range(10)))
 
-    assert "… and 13 more: 3 BACKOFF, 10 RUNNING" in draw(health_table(snapshot, 120, 13), 120)
+    assert "… and 13 more: 3 BACKOFF, 10 RUNNING" in table_of(snapshot, 120, 13)
 
 
-def test_bytes_of_a_rehearsal_are_in_mib(make_row: RowMaker, make_snapshot: SnapshotMaker, draw: Drawer) -> None:
+def test_bytes_of_a_rehearsal_are_in_mib() -> None:
     row = make_row(allocated_bytes=100 * 2**20, reserved_bytes=160 * 2**20, cap_bytes=213 * 2**20)
 
-    assert "100/160/213" in "\n".join(draw(health_table(make_snapshot(row), 100), 100))
+    assert "100/160/213" in "\n".join(table_of(make_snapshot(row), 100))
 
 
-def test_no_workers_yet(make_snapshot: SnapshotMaker, draw: Drawer) -> None:
-    lines = draw(health_table(make_snapshot(notices=("pc2 has not joined",)), 80), 80)
+def test_no_workers_yet() -> None:
+    lines = table_of(make_snapshot(notices=("pc2 has not joined",)), 80)
 
     assert "no workers yet" in lines
     assert "! pc2 has not joined" in lines
+
+
+@pytest.mark.parametrize("glyphs", [UNICODE, ASCII])
+def test_glyphs_of_a_style_are_one_cell_wide(glyphs: Glyphs) -> None:
+    assert {cell_len(char) for char in (glyphs.full, glyphs.part, glyphs.empty, glyphs.missing)} == {1}
 
 
 @pytest.mark.parametrize(
@@ -229,9 +212,3 @@ def test_glyphs_suit_the_encoding(encoding: str | None, glyphs: Glyphs) -> None:
 )
 def test_values_as_text(shown: object, expected: object) -> None:
     assert shown == expected
-
-
-def test_glyphs_of_a_style_are_one_cell_wide() -> None:
-    for glyphs in (UNICODE, ASCII):
-        assert isinstance(glyphs, Glyphs)
-        assert {cell_len(char) for char in (glyphs.full, glyphs.part, glyphs.empty, glyphs.missing)} == {1}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.in_child import InChild
+from tests.scene import MIB, spec_of
 from workers import oom
 from workers.devices.cpu import CpuDevice
 from workers.settings import FailureKind, WorkerSpec
@@ -17,11 +16,6 @@ from workers.verification.freivalds import freivalds
 from workers.verification.repeat import same_bits
 from workers.workloads.base import WorkloadContext
 from workers.workloads.matmul import TILE, Matmul, matrix_bytes, rounded
-
-InChild: TypeAlias = Callable[..., Any]
-MakeSpec: TypeAlias = Callable[..., WorkerSpec]
-
-MIB = 2**20
 
 #: What rounding once to the type may cost, relative to the size of the numbers; accumulation is in fp32.
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
@@ -40,7 +34,7 @@ def matrices(workload: Matmul) -> tuple[torch.Tensor, torch.Tensor, list[torch.T
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
-@pytest.mark.parametrize("size", [64, 257, 640])
+@pytest.mark.parametrize("size", [64, 257, 448])
 def test_every_place_of_the_ring_holds_the_product(dtype: torch.dtype, size: int) -> None:
     workload = matmul(dtype, claim_bytes=7 * matrix_bytes(size, dtype))
     for _ in range(5):  # five results, one product at a time
@@ -84,21 +78,16 @@ class TestClaim:
         workload.step(256, 1)
         assert len(matrices(workload)[2]) == 1
 
-    def test_a_new_one_is_filled_from_the_next_step_on(self) -> None:
-        workload = matmul(torch.float32, claim_bytes=2 * MIB)
-        workload.step(256, 1)
-        before = len(matrices(workload)[2])
-        workload.resize(4 * MIB)
-        workload.step(256, 1)
-        assert len(matrices(workload)[2]) > before
-
-    def test_the_same_one_again_keeps_the_tensors(self) -> None:
-        workload = matmul(torch.float32, claim_bytes=2 * MIB)
-        workload.step(256, 1)
-        left = matrices(workload)[0]
-        workload.resize(2 * MIB)
-        workload.step(256, 1)
-        assert matrices(workload)[0] is left
+    def test_a_new_one_is_filled_from_the_next_step_on_and_the_same_one_keeps_the_tensors(self) -> None:
+        workload = matmul(torch.float32)
+        found = []
+        for claim_mib in (2, 2, 4):
+            workload.resize(claim_mib * MIB)
+            workload.step(256, 1)
+            found.append(matrices(workload))
+        (first, _, before), (again, *_), (_, _, after) = found
+        assert again is first
+        assert len(after) > len(before)
 
     def test_release_drops_everything(self) -> None:
         workload = matmul(torch.float32, claim_bytes=2 * MIB)
@@ -109,11 +98,9 @@ class TestClaim:
 
 
 class TestStep:
-    @pytest.mark.parametrize(("size", "n"), [(64, 64), (100, 64), (128, 128), (300, 256), (5562, 5504)])
+    @pytest.mark.parametrize(("size", "n"), [(64, 64), (100, 64), (128, 128), (300, 256)])
     def test_counts_the_work_of_the_size_really_used(self, size: int, n: int) -> None:
-        assert rounded(size) == n
-        if n <= 256:
-            assert matmul(torch.float32).step(size, 1).flop == 2.0 * n**3
+        assert matmul(torch.float32).step(size, 1).flop == 2.0 * n**3
 
     def test_the_batch_bounds_the_products_of_a_step(self) -> None:
         workload = matmul(torch.float32)
@@ -161,11 +148,11 @@ def room_for(spec: WorkerSpec, sizes: list[int], spare_bytes: int) -> list[Failu
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_needs_what_it_says_and_no_more(in_child: InChild, make_spec: MakeSpec, dtype: str) -> None:
-    sizes = [512, 1024, 2048]
+def test_needs_what_it_says_and_no_more(in_child: InChild, dtype: str) -> None:
+    sizes = [512, 1024]
     # The device keeps 2 MiB and 1 MiB a thread out of what it calls free, for the kernels' own scratch.
     spare_bytes = 2 * MIB + torch.get_num_threads() * MIB
-    spec = make_spec(budget_bytes=160 * MIB, dtype=dtype)
+    spec = spec_of(budget_bytes=160 * MIB, dtype=dtype)
     assert in_child(room_for, spec, sizes, spare_bytes) == [None] * len(sizes)
     assert in_child(room_for, spec, sizes, -128 * 1024) == [FailureKind.DEFINITE] * len(sizes)
 
@@ -192,9 +179,9 @@ def checks_at_the_wall(spec: WorkerSpec, sizes: list[int]) -> list[tuple[str, bo
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_check_needs_no_memory_of_its_own(in_child: InChild, make_spec: MakeSpec, dtype: str) -> None:
+def test_a_check_needs_no_memory_of_its_own(in_child: InChild, dtype: str) -> None:
     sizes = [512, 1024]
-    found = in_child(checks_at_the_wall, make_spec(budget_bytes=96 * MIB, dtype=dtype), sizes)
+    found = in_child(checks_at_the_wall, spec_of(budget_bytes=96 * MIB, dtype=dtype), sizes)
     assert found[0::2] == [("freivalds", True)] * 4
     # A product without memory for its buffers may be summed in another order, and is then not compared.
     assert set(found[1::2]) <= {("repeat", True), None}
@@ -220,10 +207,8 @@ def orders_of_summation(spec: WorkerSpec, spare_bytes: int) -> tuple[bool | None
 
 
 @pytest.mark.parametrize("spare_bytes", [256 * 1024, 2 * MIB, 8 * MIB])
-def test_a_product_without_memory_for_its_buffers_is_no_false_alarm(
-    in_child: InChild, make_spec: MakeSpec, spare_bytes: int
-) -> None:
-    repeated, tight, roomy = in_child(orders_of_summation, make_spec(budget_bytes=96 * MIB), spare_bytes)
+def test_a_product_without_memory_for_its_buffers_is_no_false_alarm(in_child: InChild, spare_bytes: int) -> None:
+    repeated, tight, roomy = in_child(orders_of_summation, spec_of(budget_bytes=96 * MIB), spare_bytes)
     assert repeated is not False
     assert tight
     assert roomy

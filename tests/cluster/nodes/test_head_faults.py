@@ -50,6 +50,8 @@ def test_a_killed_head_leaves_a_run_that_another_head_brings_to_its_end(start: S
     stored_when(head, 4.0)
     head.process.kill()
     head.process.wait()
+    # Nothing of the head is left to clean up, and yet its cluster is gone.
+    wait_for(lambda: not list(head.runs.parent.glob("orch-*")), 10, "removal of the rehearsal's folder")
     folder, runs = head.folder(), head.runs
     left = read_run(folder)
     assert 4.0 <= left.elapsed_s < 11.0
@@ -119,7 +121,7 @@ def test_a_run_of_the_version_before_the_layers_is_brought_to_its_end(start: Sta
     run_id = "20261122-120716-07c8"
     runs = Path(shutil.copytree(ROOT / "tests" / "fixtures" / "runs", tmp_path / "runs"))
     with contextlib.closing(sqlite3.connect(runs / run_id / STORE_NAME)) as store, store:
-        store.execute("UPDATE runs SET duration_s = 14.0")
+        store.execute("UPDATE runs SET config_yaml = replace(config_yaml, 'duration: 70s', 'duration: 11s')")
     before = read_run(runs / run_id)
     head = start("--resume", run_id, "--json", runs=runs)
     code, out, err = head.finish(240)

@@ -12,9 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.cluster.conftest import SMALL, Head, Starter, descendants, wait_for
+from tests.cluster.conftest import ROOT, SMALL, Head, Starter, descendants, wait_for
 
-ROOT = Path(__file__).parents[2]
 HEAT = str(ROOT / "scripts" / "heat.json")
 LIMITED = ("--rehearse", "--fake-sensors", HEAT, *SMALL, "--set", "nodes.pc1.power_limit_w=280")
 

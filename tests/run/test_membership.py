@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.config.schema import Config
 from orchestrator.core.fleet import NodeFact
-from orchestrator.core.membership import Membership, NodeEvent, notices, updated
 from orchestrator.core.slot import NodeJoined, NodeLeft, NodeRefused
+from orchestrator.run.node_watch import Membership, NodeEvent, notices, updated
 
 CONFIG = Config.model_validate(
     {
@@ -45,31 +44,6 @@ class Watcher:
         return notices(self.known, CONFIG)
 
 
-def test_a_node_that_joins_is_told_once() -> None:
-    watcher = Watcher()
-    assert watcher.notices == ["pc1 has not joined", "pc2 has not joined"]
-    assert watcher.look(fact()) == [("pc1", NodeJoined())]
-    assert watcher.look(fact()) == []
-    assert watcher.notices == ["pc2 has not joined"]
-    assert watcher.look(fact(), fact("pc2", "b")) == [("pc2", NodeJoined())]
-    assert watcher.notices == []
-
-
-def test_a_node_that_leaves_is_told_once_and_is_missed() -> None:
-    watcher = Watcher(fact(), fact("pc2", "b"))
-    assert watcher.look(fact("pc2", "b")) == [("pc1", NodeLeft())]
-    assert watcher.look(fact("pc2", "b")) == []
-    assert watcher.notices == ["pc1 has left"]
-    assert watcher.look(fact(node_id="c"), fact("pc2", "b")) == [("pc1", NodeJoined())]
-    assert watcher.notices == []
-
-
-def test_a_node_that_left_and_joined_between_two_looks_did_both_in_this_order() -> None:
-    watcher = Watcher(fact(node_id="a"))
-    assert watcher.look(fact(node_id="b")) == [("pc1", NodeLeft()), ("pc1", NodeJoined())]
-    assert watcher.look(fact(node_id="b")) == []
-
-
 def test_a_node_that_does_not_answer_is_gone_although_ray_lists_it_and_says_why() -> None:
     watcher = Watcher(fact())
     assert watcher.look(fact(answers=False)) == [("pc1", SILENT)]
@@ -77,28 +51,6 @@ def test_a_node_that_does_not_answer_is_gone_although_ray_lists_it_and_says_why(
     assert watcher.notices == ["pc1 has left", "pc2 has not joined"]
     # Ray finds out later; nothing is left to tell.
     assert watcher.look() == []
-
-
-def test_a_node_that_answers_again_has_joined_again() -> None:
-    watcher = Watcher(fact())
-    watcher.look(fact(answers=False))
-    assert watcher.look(fact()) == [("pc1", NodeJoined())]
-
-
-def test_a_node_that_is_silent_from_the_beginning_has_not_joined() -> None:
-    watcher = Watcher()
-    assert watcher.look(fact(answers=False)) == []
-    assert watcher.notices == ["pc1 has not joined", "pc2 has not joined"]
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_a_silent_raylet_and_its_successor_are_one_node_that_left_and_joined_and_not_two(order: int) -> None:
-    watcher = Watcher(fact(node_id="a"))
-    both = [fact(node_id="a", answers=False), fact(node_id="b")][::order]
-    assert watcher.look(*both) == [("pc1", SILENT), ("pc1", NodeJoined())]
-    assert watcher.look(*both) == []
-    assert watcher.look(fact(node_id="b")) == []
-    assert watcher.known.present == {"pc1": "b"}
 
 
 def test_two_nodes_of_one_name_that_answer_are_refused_until_one_is_gone() -> None:
@@ -137,14 +89,6 @@ def test_another_reason_is_told_and_the_same_one_again_after_the_node_was_away()
     assert watcher.look(fact(cpus=6.0)) == [("pc1", NodeRefused(reason=other))]
     assert watcher.look() == [("pc1", NodeRefused(reason="its node has left the cluster"))]
     assert watcher.look(fact(cpus=6.0)) == [("pc1", NodeRefused(reason=other))]
-
-
-@pytest.mark.parametrize("stranger", [None, "pc9", ""])
-def test_nodes_of_no_name_or_of_one_that_is_not_planned_are_nobodys(stranger: str | None) -> None:
-    watcher = Watcher()
-    assert watcher.look(fact(stranger), fact(stranger, "b")) == []
-    assert watcher.look() == []
-    assert watcher.known == Membership()
 
 
 facts = st.lists(

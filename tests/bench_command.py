@@ -1,0 +1,21 @@
+"""Runs one verb of `scripts/bench.py` as a person would; does not judge its figures."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+from tests.scene import ROOT, only_object, python
+
+
+def typed(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return python("scripts/bench.py", *arguments, cwd=ROOT, timeout_s=200)
+
+
+def bench(*arguments: str) -> dict[str, Any]:
+    done = typed(*arguments)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stderr.strip(), "people get a table"
+    result = only_object(done.stdout)
+    assert (result["schema"], result["bench"], result["broken"]) == (1, arguments[0], [])
+    return result

@@ -1,0 +1,57 @@
+"""What holds for every policy that a user can name: how it is made, and whose state it loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.scene import GUIDES
+from workers.policy.base import Growth, Policy, Pressure, Run
+from workers.policy.registry import make_policy
+from workers.settings import WorkloadSpec
+
+GROWTH = Growth(
+    size_power=2.0, batch_power=0.0, fills_claim=False, needed_bytes=lambda size, _: 6 * size**2, most_bytes=1 << 30
+)
+PRESSURE = Pressure(at_s=0.0, allowed_bytes=1 << 30, free_bytes=1 << 30, needed_at_floor_bytes=1)
+
+
+@pytest.fixture(params=["adaptive", "classic"])
+def policy(request: pytest.FixtureRequest) -> Policy[Any]:
+    """Return the policy of this name."""
+    return made(request.param)
+
+
+def made(name: str) -> Policy[Any]:
+    return make_policy(name, GUIDES, WorkloadSpec(name="mine:Mlp", dtype="fp16", size=4096, batch=128, seed=0), GROWTH)
+
+
+def test_a_policy_is_built_by_its_name_and_runs(policy: Policy[Any]) -> None:
+    assert made(policy.name).name == policy.name
+    assert isinstance(policy.decide(policy.initial(0, None), PRESSURE)[1], Run)
+
+
+def test_another_name_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"'clasic'.*adaptive, classic"):
+        made("clasic")
+
+
+def test_the_dump_of_a_fresh_state_loads_as_a_fresh_state(policy: Policy[Any]) -> None:
+    fresh = policy.initial(0, None)
+    assert policy.load(policy.dump(fresh)) == fresh
+
+
+def test_the_state_of_another_policy_is_refused(policy: Policy[Any]) -> None:
+    data = policy.dump(policy.initial(0, None))
+    for foreign, name in (({**data, "policy": "other"}, "'other'"), ({**data, "policy": None}, "None"), ({}, "None")):
+        with pytest.raises(ValueError, match=f"written by policy {name}"):
+            policy.load(foreign)
+
+
+def test_a_missing_or_unknown_key_is_refused_by_name(policy: Policy[Any]) -> None:
+    data = policy.dump(policy.initial(0, None))
+    for key in [*(data.keys() - {"policy"}), "surprise"]:
+        other = {**data, "surprise": 1} if key == "surprise" else {name: data[name] for name in data if name != key}
+        with pytest.raises(ValueError, match=key):
+            policy.load(other)

@@ -1,0 +1,45 @@
+"""Which process runs which tests under `pytest -n`: a file to each, and to each a folder of those that start Ray.
+
+A test that starts Ray mostly waits, so it costs the others little. Within a folder they must not meet: nodes started by
+hand are found and ended by their names, which are the same in all of `tests/cluster/nodes`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling, Scheduling
+
+#: The tests that start Ray; about half of their time is in its folder `nodes`.
+RAY = "tests/cluster"
+
+#: Processes that share this machine's cores, at most: each loads the product, and some load torch.
+_MOST = 4
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Answer `-n auto`: one for each core, and one for each folder of tests that wait for Ray."""
+    return min(os.cpu_count() or 1, _MOST) + 2
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling | None:
+    """Give out the tests that start Ray by folders, and first; the others by files."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    config.option.loadscopereorder = False  # it would begin with the files of many tests, which are the short ones
+    return _RayByFolders(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest."""
+    items.sort(key=lambda item: not item.nodeid.startswith(RAY))
+
+
+class _RayByFolders(LoadFileScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return file.rpartition("/")[0] if file.startswith(RAY) else file

@@ -1,0 +1,47 @@
+"""A head with nothing but its store, as a process of its own: `python -m tests.watch.head FOLDER`.
+
+Turn N counts N steps and writes event N, commits, and says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from orchestrator.cluster.orphan_reaper import start_time
+from orchestrator.watch.records import STORE_NAME
+from orchestrator.watch.store import RunStore
+from tests.watch.scene import FACTS, event, make_row, make_snapshot, record
+
+SLOTS = 5
+
+
+def main(folder: Path) -> None:
+    """Work until it is killed."""
+    pid = os.getpid()
+    folder.mkdir(exist_ok=True)
+    (folder / "head.json").write_text(json.dumps({"pid": pid}))
+    store = RunStore(folder / STORE_NAME)
+    started, here = start_time(pid), socket.gethostname()
+    store.begin(replace(FACTS, run_id=folder.name, head_pid=pid, head_started=started, host=here, duration_s=1e6))
+    store.event(event(name="run_started"))
+    store.commit()
+    os.write(1, b"0\n")
+    for turn in range(1, 10**9):
+        rows = [make_row(slot=f"pc1/{index}", steps_ok=turn) for index in range(SLOTS)]
+        store.event(event(turn, name="turn"))
+        store.slots(record(row.slot, next_sequence=turn, counters={}, row=row.to_dict()) for row in rows)
+        if turn % 3 == 0:
+            store.update(make_snapshot(*rows, elapsed_s=turn))
+        store.commit()
+        if store.problem is not None:
+            sys.exit(store.problem)
+        os.write(1, b"%d\n" % turn)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

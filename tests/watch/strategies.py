@@ -1,0 +1,31 @@
+"""A strategy for rows with anything in them that their types allow."""
+
+from __future__ import annotations
+
+from typing import Any, get_args, get_type_hints
+
+from hypothesis import strategies as st
+
+from orchestrator.core.slot import HeadState
+from orchestrator.watch.model import Row
+from workers.messages import StepCounts, WorkerState
+
+_BY_TYPE = {
+    str: st.text(st.characters(), max_size=30),  # lone surrogates included
+    int: st.integers(min_value=0),
+    float: st.floats(),
+    type(None): st.none(),
+    WorkerState: st.sampled_from(WorkerState),
+    HeadState: st.sampled_from(HeadState),
+}
+
+
+def _any(kind: type) -> st.SearchStrategy[Any]:
+    """Return a strategy for a dataclass with anything in it that its types allow."""
+    hints = get_type_hints(kind)
+    values = {name: get_args(hint) or (hint,) for name, hint in hints.items()}
+    return st.builds(kind, **{name: st.one_of(*(_BY_TYPE[each] for each in kinds)) for name, kinds in values.items()})
+
+
+_BY_TYPE[StepCounts] = _any(StepCounts)
+ANY_ROW = _any(Row)
