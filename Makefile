@@ -21,12 +21,12 @@ run: $(STAMP) ## Rehearse the main job on this machine for one minute; ARGS="--p
 
 test: $(STAMP) lint types contracts ## Run every check and every test; those that need a GPU are skipped without one
 	@status=0; \
-	$(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile -m "not ray and not gpu" || status=$$?; \
-	$(BIN)/pytest -m "ray or gpu" || status=$$?; \
+	$(BIN)/pytest -n auto --dist loadfile -m "not alone and not gpu" || status=$$?; \
+	$(BIN)/pytest -m "alone or gpu" || status=$$?; \
 	exit $$status
 
 check: $(STAMP) lint types contracts ## Run what is fast: everything but the tests marked ray, torch, gpu and slow
-	$(BIN)/pytest -q -n logical --maxprocesses 4 --dist loadfile -m "not ray and not torch and not gpu and not slow"
+	$(BIN)/pytest -q -n auto --dist loadfile -m "not ray and not torch and not gpu and not slow"
 
 setup: $(STAMP) ## Make .venv and install the project into it, with the versions of constraints.txt
 
