@@ -24,7 +24,7 @@ import itertools
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -139,6 +139,14 @@ class Play:
         self._books, self._leases = leased(self._books, claimants, self._now_s)
 
     def _start(self, worker: Worker) -> None:
+        self._go_on(worker, worker.incarnation, self._life(worker))
+
+    def _go_on(self, worker: Worker, incarnation: int, life: Iterator[float]) -> None:
+        if worker.incarnation == incarnation:
+            self._note(next(life), partial(self._go_on, worker, incarnation, life))
+
+    def _life(self, worker: Worker) -> Iterator[float]:
+        """Be a worker's process from its start on; yield each time until which it does what it does."""
         # A process that is about to start is asked to open the card, and to hold nothing yet.
         self._said[worker.slot] = Claimant(
             slot=worker.slot, card="card", cap_bytes=worker.cap_bytes, unopened_bytes=worker.context_bytes
@@ -147,36 +155,23 @@ class Play:
         self._lease()
         loaded_s = self._now_s + START_S + self._draw.uniform(0.0, 1.0)
         self._card_is_taken_until_s = max(loaded_s, self._card_is_taken_until_s) + OPEN_S
-        self._note(self._card_is_taken_until_s, partial(self._open, worker, worker.incarnation))
+        yield self._card_is_taken_until_s
+        while not worker.open(self.card):
+            yield self._now_s + OPEN_S
+        while True:
+            yield from worker.work(self.card)
+            arrives_s = self._now_s + TRAVEL_S
+            self._note(arrives_s, partial(self._arrive, worker, worker.incarnation, self._report(worker)))
+            if not worker.leases:
+                yield arrives_s
 
-    def _open(self, worker: Worker, incarnation: int) -> None:
-        if worker.incarnation != incarnation:
-            return
-        if worker.open(self.card):
-            self._go_on(worker, incarnation)
-        else:
-            self._note(self._now_s + OPEN_S, partial(self._open, worker, incarnation))
-
-    def _die(self, worker: Worker) -> None:
-        worker.die()
-        del self._said[worker.slot]
-        self._lease()
-        self._disturb()
-        self._start(worker)
-
-    def _go_on(self, worker: Worker, incarnation: int) -> None:
-        if worker.incarnation != incarnation:
-            return
-        again_s, has_ended = worker.go_on(self.card, self._now_s)
-        if not has_ended:
-            self._note(again_s, partial(self._go_on, worker, incarnation))
-            return
-        claimant = Claimant(
+    def _report(self, worker: Worker) -> Claimant:
+        return Claimant(
             slot=worker.slot,
             card="card",
             cap_bytes=worker.cap_bytes,
             leave_free_bytes=LEAVE_FREE_BYTES,
-            report=(incarnation, worker.sequence),
+            report=(worker.incarnation, worker.sequence),
             memory=MemoryInfo(
                 device_total_bytes=CARD_BYTES,
                 device_used_bytes=CARD_BYTES - self.card.free_bytes,
@@ -188,20 +183,21 @@ class Play:
             ),
             starving=worker.starving,
         )
-        idle = not worker.leases
-        self._note(again_s + TRAVEL_S, partial(self._arrive, worker, incarnation, claimant, idle=idle))
-        if not idle:
-            self._go_on(worker, incarnation)
 
-    def _arrive(self, worker: Worker, incarnation: int, claimant: Claimant, *, idle: bool) -> None:
+    def _arrive(self, worker: Worker, incarnation: int, claimant: Claimant) -> None:
         if worker.incarnation != incarnation:
             return
         self._said[worker.slot] = claimant
         self._lease()
         while len(worker.leases) < 2:
             worker.leases.append(self._leases.get(worker.slot))
-        if idle:
-            self._go_on(worker, incarnation)
+
+    def _die(self, worker: Worker) -> None:
+        worker.die()
+        del self._said[worker.slot]
+        self._lease()
+        self._disturb()
+        self._start(worker)
 
     def _sample(self) -> None:
         card = self.card

@@ -8,12 +8,12 @@ for the rest. No fragmentation, and allocating takes no time. Seconds are virtua
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from benches.simulator import FAILURE_S, WOBBLE, Job
+from benches.simulator import FAILURE_S, WOBBLE, Job, moments
 from workers.resilience.adaptive_size import AdaptiveSize, Learned
 from workers.units import GIB, MIB
 
@@ -62,7 +62,7 @@ class Card:
 
 @dataclass(slots=True, kw_only=True)
 class Worker:
-    """A slot and the process in it. `go_on` is called again at the time that it returned."""
+    """A slot and the process in it."""
 
     slot: str
     job: Job
@@ -88,10 +88,6 @@ class Worker:
     """Every step: when it began, and its size."""
     _sizes: AdaptiveSize = field(init=False)
     _learned: Learned | None = None
-    _slice_ends_s: float | None = None
-    _look_is_due: bool = True
-    _step: tuple[int, int, bool] | None = None
-    """Under way: size, bytes, and whether it will end well."""
 
     @property
     def cap_bytes(self) -> int:
@@ -113,64 +109,47 @@ class Worker:
     def die(self) -> None:
         """End the process; the next one will know what this one has learned."""
         self._learned = self._sizes.learned if self.open_bytes else self._learned
-        self._step = self._slice_ends_s = None
         self.open_bytes = self.held_bytes = self.peak_bytes = 0
         self.ready = self.starving = False
         self.leases.clear()
         self.incarnation += 1
 
-    def go_on(self, card: Card, now_s: float) -> tuple[float, bool]:
-        """End what is under way and begin what comes next; it must have a directive.
-
-        Return when to call again, and whether a slice has ended: then it has begun nothing yet.
-        """
-        if self._step is not None:
-            self._end_step(*self._step)
-        if self._slice_ends_s is None:
-            self.peak_bytes, self.starving, self._look_is_due = self.held_bytes, False, True
-            self._slice_ends_s = now_s + (GLANCE_S if self.leases[0] == 0 else SLICE_S)
-        elif now_s >= self._slice_ends_s:
-            self._slice_ends_s = None
-            self.leases.pop(0)
-            self.sequence += 1
-            return now_s, True
-        return self._begin_step(card, now_s, self._slice_ends_s), False
-
-    def _begin_step(self, card: Card, now_s: float, slice_ends_s: float) -> float:
+    def work(self, card: Card) -> Iterator[float]:
+        """Work for one slice under the first lease; yield each time until which a step, or a wait, lasts."""
         lease_bytes = self.leases[0]
         limit_bytes = self.cap_bytes if lease_bytes is None else min(self.cap_bytes, lease_bytes)
-        if self.held_bytes > limit_bytes:
-            self.held_bytes = 0
-        usable_bytes = max(0, min(limit_bytes, self.held_bytes + card.free_bytes - LEAVE_FREE_BYTES))
-        size = self._sizes.next(usable_bytes if self._look_is_due else None) if limit_bytes else None
-        self._look_is_due = self.looks_every_step
-        if size is None:
-            self.held_bytes = 0
-            self.starving = limit_bytes > 0
-            return slice_ends_s
-        self.starving = False
-        if self.sizes and size < (1.0 - SMALLER) * self.sizes[-1][1]:
-            self.held_bytes = 0
-        self.sizes.append((now_s, size))
-        need_bytes = int(self.job.need_bytes(size) * (1 + self.draw.uniform(-WOBBLE, WOBBLE)))
-        there_bytes = min(limit_bytes, self.held_bytes + card.free_bytes)
-        good = need_bytes <= there_bytes
-        self.held_bytes = max(self.held_bytes, need_bytes) if good else there_bytes
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        self._step = (size, need_bytes, good)
-        return now_s + (self.job.step_s(size) if good else self.job.step_s(size) / 2 + FAILURE_S)
-
-    def _end_step(self, size: int, need_bytes: int, good: bool) -> None:
-        self._step = None
-        if good:
-            self.items += size
-            self._sizes.succeeded(size, need_bytes)
-        else:
-            self.failures += 1
-            self._look_is_due = True
-            self._sizes.failed(size)
-        if not good or not self.keeps_pool:
-            self.held_bytes = 0
+        ends_s = self.clock() + (GLANCE_S if lease_bytes == 0 else SLICE_S)
+        self.peak_bytes, self.starving, look_is_due = self.held_bytes, False, True
+        while self.clock() < ends_s:
+            if self.held_bytes > limit_bytes:
+                self.held_bytes = 0
+            usable_bytes = max(0, min(limit_bytes, self.held_bytes + card.free_bytes - LEAVE_FREE_BYTES))
+            size = self._sizes.next(usable_bytes if look_is_due else None) if limit_bytes else None
+            self.starving = size is None and limit_bytes > 0
+            if size is None:
+                self.held_bytes = 0
+                yield ends_s
+                continue
+            if self.sizes and size < (1.0 - SMALLER) * self.sizes[-1][1]:
+                self.held_bytes = 0
+            self.sizes.append((self.clock(), size))
+            need_bytes = int(self.job.need_bytes(size) * (1 + self.draw.uniform(-WOBBLE, WOBBLE)))
+            there_bytes = min(limit_bytes, self.held_bytes + card.free_bytes)
+            good = need_bytes <= there_bytes
+            self.held_bytes = max(self.held_bytes, need_bytes) if good else there_bytes
+            self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+            yield self.clock() + (self.job.step_s(size) if good else self.job.step_s(size) / 2 + FAILURE_S)
+            look_is_due = self.looks_every_step or not good
+            if good:
+                self.items += size
+                self._sizes.succeeded(size, need_bytes)
+            else:
+                self.failures += 1
+                self._sizes.failed(size)
+            if not good or not self.keeps_pool:
+                self.held_bytes = 0
+        self.leases.pop(0)
+        self.sequence += 1
 
 
 def jobs(seed: int, workers: int, cap_bytes: int, *, modest: int | None) -> list[Job]:
@@ -227,20 +206,17 @@ def _neighbour(draw: Random, _workers: int, duration_s: float) -> dict[str, Any]
 
 def _visits(draw: Random, _workers: int, duration_s: float) -> dict[str, Any]:
     """A job that takes a part of the card for half a minute to two, ends, and comes again."""
-    at_s, wishes, here = 0.0, [], True
-    while at_s < duration_s:
-        wishes.append((at_s, int(draw.uniform(0.15, 0.4) * CARD_BYTES) if here else 0))
-        at_s += draw.uniform(30.0, 120.0)
-        here = not here
+    wishes = [
+        (at_s, 0 if number % 2 else int(draw.uniform(0.15, 0.4) * CARD_BYTES))
+        for number, at_s in enumerate(moments(draw, duration_s, 30.0, 120.0))
+    ]
     return {"tenants": [wishes], "disturbed_at_s": [at_s for at_s, _ in wishes]}
 
 
 def _restart(draw: Random, workers: int, duration_s: float) -> dict[str, Any]:
     """A tenant has a part of the card, and a worker's process dies now and then."""
-    deaths, at_s = [], draw.uniform(60.0, 90.0)
-    while at_s < duration_s:
-        deaths.append((at_s, draw.randrange(workers)))
-        at_s += draw.uniform(60.0, 120.0)
+    times_s = moments(draw, duration_s, 60.0, 120.0, at_s=draw.uniform(60.0, 90.0))
+    deaths = [(at_s, draw.randrange(workers)) for at_s in times_s]
     return {"tenants": _tenant(draw), "deaths": deaths}
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
@@ -250,17 +250,20 @@ def oracle_items(world: World, *, blocks: bool) -> float:
     return items
 
 
+def moments(draw: Random, until_s: float, least_s: float, most_s: float, at_s: float = 0.0) -> Iterator[float]:
+    """Yield moments that lie so far apart. Each gap is drawn once the caller has drawn what happens before it."""
+    while at_s < until_s:
+        yield at_s
+        at_s += draw.uniform(least_s, most_s)
+
+
 def _constant(draw: Random, _duration_s: float) -> Course:
     return [(0.0, draw.uniform(_LOW_GIB, _HIGH_GIB) * GIB)]
 
 
 def _steps(draw: Random, duration_s: float) -> Course:
     """Another level every two to five minutes."""
-    points, at_s = [], 0.0
-    while at_s < duration_s:
-        points.append((at_s, draw.uniform(_LOW_GIB, _HIGH_GIB) * GIB))
-        at_s += draw.uniform(120.0, 300.0)
-    return points
+    return [(at_s, draw.uniform(_LOW_GIB, _HIGH_GIB) * GIB) for at_s in moments(draw, duration_s, 120.0, 300.0)]
 
 
 def _squeeze(draw: Random, duration_s: float) -> Course:
@@ -302,12 +305,9 @@ def _neighbour(draw: Random, duration_s: float) -> Course:
     """A job that takes a fixed amount for minutes, ends, and comes again."""
     level = draw.uniform(4.0, _HIGH_GIB)
     amount = level * draw.uniform(0.45, 0.75)
-    here, at_s, points = draw.random() < 0.5, 0.0, []
-    while at_s < duration_s:
-        points.append((at_s, (level - amount * here) * GIB))
-        here = not here
-        at_s += draw.uniform(60.0, 240.0)
-    return points
+    comes = int(draw.random() >= 0.5)
+    times_s = enumerate(moments(draw, duration_s, 60.0, 240.0))
+    return [(at_s, (level - amount * (number % 2 == comes)) * GIB) for number, at_s in times_s]
 
 
 def _leak(draw: Random, duration_s: float) -> Course:
