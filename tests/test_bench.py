@@ -73,6 +73,14 @@ def test_recovery() -> None:
     assert result["recovery_p50_in_steps"] == pytest.approx(result["recovery_p50_s"] / result["good_step_p50_s"])
 
 
+def test_watching() -> None:
+    result = bench("watching", "--rounds", "1", "--seconds", "0.3", "--size", "256")
+    (row,) = result["rounds"]
+    assert row["look_us"] == result["look_us"] > 0
+    assert row["checks"] > 0
+    assert 0 < result["checks_share_median"] < 1
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> RunStore:
     """A run of one slot, whose witness has noted 30 steps."""

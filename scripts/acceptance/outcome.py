@@ -62,25 +62,6 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 - whatever a check measured
     return value
 
 
-#: What the page says of the machine: the words, where they are not the key itself.
-_HOST = {
-    "card": "card",
-    "total_bytes": "memory shown, bytes",
-    "free_bytes": "memory free before, bytes",
-    "compute_capability": "compute capability",
-    "multiprocessors": "multiprocessors",
-    "driver": "driver",
-    "context_bytes": "CUDA context of a worker, bytes",
-    "context_source": "how the context is known",
-    "torch": "torch",
-    "cuda": "CUDA of torch",
-    "python": "Python",
-    "system": "system",
-    "cores": "cores",
-    "date": "date",
-}
-
-
 def page(host: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
     return "\n".join(_lines(host, outcomes)) + "\n"
 
@@ -88,7 +69,7 @@ def page(host: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
 def _lines(host: Mapping[str, Any], outcomes: Sequence[Outcome]) -> Iterator[str]:
     yield from (f"# Acceptance on {host['card']}, {str(host['date']).split(maxsplit=1)[0]}", "")
     yield from (_facts(host, outcomes), "")
-    yield from _markdown(["what", "value"], ([words, short(host[key])] for key, words in _HOST.items()))
+    yield from _markdown(["what", "value"], ([key, short(value)] for key, value in host.items() if key != "command"))
     yield from (f"| command | `{host['command']}` |", "", "## Checks", "")
     yield from _markdown(
         ["check", "verdict", "must hold"], ([each.check, each.word, each.must_hold] for each in outcomes)
