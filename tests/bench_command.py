@@ -9,7 +9,7 @@ from tests.scene import ROOT, only_object, python
 
 
 def typed(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return python("scripts/bench.py", *arguments, cwd=ROOT, timeout_s=200)
+    return python("scripts/bench.py", *arguments, cwd=ROOT)
 
 
 def bench(*arguments: str) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,9 @@ from workers.settings import MemorySettings, WorkerSpec, WorkloadSpec
 ROOT = Path(__file__).resolve().parents[1]
 
 MIB = 2**20
+
+#: How long a test waits for what must happen. No test judges time: a machine with other work may be ten times slower.
+PATIENCE_S = 240.0
 
 #: The guides' numbers.
 GUIDES = MemorySettings(
@@ -61,7 +66,7 @@ def spec_of(
 
 
 def python(
-    *arguments: str, cwd: Path | None = None, timeout_s: float = 120.0, **environment: str
+    *arguments: str, cwd: Path | None = None, timeout_s: float = PATIENCE_S, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with these arguments to its end, without a standard input."""
     return subprocess.run(
@@ -79,6 +84,17 @@ def python(
 def orchestrator(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the command as a user does."""
     return python("-m", "orchestrator", *arguments, cwd=cwd, **environment)
+
+
+def wait_for(ask: Callable[[], Any], what: str) -> Any:  # noqa: ANN401 - whatever was asked
+    """Ask until the answer is true; return it."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline_s:
+        answer = ask()
+        if answer:
+            return answer
+        time.sleep(0.05)
+    raise AssertionError(f"no {what} within {PATIENCE_S:.0f} s")
 
 
 def vm_data_bytes() -> int:
@@ -100,4 +116,4 @@ def namespaced(script: str, *arguments: str) -> subprocess.CompletedProcess[str]
     if subprocess.run(trial, capture_output=True, check=False).returncode != 0:
         pytest.skip("the kernel refuses user namespaces with mounts")
     command = ["unshare", "-rm", "sh", "-euc", script, "sh", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)

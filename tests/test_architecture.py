@@ -98,7 +98,7 @@ def modules_below(folder: str, *, without: str | None = None) -> list[str]:
     ids=["messages", "policy", "engine", "head outside the cluster folder"],
 )
 def test_a_fresh_process_that_imports_these_has_not_loaded_those(modules: list[str], forbidden: list[str]) -> None:
-    done = python("-c", PROBE, json.dumps(modules), json.dumps(forbidden), cwd=ROOT, timeout_s=240)
+    done = python("-c", PROBE, json.dumps(modules), json.dumps(forbidden), cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {}, "the forbidden ones, each with the module to blame"
 

@@ -13,8 +13,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -23,10 +22,12 @@ from typing import Any
 import psutil
 import pytest
 
+from orchestrator.errors import NothingStoredError
+from orchestrator.watch.archive import read_run
 from orchestrator.watch.records import STORE_NAME
 from tests.reaper import Reaper
+from tests.scene import PATIENCE_S, ROOT, wait_for
 
-ROOT = Path(__file__).parents[2]
 _PR_SET_CHILD_SUBREAPER = 36
 
 #: Three workers on two nodes: everything a cluster has, in a third of the time.
@@ -40,28 +41,53 @@ class Head:
     process: subprocess.Popen[str]
     runs: Path
 
-    def folder(self, within_s: float = 60.0) -> Path:
+    def folder(self) -> Path:
         """The run folder, once there is one."""
-        return wait_for(lambda: next(iter(self.runs.glob("*/head.json")), None), within_s, "a run folder").parent
+        return wait_for(lambda: next(iter(self.runs.glob("*/head.json")), None), "a run folder").parent
 
     def events(self) -> list[dict[str, Any]]:
         """What the event log says so far."""
         return read_events(self.folder())
 
-    def wait_until_running(self, workers: int, within_s: float = 120.0, after: int = 0) -> None:
+    def wait(self, ask: Callable[[], Any], what: str) -> None:
+        """Wait for something while the run goes on; if it does not come, say what the log said last."""
+
+        def asked() -> bool:
+            assert self.process.poll() is None, f"the run ended early: {self.process.communicate()[1]}"
+            return bool(ask())
+
+        try:
+            wait_for(asked, what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; the last events: {self.events()[-20:]}") from None
+
+    def wait_until_running(self, workers: int, after: int = 0) -> None:
         """Wait until this many slots have been RUNNING, by the events after the first `after`."""
 
         def enough() -> bool:
-            assert self.process.poll() is None, f"the run ended early: {self.process.communicate()[1]}"
             states = [event for event in self.events()[after:] if event["event"] == "state"]
             running = {event["slot"] for event in states if event["to_state"] == "RUNNING"}
             return len(running) >= workers
 
-        wait_for(enough, within_s, f"{workers} running workers")
+        self.wait(enough, f"{workers} running workers")
 
-    def finish(self, within_s: float = 200.0) -> tuple[int, str, str]:
+    def rows(self) -> dict[str, Mapping[str, Any]]:
+        """The rows of the table by their slots, as the store last got them; none before it has any."""
+        with contextlib.suppress(NothingStoredError):
+            return {record.slot: record.row for record in read_run(self.folder()).slots if record.row}
+        return {}
+
+    def interrupt_when(self, ask: Callable[[], Any], what: str) -> dict[str, Any]:
+        """Wait for something, then interrupt the run; return its summary."""
+        self.wait(ask, what)
+        self.process.send_signal(signal.SIGINT)
+        code, out, err = self.finish()
+        assert code == 130, out + err
+        return dict(json.loads(out))
+
+    def finish(self) -> tuple[int, str, str]:
         """Wait for the end; return exit code, standard output and standard error."""
-        out, err = self.process.communicate(timeout=within_s)
+        out, err = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode, out, err
 
     def summary(self) -> dict[str, Any]:
@@ -88,16 +114,6 @@ def samples(folder: Path) -> dict[str, list[sqlite3.Row]]:
         for line in store.execute("SELECT * FROM samples ORDER BY at_unix_s"):
             found.setdefault(line["slot"], []).append(line)
     return found
-
-
-def wait_for(ask: Callable[[], Any], within_s: float, what: str) -> Any:  # noqa: ANN401 - whatever was asked
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        answer = ask()
-        if answer:
-            return answer
-        time.sleep(0.05)
-    raise AssertionError(f"no {what} within {within_s} s")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -134,12 +150,12 @@ def shared_memory() -> set[Path]:
 
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
-    """Fail if a process, a file in /dev/shm or a temporary folder of ours is left 10 s after the test."""
+    """Fail if a process, a file in /dev/shm or a temporary folder of ours is left after the test."""
     before = {process.pid for process in descendants()}
     shared = shared_memory()
     yield
     try:
-        wait_for(lambda: not [p for p in descendants() if p.pid not in before], 10.0, "end of the processes we started")
+        wait_for(lambda: not [p for p in descendants() if p.pid not in before], "end of the processes we started")
     finally:
         for process in descendants():
             if process.pid not in before:
@@ -191,7 +207,7 @@ def start(nothing_left: None, short_tmp: Path) -> Iterator[Starter]:
         if head.process.poll() is None:
             head.process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                head.process.wait(20)
+                head.process.wait(PATIENCE_S)
             head.process.kill()
         for stream in (head.process.stdout, head.process.stderr):
             if stream is not None:
@@ -255,7 +271,7 @@ class ByHand:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=90,
+            timeout=PATIENCE_S,
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from orchestrator.watch.folders import list_runs
-from tests.cluster.conftest import ROOT, SMALL, wait_for
+from tests.cluster.conftest import SMALL
+from tests.scene import PATIENCE_S, ROOT, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("nothing_left")]
 
@@ -53,7 +54,7 @@ def burning(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
-                process.wait(60)
+                process.wait(PATIENCE_S)
     assert [path.name for path in folder.iterdir() if path.name.startswith("orch-")] == []
 
 
@@ -61,9 +62,9 @@ def test_a_hot_card_fails_the_heat_phase_and_an_interrupt_ends_the_next(short_tm
     sensors = script(short_tmp, HOT_C, 61)
     arguments = ("--phase", "2", "--phase", "3", "--fake-sensors", str(sensors), "--duration", "6s", "--json")
     with burning(short_tmp, *arguments) as process:
-        wait_for(lambda: runs_that_counted(short_tmp / "runs") == 2, 120, "second phase that counts")
+        wait_for(lambda: runs_that_counted(short_tmp / "runs") == 2, "second phase that counts")
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=PATIENCE_S)
     told: dict[str, Any] = json.loads(out)
     assert (process.returncode, told["exit_code"], told["outcome"]) == (130, 130, "interrupted"), err
     phase, interrupted = told["phases"]

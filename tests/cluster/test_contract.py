@@ -10,9 +10,9 @@ import pytest
 from orchestrator.cluster.local_cluster import rehearsed
 from orchestrator.cluster.raylets import RayletPlan
 from orchestrator.core.fleet import Fleet
-from tests.cluster.conftest import ROOT
 from tests.fleet.scenarios import SCENARIOS, play
 from tests.in_child import MakeSpec
+from tests.scene import ROOT
 
 pytestmark = pytest.mark.ray
 

@@ -11,6 +11,7 @@ import pytest
 
 from orchestrator.config.load import load_config
 from tests.cluster.conftest import SMALL, Starter, read_events
+from tests.scene import PATIENCE_S
 
 pytestmark = pytest.mark.ray
 
@@ -36,7 +37,7 @@ def test_ten_workers_survive_sizes_far_too_big_for_every_cap(start: Starter, sho
     witness = short_tmp / "the-head-loaded-torch"
     (short_tmp / "sitecustomize.py").write_text(_TELL_TALE.format(witness=witness))
     watched = {"PYTHONPATH": str(short_tmp)}
-    head = start("--rehearse", "--duration", "6s", "--json", *TOO_BIG, *GUIDES, environment=watched)
+    head = start("--rehearse", "--duration", "10s", "--json", *TOO_BIG, *GUIDES, environment=watched)
     code, out, err = head.finish()
     assert not witness.exists()
     assert code == 0, out + err
@@ -70,7 +71,7 @@ def test_this_machine_alone_runs_with_what_it_really_has_and_without_a_reader(st
     for stream in (head.process.stdout, head.process.stderr):
         assert stream is not None
         stream.close()
-    assert head.process.wait(90) == 0
+    assert head.process.wait(PATIENCE_S) == 0
     summary = head.summary()
     assert summary["outcome"] == "good"
     assert summary["nodes_seen"] == ["local"]
@@ -82,6 +83,6 @@ def test_an_interrupt_while_the_cluster_starts_leaves_nothing(start: Starter) ->
     head = start("--rehearse", "--duration", "10", "--json", *SMALL)
     head.folder()
     head.process.send_signal(signal.SIGINT)
-    code, out, _ = head.finish(60)
+    code, out, _ = head.finish()
     assert code == 130
     assert json.loads(out)["outcome"] == "interrupted"

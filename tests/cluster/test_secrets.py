@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.conftest import SMALL, Starter, wait_for
+from tests.cluster.conftest import SMALL, Starter
+from tests.scene import wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -39,7 +40,7 @@ def test_the_token_of_a_rehearsal_is_in_its_file_alone_and_gone_after_an_interru
 ) -> None:
     head = start("--rehearse", "--duration", "10", "--plain", *SMALL)
     head.wait_until_running(3)
-    token = wait_for(lambda: next(iter(short_tmp.glob("orch-*/auth_token")), None), 10, "the token")
+    token = wait_for(lambda: next(iter(short_tmp.glob("orch-*/auth_token")), None), "the token")
     secret = token.read_text(encoding="ascii")
     assert len(secret) == 64
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
@@ -54,7 +55,7 @@ def test_the_token_of_a_rehearsal_is_in_its_file_alone_and_gone_after_an_interru
     assert head.process.poll() is None, "all this while it ran"
 
     head.process.send_signal(signal.SIGTERM)
-    code, out, err = head.finish(30)
+    code, out, err = head.finish()
     assert code == 130, out + err
     assert "Run folder:" in err
     assert secret not in out + err

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import SMALL, ByHand, Starter, wait_for
+from tests.cluster.conftest import SMALL, ByHand, Starter
+from tests.scene import wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -46,7 +47,7 @@ def test_nodes_started_by_hand_run_what_is_planned_and_a_missing_one_is_named_or
     summary = json.loads(out)
     assert summary["outcome"] == "interrupted"
     assert [row["node"] for row in summary["workers"] if row["steps_ok"] > 0] == ["pc1", "pc1", "pc2"]
-    wait_for(lambda: by_hand.ask_ray() == {}, 10, "end of the actors with their head")
+    wait_for(lambda: by_hand.ask_ray() == {}, "end of the actors with their head")
     assert token.read_text() not in "".join(
         path.read_text(errors="replace")
         for path in head.folder().iterdir()

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from orchestrator.config.load import load_config
-from tests.cluster.conftest import ROOT, ByHand
+from tests.cluster.conftest import ByHand
+from tests.scene import PATIENCE_S, ROOT
 
 pytestmark = pytest.mark.ray
 
@@ -60,7 +61,7 @@ def doctor(by_hand: ByHand) -> tuple[int, dict[str, Any]]:
         env={**environment(), **by_hand.environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.stdout, done.stderr

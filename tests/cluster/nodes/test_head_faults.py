@@ -15,7 +15,8 @@ import pytest
 
 from orchestrator.watch.archive import StoredRun, read_run
 from orchestrator.watch.records import STORE_NAME
-from tests.cluster.conftest import ROOT, Head, Starter, wait_for
+from tests.cluster.conftest import Head, Starter
+from tests.scene import PATIENCE_S, ROOT, wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -33,7 +34,7 @@ needs_mounts = pytest.mark.skipif(
 def ask(*arguments: str, runs: Path) -> tuple[int, str, str]:
     """Ask something about the runs in a folder; return exit code, standard output and standard error."""
     command = [sys.executable, "-m", "orchestrator", *arguments, "--run-dir", str(runs)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -41,7 +42,7 @@ def stored_when(head: Head, elapsed_s: float) -> StoredRun:
     """What the store knows when the run has counted for so long."""
     head.wait_until_running(2)
     folder = head.folder()
-    wait_for(lambda: read_run(folder).elapsed_s >= elapsed_s, 60, f"{elapsed_s} s of the run")
+    wait_for(lambda: read_run(folder).elapsed_s >= elapsed_s, f"{elapsed_s} s of the run")
     return read_run(folder)
 
 
@@ -51,7 +52,7 @@ def test_a_killed_head_leaves_a_run_that_another_head_brings_to_its_end(start: S
     head.process.kill()
     head.process.wait()
     # Nothing of the head is left to clean up, and yet its cluster is gone.
-    wait_for(lambda: not list(head.runs.parent.glob("orch-*")), 10, "removal of the rehearsal's folder")
+    wait_for(lambda: not list(head.runs.parent.glob("orch-*")), "removal of the rehearsal's folder")
     folder, runs = head.folder(), head.runs
     left = read_run(folder)
     assert 4.0 <= left.elapsed_s < 11.0
@@ -94,12 +95,12 @@ def test_a_killed_head_leaves_a_run_that_another_head_brings_to_its_end(start: S
 
 @needs_mounts
 def test_a_run_folder_that_becomes_read_only_does_not_end_a_run_and_is_told(start: Starter) -> None:
-    head = start("--rehearse", "--duration", "9s", "--plain", *ONE_EACH, before=UNSHARED)
+    head = start("--rehearse", "--duration", "14s", "--plain", *ONE_EACH, before=UNSHARED)
     known = stored_when(head, 2.0)
     folder = head.folder()
     inside = ["nsenter", f"--target={head.process.pid}", "--user", "--mount", "--preserve-credentials"]
     read_only = f"mount --bind {head.runs} {head.runs} && mount -o remount,bind,ro {head.runs}"
-    subprocess.run([*inside, "sh", "-c", read_only], check=True, capture_output=True, timeout=30)
+    subprocess.run([*inside, "sh", "-c", read_only], check=True, capture_output=True, timeout=PATIENCE_S)
     # What is open stays writable; whoever must open it again finds out. A lock makes the store open it again.
     with contextlib.closing(sqlite3.connect(folder / STORE_NAME, isolation_level=None)) as store:
         store.execute("BEGIN EXCLUSIVE")
@@ -112,7 +113,7 @@ def test_a_run_folder_that_becomes_read_only_does_not_end_a_run_and_is_told(star
     assert "Read-only file system" in err
     assert "Traceback" not in out + err
     left = read_run(folder)
-    assert known.elapsed_s <= left.elapsed_s < 9.0
+    assert known.elapsed_s <= left.elapsed_s < 14.0
     assert left.outcome == "interrupted", "as far as anybody can know who was not there"
 
 
@@ -124,7 +125,7 @@ def test_a_run_of_the_version_before_the_layers_is_brought_to_its_end(start: Sta
         store.execute("UPDATE runs SET config_yaml = replace(config_yaml, 'duration: 70s', 'duration: 11s')")
     before = read_run(runs / run_id)
     head = start("--resume", run_id, "--json", runs=runs)
-    code, out, err = head.finish(240)
+    code, out, err = head.finish()
     assert code == 0, err
     summary = json.loads(out)
     assert summary["run_id"] == run_id

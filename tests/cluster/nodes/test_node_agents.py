@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.cluster.conftest import ROOT, SMALL, Head, Starter, descendants, wait_for
+from tests.cluster.conftest import SMALL, Head, Starter, descendants
+from tests.scene import ROOT, wait_for
 
 HEAT = str(ROOT / "scripts" / "heat.json")
 LIMITED = ("--rehearse", "--fake-sensors", HEAT, *SMALL, "--set", "nodes.pc1.power_limit_w=280")
@@ -47,12 +48,12 @@ def test_a_limit_is_put_back_when_the_actor_the_run_or_the_head_ends(start: Star
     assert limit_w(head) == 280.0
     first = record(state_dir)
     assert first is not None
-    actor = wait_for(keeper, 10.0, "keeper")
+    actor = wait_for(keeper, "keeper")
 
     actor.kill()  # Ray starts it again, and it another agent, which finds what was there before the first
-    second = wait_for(lambda: (found := record(state_dir)) and found["pid"] != first["pid"] and found, 60.0, "agent")
+    second = wait_for(lambda: (found := record(state_dir)) and found["pid"] != first["pid"] and found, "agent")
     assert second["power"] == [{**first["power"][0], "before_mw": 350_000}]
-    wait_for(lambda: limit_w(head) == 280.0, 30.0, "limit")
+    wait_for(lambda: limit_w(head) == 280.0, "limit")
 
     head.process.send_signal(signal.SIGINT)
     code, _, err = head.finish()
@@ -67,9 +68,9 @@ def test_a_limit_is_put_back_when_the_actor_the_run_or_the_head_ends(start: Star
     killed.wait_until_running(3)
     assert limit_w(killed) == 280.0
     os.kill(killed.process.pid, signal.SIGKILL)
-    wait_for(lambda: record(state_dir) is None, 60.0, "agent that undoes")
+    wait_for(lambda: record(state_dir) is None, "agent that undoes")
     assert limit_w(killed) == 350.0
-    wait_for(lambda: not list(killed.runs.parent.glob("orch-*")), 60.0, "removal of the rehearsal's folder")
+    wait_for(lambda: not list(killed.runs.parent.glob("orch-*")), "removal of the rehearsal's folder")
 
 
 def test_the_first_ctrl_c_is_heard_while_a_guard_waits_for_another(start: Starter, state_dir: Path) -> None:
@@ -77,10 +78,10 @@ def test_the_first_ctrl_c_is_heard_while_a_guard_waits_for_another(start: Starte
     with (state_dir / "kept" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # as an agent of another run has it
         head = start(*LIMITED, "--duration", "10m", "--apply-power-limit")
-        wait_for(keeper, 60.0, "keeper")
+        wait_for(keeper, "keeper")
         head.process.send_signal(signal.SIGINT)
         code, _, err = head.finish()
     assert code == 130, err
     assert head.summary()["outcome"] == "interrupted"
-    wait_for(lambda: record(state_dir) is None, 60.0, "agent that undoes what it did when the lock was free")
+    wait_for(lambda: record(state_dir) is None, "agent that undoes what it did when the lock was free")
     assert limit_w(head) in {None, 350.0}

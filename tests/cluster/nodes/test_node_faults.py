@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import time
 from typing import Any
 
 import psutil
@@ -14,12 +13,10 @@ import pytest
 
 from orchestrator.core.node_commands import NODE_MARK
 from orchestrator.watch.archive import read_run
-from tests.cluster.conftest import SMALL, ByHand, Starter, at_unix_s, descendants, samples, wait_for
+from tests.cluster.conftest import SMALL, ByHand, Starter, at_unix_s, descendants, samples
+from tests.scene import wait_for
 
 pytestmark = pytest.mark.ray
-
-#: What the product promises: a node that is gone is seen, and what a killed head leaves is gone, within 10 s.
-PROMISED_S = 10.0
 
 #: Far too big for every cap: three matrices of this edge need 1.5 GiB, also after scaling. So sizes must be learned,
 #: the guides' way: by failing.
@@ -38,10 +35,10 @@ def test_the_slots_of_an_ended_node_are_lost_at_once_and_go_on_where_they_were_w
     workers = ("--set", "nodes.pc1.workers=1", "--set", "nodes.pc2.workers=2")
     fault = ("--chaos", "node:pc2@3s+3s", "--chaos-seed", "1")
     head = start("--rehearse", "--duration", "2", "--json", *TOO_BIG, *workers, *fault)
-    wait_for(lambda: states(head.events(), "pc2/0", "LOST"), 60, "LOST of pc2")
+    wait_for(lambda: states(head.events(), "pc2/0", "LOST"), "LOST of pc2")
     # Ray takes a quarter of a minute to give up the old node, and only then starts its actors on the new one.
     before = len(head.events())
-    head.wait_until_running(2, within_s=60, after=before)
+    head.wait_until_running(2, after=before)
     head.process.send_signal(signal.SIGINT)
     code, out, err = head.finish()
     assert code == 130, out + err
@@ -52,8 +49,7 @@ def test_the_slots_of_an_ended_node_are_lost_at_once_and_go_on_where_they_were_w
     rows = {row["slot"]: row for row in summary["workers"]}
     taken = samples(head.folder())
     for slot in ("pc2/0", "pc2/1"):
-        (lost,) = states(events, slot, "LOST")
-        assert at_unix_s(lost) - at_unix_s(ended) <= PROMISED_S
+        assert len(states(events, slot, "LOST")) == 1
         assert rows[slot]["state"] == "RUNNING"
         before = [sample for sample in taken[slot] if sample["at_unix_s"] <= at_unix_s(ended)]
         assert before[-1]["oom_count"] > 0, "something was learned before the node was ended"
@@ -98,9 +94,7 @@ def test_a_raylet_that_is_killed_comes_back_once_it_offers_enough_and_a_killed_h
     folder = head.folder()
 
     raylet_of("pc2").kill()
-    killed_at_s = time.time()
-    lost = wait_for(lambda: states(head.events(), "pc2/0", "LOST"), 30, "LOST of pc2/0")
-    assert at_unix_s(lost[0]) - killed_at_s <= PROMISED_S
+    wait_for(lambda: states(head.events(), "pc2/0", "LOST"), "LOST of pc2/0")
 
     script = by_hand.orchestrator("up", "pc2")
     assert "--num-cpus=4" in script
@@ -109,21 +103,17 @@ def test_a_raylet_that_is_killed_comes_back_once_it_offers_enough_and_a_killed_h
     def refused() -> bool:
         return any("pc2 cannot be used: pc2 offers 2 CPUs" in notice for notice in read_run(folder).notices)
 
-    wait_for(refused, 30, "refusal of pc2")
+    wait_for(refused, "refusal of pc2")
     stored = {slot.slot: slot for slot in read_run(folder).slots}
     assert "offers 2 CPUs, the plan needs" in stored["pc2/0"].reason
     assert "pc2 offers 2 CPUs" in next(e["reason"] for e in head.events() if e["event"] == "node_refused")
     steps_ok = stored["pc1/0"].counters["steps_ok"]
-    wait_for(
-        lambda: {slot.slot: slot for slot in read_run(folder).slots}["pc1/0"].counters["steps_ok"] > steps_ok,
-        30,
-        "work on pc1 beside the refused node",
-    )
+    wait_for(lambda: head.rows()["pc1/0"]["steps_ok"] > steps_ok, "work on pc1 beside the refused node")
 
     by_hand.stop_node("pc2")
     before = len(head.events())
     by_hand.type_what_up_prints("pc2")
-    wait_for(lambda: states(head.events()[before:], "pc2/0", "RUNNING"), 60, "work on pc2")
+    wait_for(lambda: states(head.events()[before:], "pc2/0", "RUNNING"), "work on pc2")
     assert [e for e in head.events() if e["event"] == "state" and e["slot"] in {"pc1/0", "pc1/1"}][2:] == []
 
     raylets = {raylet_of("pc1").pid, raylet_of("pc2").pid}
@@ -133,7 +123,7 @@ def test_a_raylet_that_is_killed_comes_back_once_it_offers_enough_and_a_killed_h
     head.process.kill()
     head.process.wait()
     workers = set(opened.values())
-    wait_for(lambda: not workers & {process.pid for process in descendants()}, PROMISED_S, "end of the workers")
+    wait_for(lambda: not workers & {process.pid for process in descendants()}, "end of the workers")
     assert {raylet_of("pc1").pid, raylet_of("pc2").pid} == raylets
     stored_run = read_run(folder)
     assert stored_run.was_killed
