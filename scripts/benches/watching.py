@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from acceptance.watching import look, work_and_check
+
 from benches.common import Child, Result, lone_worker, progress, sized, spread
 from workers.nvml.fake.library import load
 from workers.nvml.fake.prepare import prepare
