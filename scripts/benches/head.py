@@ -13,7 +13,6 @@ import random
 import sqlite3
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -197,33 +196,6 @@ def _report(worker: _Worker, directive: Directive, drawn: random.Random) -> Repo
     )
 
 
-def _window(
-    fleet: ScriptedFleet, clock: Clock, store: Path, warm_up_s: float, window_s: float, cost: dict[str, float]
-) -> Iterator[bool]:
-    """Yield at every turn of the head whether it has worked for long enough; put into `cost` what it took.
-
-    Processor time, the script's apart, is a share of one core; bytes of the store and reports are per second.
-    """
-
-    def look() -> tuple[float, ...]:
-        return clock.monotonic_s(), time.process_time() - fleet.script_s, _stored_bytes(store), fleet.reports
-
-    begins_s = clock.monotonic_s() + warm_up_s
-    while clock.monotonic_s() < begins_s:
-        yield False
-    before = look()
-    while clock.monotonic_s() < before[0] + window_s:
-        yield False
-    took_s, cpu_s, grown_bytes, reports = (now - then for now, then in zip(look(), before, strict=True))
-    cost |= {
-        "core_pct": 100.0 * cpu_s / took_s,
-        "store_bytes_per_s": grown_bytes / took_s,
-        "reports_per_s": reports / took_s,
-    }
-    while True:
-        yield True
-
-
 def _stored_bytes(path: Path) -> int:
     """Return what a store takes on disk, as a reader sees it: with the pages that are only in the log.
 
@@ -280,16 +252,33 @@ def measure(answer: Connection, workers: int, warm_up_s: float, window_s: float,
     fleet: Any = ScriptedFleet(plans, clock)  # lacks what is only asked when something fails
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, Path(os.devnull).open("w", encoding="utf-8") as screen:
         console = Console(file=screen, force_terminal=True, width=200, height=60)
-        cost: dict[str, float] = {}
-        window = _window(fleet, clock, Path(folder) / STORE_NAME, warm_up_s, window_s, cost)
+        looks: list[tuple[float, ...]] = []
+        begins_s = clock.monotonic_s() + warm_up_s
+
+        def is_over() -> bool:
+            """Look when the head is warm, and again at the end of the window."""
+            now_s = clock.monotonic_s()
+            if len(looks) < 2 and now_s >= (looks[0][0] + window_s if looks else begins_s):
+                # The script's processor time is not the head's.
+                cpu_s = time.process_time() - fleet.script_s
+                looks.append((now_s, cpu_s, _stored_bytes(Path(folder) / STORE_NAME), fleet.reports))
+            return len(looks) == 2
+
         supervise(
             config,
             plans,
             fleet,
             Path(folder),
             config.run.duration_s,
-            interrupted=window.__next__,
+            interrupted=is_over,
             clock=clock,
             watchers=[LiveTable(console, clock.monotonic_s)] if table else [],
         )
-    answer.send(cost)
+    took_s, cpu_s, grown_bytes, reports = (now - then for then, now in zip(*looks, strict=True))
+    answer.send(
+        {
+            "core_pct": 100.0 * cpu_s / took_s,
+            "store_bytes_per_s": grown_bytes / took_s,
+            "reports_per_s": reports / took_s,
+        }
+    )

@@ -93,6 +93,10 @@ def _swap(lines: list[str], at: int, chance: random.Random) -> None:
         lines[at], lines[other] = f"{one}:{there}", f"{two}:{here}"
 
 
+def _indent(lines: list[str], at: int, chance: random.Random) -> None:
+    lines[at] = " " * chance.randrange(6) + lines[at].lstrip(" ")
+
+
 def _crowd(lines: list[str], _at: int, chance: random.Random) -> None:
     node = f"{{gpu: cpu, gpus: 0, workers: {chance.choice([1, 9, 1024])}, vram_per_worker_gib: 1}}"
     count, prefix = chance.choice([3, 9, 30, 300, 1200]), chance.choice(["n", "n", "N", "n-"])
@@ -113,7 +117,7 @@ def _put_below_nodes(lines: list[str], more: list[str]) -> None:
 
 
 _MUTATIONS: tuple[Callable[[list[str], int, random.Random], None], ...] = (
-    *(_replace,) * 8, _insert, _insert, _swap, _crowd, _anchor,
+    *(_replace,) * 8, _insert, _insert, _swap, _indent, _crowd, _anchor,
     *(lambda lines, at, _: lines.pop(at),) * 2, lambda lines, at, _: lines.insert(at, lines[at]),
 )  # fmt: skip
 
@@ -171,30 +175,11 @@ def _text(chance: random.Random) -> bytes:
 
 
 def _edited(raw: bytes, chance: random.Random) -> bytes:
-    if chance.random() < 0.5:
-        at, length = chance.randrange(len(raw) + 1), chance.choice([0, 1, 1, 2, 5, 20, 200])
-        before, piece, after = raw[:at], raw[at : at + length], raw[at + length :]
-        middles = (b"", piece * 2, _bytes_of(chance) + piece, chance.randbytes(len(piece) or 1))
-        return before + chance.choice(middles) + (after if chance.random() < 0.95 else b"")
-    lines = raw.splitlines(keepends=True) or [b""]
-    at = chance.randrange(len(lines))
-    line = lines[at]
-    key = line.partition(b":")[0]
-    lines[at] = chance.choice(
-        (
-            b"",
-            line * 2,
-            b" " * chance.randrange(1, 4) + line,
-            line.lstrip(),
-            chance.choice(lines),
-            *(key + b": " + _bytes_of(chance, key.decode("utf-8", "replace").strip()) + b"\n",) * 5,
-        )
-    )
-    return b"".join(lines)
-
-
-def _bytes_of(chance: random.Random, key: str = "") -> bytes:
-    return _value(chance, key).encode("utf-8", "surrogatepass")
+    at, length = chance.randrange(len(raw) + 1), chance.choice([0, 1, 1, 2, 5, 20, 200])
+    before, piece, after = raw[:at], raw[at : at + length], raw[at + length :]
+    value = _value(chance, "").encode("utf-8", "surrogatepass")
+    middles = (b"", piece * 2, value + piece, chance.randbytes(len(piece) or 1))
+    return before + chance.choice(middles) + (after if chance.random() < 0.95 else b"")
 
 
 def _override(chance: random.Random) -> str:
