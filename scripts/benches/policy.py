@@ -133,21 +133,17 @@ def run(seeds: int, seed: int, rules: Sequence[str], rate: float) -> Result:
     return Result(bench="policy", figures=figures, broken=broken)
 
 
-def _maker(name: str, signal: Signal, learned: Learned | None = None, made: list[AdaptiveSize] | None = None) -> Maker:
-    """Return what makes a rule; an adaptive one is told whether samples are exact, and put into `made` too."""
+def _maker(name: str, signal: Signal, learned: Learned | None = None) -> Maker:
+    """Return what makes a rule; an adaptive one is told whether samples are exact."""
     if name != ADAPTIVE:
         return lambda _clock: RULES[name](LARGEST)
-    exact = signal.every_step
-
-    def adaptive(clock: Callable[[], float]) -> AdaptiveSize:
-        rule = AdaptiveSize(
-            LARGEST, failures_per_minute=FAILURES_PER_MINUTE, exact_samples=exact, learned=learned, clock=clock
-        )
-        if made is not None:
-            made.append(rule)
-        return rule
-
-    return adaptive
+    return lambda clock: AdaptiveSize(
+        LARGEST,
+        failures_per_minute=FAILURES_PER_MINUTE,
+        exact_samples=signal.every_step,
+        learned=learned,
+        clock=clock,
+    )
 
 
 def _row(outcomes: Sequence[tuple[World, Outcome]]) -> dict[str, Any]:
@@ -188,16 +184,16 @@ def _cold_start(signal: Signal, seed: int, rate_per_s: float) -> dict[str, Any]:
     second_failures: list[int] = []
     for level_gib in COLD_LEVELS_GIB:
         world, largest = constant_world(seed, level_gib, _COLD_S, rate_per_s=rate_per_s)
-        made: list[AdaptiveSize] = []
-        first = play(_maker(ADAPTIVE, signal, made=made), world, signal).tried
+        first = play(_maker(ADAPTIVE, signal), world, signal)
+        learned = first.rule.learned if isinstance(first.rule, AdaptiveSize) else None
         # Another run meets other steps.
         turned = replace(world, wobble=world.wobble[::-1])
-        second = play(_maker(ADAPTIVE, signal, made[0].learned), turned, signal).tried
-        for name, tried in (("cold", first), ("learned", second)):
-            there = (number for number, (size, good) in enumerate(tried, 1) if good and size >= THERE * largest)
+        second = play(_maker(ADAPTIVE, signal, learned), turned, signal)
+        for name, run in (("cold", first), ("learned", second)):
+            there = (number for number, (size, good) in enumerate(run.tried, 1) if good and size >= THERE * largest)
             steps[name].append(next(there, None))
-        failures.append(sum(not good for _, good in first[: steps["cold"][-1]]))
-        second_failures.append(sum(not good for _, good in second[:_SECOND_RUN_STEPS]))
+        failures.append(sum(not good for _, good in first.tried[: steps["cold"][-1]]))
+        second_failures.append(sum(not good for _, good in second.tried[:_SECOND_RUN_STEPS]))
     most = {name: None if None in known else max(known) for name, known in steps.items()}  # type: ignore[type-var]
     return {
         "signal": signal.name,

@@ -15,7 +15,7 @@ import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from random import Random
 from typing import Protocol
@@ -176,6 +176,7 @@ PEAK = Signal(name="peak")  # peaks and nothing else: a process that can measure
 class Outcome:
     """How a rule fared in a world."""
 
+    rule: Rule = field(compare=False)  # with what it has learned
     score: float  # its work as a share of the oracle's
     items: float
     tried: Sequence[tuple[int, bool]]  # of each step: its size, and whether it ended well
@@ -223,6 +224,7 @@ def play(make: Maker, world: World, signal: Signal) -> Outcome:
         now += step_s
         rule.succeeded(size, need if signal.peaks else None)
     return Outcome(
+        rule=rule,
         score=items / oracle_items(world, blocks=signal.blocks),
         items=items,
         tried=tried,

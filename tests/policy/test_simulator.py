@@ -90,14 +90,9 @@ def level(gib: float, duration_s: float = 120.0, **options: Any) -> World:  # no
 
 
 def watch(world: World, size: int | None, signal: Signal) -> tuple[Fixed, Outcome]:
-    made: list[Fixed] = []
-
-    def make(clock: Clock) -> Fixed:
-        made.append(Fixed(size, clock))
-        return made[-1]
-
-    outcome = play(make, world, signal)
-    return made[0], outcome
+    outcome = play(partial(Fixed, size), world, signal)
+    assert isinstance(outcome.rule, Fixed)
+    return outcome.rule, outcome
 
 
 def test_a_seed_is_a_world_and_another_seed_another() -> None:

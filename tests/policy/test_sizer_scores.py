@@ -56,14 +56,9 @@ def test_the_targets_are_met_in_fresh_worlds(target: Target, rate_per_s: float) 
 
 
 def run(world: World, learned: Learned | None = None) -> tuple[AdaptiveSize, Outcome]:
-    made: list[AdaptiveSize] = []
-
-    def make(clock: object) -> AdaptiveSize:
-        made.append(AdaptiveSize(LARGEST, exact_samples=True, learned=learned, clock=clock))  # type: ignore[arg-type]
-        return made[-1]
-
-    outcome = play(make, world, EXACT)
-    return made[0], outcome
+    outcome = play(lambda clock: AdaptiveSize(LARGEST, exact_samples=True, learned=learned, clock=clock), world, EXACT)
+    assert isinstance(outcome.rule, AdaptiveSize)
+    return outcome.rule, outcome
 
 
 @pytest.mark.parametrize("level_gib", COLD_LEVELS_GIB)
