@@ -14,6 +14,8 @@ import pytest
 from tests.cli.conftest import Command
 from tests.scene import ROOT, only_object, orchestrator, python
 
+pytestmark = pytest.mark.usefixtures("nowhere")
+
 SHIPPED = str(ROOT / "cluster.yaml")
 RUN = ("run", "-c", SHIPPED, "--duration", "30s")
 CARD = {"name": "NVIDIA GeForce RTX 3090", "uuid": "GPU-3090f00d-0000-4000-8000-000000003090", "total_bytes": 2**34}
@@ -30,18 +32,6 @@ try:
 finally:
     print(sorted({"ray", "torch", "numpy", "pandas"} & set(sys.modules)), file=sys.stderr)
 """
-
-
-@pytest.fixture(autouse=True)
-def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Start every command in an empty folder, where no cluster is found."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "FORCE_COLOR", "PYTHONIOENCODING"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("COLUMNS", "100")
-    return tmp_path
 
 
 @pytest.mark.parametrize(

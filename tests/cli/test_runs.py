@@ -1,9 +1,15 @@
-"""What `runs` and `report` print of runs that ended, are under way, were killed, or left next to nothing."""
+"""What `runs` and `report` print of runs that ended, are under way, were killed, or left next to nothing.
+
+The folders in `tests/fixtures/runs` were written by the version before the layers: a run that ended, with injected
+faults, and one whose head was killed. `tests/fixtures/told` is what its `runs --json` and `report --json` printed.
+That such a run can be resumed on a real cluster is in `tests/cluster/nodes/test_head_faults.py`.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -13,16 +19,20 @@ import pytest
 
 from orchestrator.cli.runs import report_json, report_text, runs_json, runs_text
 from orchestrator.cluster.orphan_reaper import start_time
+from orchestrator.run.resume import environment_of, past_of
+from orchestrator.watch.archive import read_run
 from orchestrator.watch.cells import ASCII
 from orchestrator.watch.model import Snapshot
 from orchestrator.watch.records import STORE_NAME
 from orchestrator.watch.store import RunStore
 from orchestrator.watch.summary import summary_dict, write_summary
 from tests.cli.conftest import Command
-from tests.scene import only_object, orchestrator
+from tests.scene import ROOT, only_object, orchestrator
 from tests.watch.scene import FACTS, event, make_row, make_snapshot, record
 
 RUN_ID = "20261120-051500-0b76"
+FIXTURES = ROOT / "tests" / "fixtures"
+ENDED, KILLED = "20261122-120644-0b69", "20261122-120716-07c8"
 TRACEBACK = (
     'Traceback (most recent call last):\n  File "x.py", line 3, in step\n    boom()\nValueError: no good\nmore\n'
 )
@@ -223,3 +233,34 @@ def test_a_damaged_store_is_a_sentence(command: Command, tmp_path: Path) -> None
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
     assert STORE_NAME in done.stderr
+
+
+def told(name: str) -> Any:  # noqa: ANN401 - one JSON object
+    return json.loads((FIXTURES / "told" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def old_runs(tmp_path: Path) -> Path:
+    """A copy, because SQLite leaves files of its own beside a store that it reads."""
+    return Path(shutil.copytree(FIXTURES / "runs", tmp_path / "runs"))
+
+
+def test_runs_of_the_version_before_are_told_as_it_told_them(old_runs: Path) -> None:
+    assert json.loads(runs_json(old_runs)) == told("runs")
+    for run_id in (ENDED, KILLED):
+        assert run_id in runs_text(old_runs, ASCII)
+        assert json.loads(report_json(old_runs / run_id)) == told(run_id)
+        text = report_text(old_runs / run_id, 100, ASCII)
+        assert all(f"{row['slot']} " in text for row in told(run_id)["workers"])
+
+
+def test_a_killed_run_of_the_version_before_is_resumed_with_its_counters_and_sizes(old_runs: Path) -> None:
+    stored = read_run(old_runs / KILLED)
+    environment, past = environment_of(stored), past_of(stored)
+    before = {worker["slot"]: worker for worker in told(KILLED)["workers"]}
+    assert [plan.reservation.slot for plan in environment.plans] == list(before)
+    assert past.elapsed_s == stored.elapsed_s > 8.0
+    for name, slot in past.slots.items():
+        assert slot.incarnation == 1
+        assert slot.resume is not None
+        assert slot.counts.steps_ok == before[name]["steps_ok"] > 0

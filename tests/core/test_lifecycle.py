@@ -26,7 +26,7 @@ from orchestrator.core.slot import (
     Phase,
     Tick,
 )
-from tests.core.scene import RULES, Scene, notes, sequences
+from tests.core.scene import Scene, notes
 from tests.counting import counters, counters_of
 from workers.messages import Directive, Verdict, WorkerState
 
@@ -34,33 +34,12 @@ from workers.messages import Directive, Verdict, WorkerState
 def test_a_report_counts_and_the_next_slice_goes_out_at_once() -> None:
     scene = Scene.joined()
     scene.feed(scene.report())
-    event = scene.report(
-        steps_ok=7,
-        steps_oom=2,
-        steps_error=1,
-        oom_count=3,
-        emergency_count=4,
-        verify_checks=5,
-        verify_errors=6,
-        work_flop=1e12,
-        busy_s=0.5,
-        wall_s=1.0,
-        reason="size 4096",
-        state=WorkerState.BACKOFF,
-        resume={"failures": 2},
-    )
+    known = {"steps_ok": 7, "steps_oom": 2, "steps_error": 1, "oom_count": 3, "emergency_count": 4}
+    counted = {**known, "verify_checks": 5, "verify_errors": 6, "work_flop": 1e12, "busy_s": 0.5}
+    told = {"wall_s": 1.0, "reason": "size 4096", "state": WorkerState.BACKOFF, "resume": {"failures": 2}}
+    event = scene.report(**counted, **told)
     commands = scene.feed(event, later_s=2)
-    assert counters_of(scene.slot) == counters(
-        steps_ok=7,
-        steps_oom=2,
-        steps_error=1,
-        oom_count=3,
-        emergency_count=4,
-        verify_checks=5,
-        verify_errors=6,
-        work_flop=1e12,
-        busy_s=0.5,
-    )
+    assert counters_of(scene.slot) == counters(**counted)
     assert commands == [
         Accept(report=event.report),
         Directive(incarnation=0, sequence=3, duration_s=1.0, step_limit=18, resume={"failures": 2}),
@@ -216,24 +195,5 @@ def test_a_pause_is_between_half_and_whole_and_never_beyond_the_maximum(
         assert pause <= most_s + 1e-6
 
 
-def test_nothing_is_sent_before_the_back_off_is_over() -> None:
-    scene = Scene.working()
-    scene.die()
-    scene.feed(scene.failure())
-    assert scene.slot.wake_at_s is not None
-    left_s = scene.slot.wake_at_s - scene.now_s
-    assert left_s >= 0.5
-    assert scene.feed(Tick(), later_s=left_s - 0.01) == []
-    assert sequences(scene.feed(Tick(), later_s=0.02)) == [6]
-
-
 def test_a_thousand_deaths_overflow_nothing() -> None:
     assert max(pauses_s(1100, restart_backoff_s=0.001, restart_backoff_max_s=0.01)) <= 0.011
-
-
-def test_the_first_death_after_a_quiet_window_is_met_at_once_again() -> None:
-    scene = Scene.working()
-    assert scene.die() == 0
-    assert scene.die() > 0
-    scene.feed(scene.report(), later_s=RULES.death_window_s)
-    assert scene.die() == 0

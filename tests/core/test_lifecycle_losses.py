@@ -70,22 +70,6 @@ def test_every_slice_that_ends_without_a_report_adds_its_limit_to_what_is_lost_a
     assert scene.slot.steps_lost_upper_bound == lost
 
 
-@pytest.mark.parametrize("how", ["dies", "cannot be reached", "node left", "does not come up", "drains", "closed"])
-def test_a_process_that_does_not_come_up_loses_one_step_at_most(how: str) -> None:
-    scene = Scene.joined()
-    events: dict[str, Event] = {
-        "dies": scene.failure(),
-        "cannot be reached": scene.failure(SliceFailure.UNAVAILABLE),
-        "node left": NodeLeft(),
-        "does not come up": Tick(),
-        "drains": Drain(),
-        "closed": Close(),
-    }
-    scene.feed(events[how], later_s=121)
-    assert scene.slot.in_flight == ()
-    assert scene.slot.steps_lost_upper_bound == 1
-
-
 class Leaking(Scene):
     """A slot whose worker says what memory it holds."""
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from orchestrator.core import step_accounting
 from orchestrator.core.slot import Flight, Slot
 from tests.core.scene import Scene, report_of
-from tests.counting import counters, counters_of
 from workers.messages import NO_COUNTS, StepCounts
 
 rates = st.floats(0.01, 1e6)
@@ -64,16 +63,6 @@ def test_the_bound_is_at_most_twice_what_is_likely_and_five_more(
     assert limit <= (2 * likely + 5) * (1 + 1e-9)
 
 
-@given(steps_ok=st.integers(0, 10**6), wall_s=st.floats(1e-3, 100), duration_s=slices_s, longer=st.floats(1, 10))
-def test_more_time_or_more_speed_is_never_fewer_steps(
-    steps_ok: int, wall_s: float, duration_s: float, longer: float
-) -> None:
-    limit = step_accounting.step_limit(slot_after(steps_ok, wall_s), duration_s)
-    assert step_accounting.step_limit(slot_after(steps_ok, wall_s), duration_s * longer) >= limit
-    assert step_accounting.step_limit(slot_after(steps_ok + 1, wall_s), duration_s) >= limit
-    assert step_accounting.step_limit(slot_after(steps_ok, wall_s * longer), duration_s) <= limit
-
-
 def limited_slices(rates_of_slices: list[float], slice_s: float, proof_s: float) -> list[bool]:
     """Run a worker of these speeds as the lifecycle does, two slices sent ahead; return which its limit cut short."""
     slot = slot_after(1, proof_s)
@@ -94,31 +83,6 @@ def test_a_workload_that_becomes_a_thousand_times_faster_is_limited_for_two_slic
     cut = limited_slices([rate] * 5 + [rate * times] * 10, slice_s, proof_s=1 / rate)
     assert sum(cut[5:]) <= 2
     assert not any(cut[7:])
-
-
-@given(rate=st.floats(0.1, 1e6), opening_s=st.floats(0, 100))
-def test_a_slow_start_does_not_hold_a_worker_back_for_long(rate: float, opening_s: float) -> None:
-    """The first slice takes as long as opening the device does, and says little about the speed of a step."""
-    cut = limited_slices([rate] * 10, 1.0, proof_s=opening_s + 1 / rate)
-    assert not any(cut[2:])
-
-
-@given(limits=st.lists(st.integers(1, 10**6), max_size=2), before=st.integers(0, 10**9))
-def test_what_is_given_up_adds_its_limits_and_is_under_way_no_more(limits: list[int], before: int) -> None:
-    flights = tuple(flight(index, limit) for index, limit in enumerate(limits))
-    slot = Slot(slot="pc1/0", in_flight=flights, counts=StepCounts(steps_ok=5), steps_lost_upper_bound=before)
-    assert step_accounting.steps_at_risk(slot) == sum(limits)
-    lost = step_accounting.all_lost(slot)
-    assert lost.in_flight == ()
-    assert counters_of(lost) == counters(steps_ok=5, steps_lost_upper_bound=before + sum(limits))
-    assert step_accounting.all_lost(lost) == lost
-    assert replace(lost, in_flight=flights, steps_lost_upper_bound=before) == slot, "nothing else changes"
-
-
-@pytest.mark.parametrize(("incarnation", "sequence"), [(1, 3), (3, 3), (2, 2), (2, 5)])
-def test_a_slice_of_another_name_is_not_under_way(incarnation: int, sequence: int) -> None:
-    slot = Slot(slot="pc1/0", incarnation=2, in_flight=(flight(3), flight(4)))
-    assert step_accounting.flight_of(slot, incarnation, sequence) is None
 
 
 @pytest.mark.parametrize("name", StepCounts.__slots__)

@@ -17,20 +17,8 @@ from workers.host.gpu_facts import visible_cards
 
 without_card = pytest.mark.skipif(bool(visible_cards()), reason="judges a machine without a card")
 
-pytestmark = pytest.mark.torch  # torch is asked in a process of its own
-
-
-@pytest.fixture(autouse=True)
-def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Start every command in an empty folder, where no cluster of anybody is found."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "FORCE_COLOR", "CUDA_VISIBLE_DEVICES"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("COLUMNS", "80")
-    return tmp_path
+#: Torch is asked in a process of its own.
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("nowhere")]
 
 
 def report_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
@@ -45,7 +33,7 @@ def found(report: dict[str, Any], check: str) -> list[dict[str, Any]]:
 
 @without_card
 def test_a_newcomer_without_card_cluster_or_file_is_not_failed() -> None:
-    done = orchestrator("doctor")
+    done = orchestrator("doctor", COLUMNS="80")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no Ray cluster runs on this machine; only this machine was looked at" in " ".join(done.stdout.split())
     assert "python -m orchestrator init" in done.stdout

@@ -118,7 +118,7 @@ def test_a_run_folder_that_becomes_read_only_does_not_end_a_run_and_is_told(star
 
 
 def test_a_run_of_the_version_before_the_layers_goes_on(start: Starter, tmp_path: Path) -> None:
-    """`tests/cli/test_old_runs.py` says where the folder is from."""
+    """`tests/cli/test_runs.py` says where the folder is from."""
     run_id = "20261122-120716-07c8"
     runs = Path(shutil.copytree(ROOT / "tests" / "fixtures" / "runs", tmp_path / "runs"))
     before = read_run(runs / run_id)
