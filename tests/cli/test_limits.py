@@ -82,6 +82,7 @@ def test_a_limit_is_one_line_of_the_table(store: LimitStore) -> None:
         ["cpu", "–", "2.13.0+cu130", "fp16", "mine:Mlp", "2.62 GiB", "20992", "–", "29d 21h", "2h 24m"],  # noqa: RUF001
     ]  # fmt: skip
     assert limits_text(store, ALL, NOW_S, None, ASCII).isascii()
+    assert "  0s  " in limits_text(store, ALL, NOW_S - 300, None), "what a clock ahead of this one has learned"
 
 
 def test_a_narrow_terminal_loses_nothing(store: LimitStore) -> None:

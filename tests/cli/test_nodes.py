@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -172,18 +173,24 @@ def test_the_children_of_a_marked_process_end_with_it_even_without_the_mark(star
         assert child.status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_marked_process_that_will_not_end_is_killed(start: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.cli.nodes._GRACE_S", 0.5)
-    stubborn = start(["/bin/sh", "-c", 'trap "" TERM; sleep 60 & echo ready; wait; wait'], **{NODE_MARK: NODE})
+@pytest.mark.parametrize(("trap", "grace_s", "status"), [("", 0.5, -signal.SIGKILL), ("sleep 0.5; exit 7", 10.0, 7)])
+def test_a_marked_process_that_will_not_end_is_killed_after_its_time(
+    start: Starter, monkeypatch: pytest.MonkeyPatch, trap: str, grace_s: float, status: int
+) -> None:
+    monkeypatch.setattr("orchestrator.cli.nodes._GRACE_S", grace_s)
+    stubborn = start(["/bin/sh", "-c", f'trap "{trap}" TERM; sleep 60 & echo ready; wait; wait'], **{NODE_MARK: NODE})
     assert stubborn.stdout is not None
     stubborn.stdout.readline()
     (line,) = stop_node(NODE)
     assert line == f"ended 2 processes of node {NODE}"
-    assert stubborn.poll() is not None
+    assert stubborn.poll() == status
 
 
-def test_a_node_without_processes_is_said_to_have_none() -> None:
+def test_a_node_without_processes_is_said_to_have_none(start: Starter) -> None:
     assert list(stop_node(NODE)) == [f"no process of node {NODE} runs here"]
+    asked = f"from orchestrator.cli.nodes import stop_node; print(*stop_node({NODE!r}))"
+    itself = start([sys.executable, "-c", asked], **{NODE_MARK: NODE})
+    assert itself.communicate(timeout=60)[0] == f"no process of node {NODE} runs here\n"
 
 
 def changed(**cluster: object) -> Config:

@@ -255,6 +255,7 @@ def test_all_problems_come_at_once_in_the_order_of_the_file_then_the_overrides(t
         ("nodes=", "nodes", "null is not a mapping", "at least one node"),
         ("wrkload.size=4", "wrkload", "unknown key; did you mean workload?", "cluster"),
         ("workload={size: 0}", "workload.size", "0 is too small", "or null"),
+        ("workload={dtype: half}", "workload.dtype", "'half' is not one of the choices", "fp16"),
         ("workload={size: 1, size: 2}", "workload", "is given twice", "one of the two"),
         ("workload.size=" + "[" * 50, "workload.size", "is nested deeper than 32 levels", None),
         ("workload.size=!x 5", "workload.size", "has the tag !x", "without tags"),
@@ -266,7 +267,7 @@ def test_all_problems_come_at_once_in_the_order_of_the_file_then_the_overrides(t
 def test_an_override_that_is_wrong_is_named_as_typed(
     tmp_path: Path, override: str, key: str | None, text: str, valid: str | None
 ) -> None:
-    (problem,) = problems_of(tmp_path, GOOD, override)
+    (problem,) = problems_of(tmp_path, GOOD, "workload.size=64", override)  # the first is good, or replaced
     assert (problem.source, problem.line, problem.key) == (f"--set {override}", None, key)
     assert text in problem.text
     assert (problem.valid is None) if valid is None else (valid in str(problem.valid))

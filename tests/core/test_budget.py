@@ -63,9 +63,10 @@ def test_every_worker_gets_onto_a_card_and_no_card_takes_more_than_planned(gpus:
         ({"size": 8192}, {"workload": {"size": 512}}, {"size": 512}),
         ({"size": None}, {"workload": {"size": 512}}, {"size": 512}),
         ({"dtype": "bf16"}, {}, {"dtype": "bf16"}),
+        ({"vram_gib": 2.0, "memory_fraction": 0.5}, {}, {"card_total_bytes": 2 << 30, "card_allowed_bytes": 1 << 30}),
     ],
 )
-def test_a_share_is_a_duty_in_duty_mode_only_and_the_workloads_size_and_the_nodes_type_win(
+def test_what_a_worker_gets_follows_from_its_node_and_the_workload(
     changes: dict[str, object], sections: dict[str, object], expected: dict[str, object]
 ) -> None:
     one = node(**changes)

@@ -71,13 +71,13 @@ class House:
         for command in submits(commands):
             self.sent[name].append(self.broker.grant(self.scenes[name].slot, command.sequence))
 
-    def settle(self, *names: str, rounds: int = 10) -> None:
-        """Let workers hold what the slice that ends allowed them."""
+    def settle(self, *names: str, rounds: int = 10, share: float = 1.0) -> None:
+        """Let workers hold this share of what the slice that ends allowed them."""
         for _ in range(rounds):
             for name in names or tuple(self.plans):
                 running = self.sent[name][-len(self.scenes[name].slot.in_flight)]
                 cap_bytes = card(self.plans[name]).cap_bytes
-                self.report(name, cap_bytes if running is None else min(running, cap_bytes))
+                self.report(name, int(share * (cap_bytes if running is None else min(running, cap_bytes))))
             self.now_s += 1.0
 
     def caps(self) -> Mapping[str, int]:
@@ -225,8 +225,8 @@ def test_a_card_with_enough_for_every_cap_gives_the_leases_that_dividing_it_woul
     for _ in range(8):
         outside_bytes = drawn.choice([0, 0, TOTAL_BYTES // 8, TOTAL_BYTES // 2])
         names = drawn.sample(list(quick.plans), drawn.randint(2, 7))
-        rounds = drawn.randint(1, 12)
+        rounds, share = drawn.randint(1, 12), drawn.choice([1.0, 1.0, 0.9, 0.3])
         for house in (quick, thorough):
             house.outside_bytes = outside_bytes
-            house.settle(*names, rounds=rounds)
+            house.settle(*names, rounds=rounds, share=share)
         assert quick.sent == thorough.sent

@@ -28,6 +28,7 @@ SHIPPED = load_config(str(Path(__file__).parents[2] / "cluster.yaml"))
 PC1 = SHIPPED.nodes["pc1"]
 
 SMALL_CARD = card(name="NVIDIA GeForce RTX 3070", total_bytes=round(7.67 * GIB))
+WORKER = Holder(pid=1, name="ray::Wo", used_bytes=None)
 CPU_NODE = NodeConfig(gpu="cpu", gpus=0, workers=4, vram_per_worker_gib=1.0)
 
 
@@ -35,6 +36,7 @@ CPU_NODE = NodeConfig(gpu="cpu", gpus=0, workers=4, vram_per_worker_gib=1.0)
     ("plan", "facts", "verdicts", "words"),
     [
         (PC1, workstation(), [OK], "pc1: 7 workers x 3.33 GiB on 1 x rtx-3090, which it has"),
+        (PC1, workstation(cards=(card(), replace(SMALL_CARD, used_bytes=5 * GIB))), [OK], "which it has"),
         (PC1, laptop(), [FAIL], "cluster.yaml gives pc1 1 x rtx-3090, but no NVIDIA card answers there"),
         (PC1.model_copy(update={"gpus": 2}), workstation(), [FAIL], "but 1 answer there"),
         (PC1, workstation(cards=(SMALL_CARD,)), [FAIL, WARN], "7 workers x 3.33 GiB = 23.31 GiB, but 0.99 of"),
@@ -43,14 +45,10 @@ CPU_NODE = NodeConfig(gpu="cpu", gpus=0, workers=4, vram_per_worker_gib=1.0)
             "has a NVIDIA GeForce RTX 3070 with 7.67 GiB, for which cluster.yaml says 23.69",
         ),
         (
-            PC1, workstation(cards=(card(used_bytes=5 * GIB, holders=(Holder(pid=1, name="game", used_bytes=None),)),)),
-            [WARN], "its workers want 23.31 GiB of card #0, and 18.69 GiB are free",
+            PC1, workstation(cards=(card(used_bytes=5 * GIB, holders=(WORKER, replace(WORKER, name="game"))),)), [WARN],
+            "its workers want 23.31 GiB of card #0, and 18.69 GiB are free",
         ),
-        (
-            PC1,
-            workstation(cards=(card(used_bytes=22 * GIB, holders=(Holder(pid=1, name="ray::Wo", used_bytes=None),)),)),
-            [OK], "which it has",
-        ),
+        (PC1, workstation(cards=(card(used_bytes=22 * GIB, holders=(WORKER,)),)), [OK], "which it has"),
         (CPU_NODE, laptop(), [OK], "pc1: 4 workers x 1 GiB on the processor, which it has"),
         (CPU_NODE, laptop(ram_available_bytes=2 * GIB), [FAIL], "= 4.00 GiB, and 2.00 GiB of memory are free"),
         (CPU_NODE, workstation(), [WARN], "lets pc1 work on its processor, and it has a NVIDIA GeForce RTX 3090"),

@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.scene import namespaced, only_object
+from workers.files import locked
 from workers.learned_limits.limits import to_plain
 from workers.learned_limits.store import EXPIRY_S, LimitStore, default_path
 from workers.settings import Learned, LimitKey, StoredLimit
@@ -284,6 +285,13 @@ def test_a_lock_that_is_never_given_up_costs_a_sentence(path: Path) -> None:
         assert sizes(store) == [1]
     store.remember(limit(3))
     assert sizes(store) == [3]
+
+
+def test_a_child_forked_under_the_lock_does_not_keep_it(path: Path) -> None:
+    with locked(path, 0.0):
+        shared = next(os.dup(int(each.name)) for each in Path("/proc/self/fd").iterdir() if each.resolve() == path)
+    with locked(path, 0.0):
+        os.close(shared)
 
 
 WHOLE = json.dumps({"schema": 1, "limits": [to_plain(limit(1)), to_plain(limit(2, card="another"))]}).encode()

@@ -122,11 +122,13 @@ def test_only_what_is_not_supported_is_not_asked_again(
     assert second["temperature_c"] == 62.0
 
 
-def test_limits_link_and_errors_are_asked_rarely(scene: Scene, look: Look) -> None:
+def test_limits_link_and_errors_are_asked_rarely_and_when_a_card_is_back(scene: Scene, look: Look) -> None:
     before, after = {"power_limit_w": 700, "fan_pct": 40}, {"power_limit_w": 350, "fan_pct": 80}
     steps = [scene({**FULL, **before}), ("open", UUID), ("read", 0.0), scene({**FULL, **after})]
-    told = look(*steps, ("read", 1.0), ("read", RARELY_S - 1), ("read", RARELY_S))
-    assert [(row["power_limit_w"], row["fan_pct"]) for row in told] == [(700, 40), (700, 80), (700, 80), (350, 80)]
+    back = [scene({**FULL, "lost_after_calls": 0}), ("read", 31.0), scene({**FULL, **before}), ("read", 99.0)]
+    told = look(*steps, ("read", 1.0), ("read", RARELY_S - 1), ("read", RARELY_S), *back)
+    asked = [(row["power_limit_w"], row["fan_pct"]) for row in told]
+    assert asked == [(700, 40), (700, 80), (700, 80), (350, 80), (None, None), (700, 40)]
 
 
 def test_xids_of_applications_say_nothing_of_the_card(scene: Scene, look: Look) -> None:
@@ -168,10 +170,10 @@ def test_nvml_is_closed_and_opened_again_in_balance(scene: Scene, look: Look) ->
 
 
 def test_a_card_that_stays_lost_is_only_looked_for(scene: Scene, look: Look) -> None:
-    """Lost from the beginning, in the middle, and because the driver wants a reset."""
+    """Lost from the beginning, then not listed any more; lost in the middle; and because the driver wants a reset."""
     later = [("read", 10.0 * step) for step in range(1, 5)]
     told = look(
-        *(scene({**FULL, "lost_after_calls": 0}), ("open", UUID), *later),
+        *(scene({**FULL, "lost_after_calls": 0}), ("open", UUID), *later[:2], scene(), *later[2:]),
         *(scene({**FULL, "lost_after_calls": 20}), ("open", "0"), *later),
         *(scene({**FULL, "fails": {"power_w": "reset_required"}}), ("open", "0"), *later),
     )

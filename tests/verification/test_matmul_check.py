@@ -84,13 +84,15 @@ def test_what_chaos_does_is_found_by_a_repeat(seed: int) -> None:
     assert check.detail.split(": ")[0].rpartition(" ")[2] == words.split(" row ")[1].split(",")[0]
 
 
-def test_a_repeat_uses_the_result_up_and_freivalds_does_not() -> None:
+def test_a_repeat_uses_the_result_up_and_freivalds_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = stepped(torch.float32)
     assert [workload.check(0) is None for _ in range(3)] == [False] * 3
     assert [workload.check(1) is None for _ in range(3)] == [False, True, True]
     assert workload.tamper(0) is None
     workload.step(128, 1)
     assert workload.check(0) is not None
+    monkeypatch.setattr("workers.workloads.matmul._MOVED_BYTES", 2**15)
+    assert (workload.move(), workload.check(0)) == (2**16, None), "timing the memory uses it up, too"
 
 
 @pytest.mark.parametrize("seed", [0, 1])

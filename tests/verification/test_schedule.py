@@ -34,6 +34,12 @@ def test_a_new_size_or_batch_is_checked_at_once() -> None:
     assert schedule.after_step(256, 2, 0.1) == 3
 
 
+def test_what_a_check_of_another_size_took_is_forgotten() -> None:
+    schedule = CheckSchedule(0.5)
+    checks_of(schedule, [(8192, 1.0)] * 20, check_s=1.0)
+    assert checks_of(schedule, [(64, 0.01)] * 20, check_s=0.01)[0][-1] == 39
+
+
 def test_a_check_that_was_not_done_stays_due() -> None:
     schedule = CheckSchedule(0.5)
     assert [schedule.after_step(512, 1, 0.1) for _ in range(3)] == [0, 0, 0]

@@ -152,6 +152,9 @@ def test_progress_counts_before_the_record_of_its_slot(path: Path, store: RunSto
     assert (first.row["steps_ok"], first.row["restarts"], first.row["success_rate"]) == (600, 2, 1.0)
     assert first.row["heartbeat_age_s"] == 0.5
     assert first.row["size"] == make_row().size, "of the last sample"
+    store.progress([moved_on(600, heard_at_unix_s=1_700_000_003.0)])
+    store.commit()
+    assert read_run(path.parent).slots[0].row["heartbeat_age_s"] == 0.0, "heard after the last snapshot"
     assert (second.next_sequence, second.counters) == (3, record().counters)
 
 

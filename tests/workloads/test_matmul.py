@@ -110,8 +110,9 @@ class TestStep:
 
     def test_a_new_size_starts_afresh(self) -> None:
         workload = matmul(torch.float32, claim_bytes=MIB)
-        workload.step(64, 128)
-        workload.step(256, 128)
+        for _ in range(4):
+            workload.step(64, 128)
+        assert workload.step(256, 128).flop == 2.0 * 256**3, "how long one product takes is not known yet"
         assert matrices(workload)[0].shape == (256, 256)
 
 
