@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 from typing import Any, TypeAlias
 
@@ -55,8 +56,9 @@ def up_to_the_wall(spec: WorkerSpec) -> Found:
         refused_at_bytes = vm_data_bytes()
         enforced_bytes = limit_bytes()
     memory = device.memory()
-    with device.enforced():
+    with contextlib.suppress(MemoryError), device.enforced():
         del blocks
+        raise MemoryError  # as a step that fails does
     return {
         "info": device.info,
         "free_bytes": free_bytes,
@@ -66,6 +68,8 @@ def up_to_the_wall(spec: WorkerSpec) -> Found:
         "above_bytes": enforced_bytes - opened_bytes,
         "lifted_again": limit_bytes() == lifted_bytes,
         "free_again_bytes": device.free_bytes(),
+        "allowed_bytes": [device.allowed_bytes(leave_bytes) for leave_bytes in (0, 2**62)],
+        "later": [device.memory().peak_bytes for _ in range(2)],
     }
 
 
@@ -94,6 +98,7 @@ class TestWall:
     def test_what_it_calls_free_is_the_cap_less_the_margin(self, wall: Found) -> None:
         margin_bytes = 2 * MIB + wall["info"].threads * MIB
         assert wall["free_bytes"] == pytest.approx(wall["info"].cap_bytes - margin_bytes, abs=SLACK_BYTES)
+        assert wall["allowed_bytes"] == [pytest.approx(wall["free_bytes"], abs=SLACK_BYTES), 0]
         assert wall["free_again_bytes"] == pytest.approx(wall["free_bytes"], abs=SLACK_BYTES)
 
     def test_what_it_reports_at_the_wall(self, wall: Found) -> None:
@@ -102,6 +107,9 @@ class TestWall:
         assert memory.allocated_bytes == pytest.approx(wall["obtained_bytes"], abs=SLACK_BYTES)
         assert memory.reserved_bytes == memory.allocated_bytes
         assert memory.peak_bytes >= memory.allocated_bytes
+        assert wall["later"] == [memory.peak_bytes, pytest.approx(0, abs=SLACK_BYTES)], (
+            "the peak since it was asked for last"
+        )
 
 
 def in_between(spec: WorkerSpec) -> Found:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,13 @@ from tests.engine.scene import events, own, slice_of, slices
 from tests.in_child import InChild
 from tests.scene import spec_of
 from workers.engine.engine import Engine
+from workers.engine.result_checks import ResultChecks
 from workers.engine.slice_stats import SliceStats
 from workers.engine.thermal_control import ThermalControl
 from workers.messages import Directive, Report, Verdict, WorkerState
 from workers.nvml.fake.prepare import prepare
+from workers.policy.base import StepOk
+from workers.readings import SensorReading
 from workers.settings import THERMAL_OFF, FailureKind, FakeSensors, StepFaults, ThermalSettings, WorkerSpec
 from workers.testing import injected_error
 from workers.workloads.base import Workload
@@ -102,13 +107,27 @@ class TestHeat:
         assert "/nowhere/libnvidia-ml.so.1" in report.reason
 
 
-def test_a_hot_processor_is_no_cause_for_alarm() -> None:
+@pytest.fixture
+def stats() -> SliceStats:
     directive = Directive(incarnation=0, sequence=0, duration_s=0.0, resume=None)
+    return SliceStats(slot="pc1/0", directive=directive)
+
+
+def test_a_hot_processor_is_no_cause_for_alarm(stats: SliceStats) -> None:
     heat = ThermalControl(replace(spec_of(), thermal=ThermalSettings()), None)
-    heat.sample(SliceStats(slot="pc1/0", directive=directive))
+    heat.sample(stats)
     assert heat.reading is not None
     assert heat.reading.of_processor
     assert heat.decision.reason == "thermal limits are off"
+
+
+def test_the_memory_is_timed_once_in_a_while(stats: SliceStats, monkeypatch: pytest.MonkeyPatch) -> None:
+    heat, timed = ThermalControl(spec_of(), None), []
+    heat.reading = SensorReading(memory_clock_mhz=9751)
+    for now_s in (1e9, 1e9 + 1, 1e9 + 29, 1e9 + 31):
+        monkeypatch.setattr(time, "monotonic", lambda now_s=now_s: now_s)
+        heat.measure_bandwidth(lambda now_s=now_s: timed.append(now_s), stats)
+    assert timed == [1e9, 1e9 + 31]
 
 
 class TestResults:
@@ -161,3 +180,26 @@ def test_a_check_that_cannot_run_costs_the_worker_nothing(
     assert [
         (r.counts.oom_count, r.counts.steps_oom, r.counts.steps_error, r.counts.verify_checks) for r in reports
     ] == [(0, 0, 0, 0)] * 2
+
+
+class RunsOutAtTimes(Raises):
+    def check(self, seed: int) -> None:
+        if seed % 2:
+            raise injected_error(FailureKind.DEFINITE)
+
+
+class Instant:
+    """A device on which good work takes no time."""
+
+    def timed(self, work: Callable[[], None]) -> tuple[None, float]:
+        return work(), 0.0
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+def test_a_failed_check_costs_time_and_only_failures_in_a_row_end_the_checks(stats: SliceStats) -> None:
+    checks, workload = ResultChecks(0.5, "pc1/0"), RunsOutAtTimes(None)
+    step = StepOk(at_s=0.0, size=64, batch=1, peak_bytes=0, seconds=1.0, allowed_bytes=None)
+    costs_time = [checks.after_step(Instant(), workload, step, stats) > 0 for _ in range(20)]
+    assert costs_time == [False, True] * 10

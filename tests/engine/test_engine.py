@@ -18,6 +18,7 @@ import torch
 from tests.engine.scene import all_is_well, events, names, own, slice_of, slices
 from tests.in_child import InChild
 from tests.scene import MIB, spec_of, vm_data_bytes
+from workers.engine.duty_cycle import DutyCycle
 from workers.engine.engine import Engine
 from workers.messages import Report, Verdict, WorkerState
 from workers.oom import MAX_PROBABLE_IN_A_ROW
@@ -149,17 +150,20 @@ class NoWorkload:
 
 def test_what_fits_fills_its_cap_and_its_time_without_a_failure(in_child: InChild) -> None:
     spec = spec_of(budget_bytes=REHEARSAL_BUDGET_BYTES)
-    first, second = reports = in_child(slices, spec, [{}, {"duration_s": 0.3}])
+    first, second, third = reports = in_child(
+        slices, spec, [{}, {"duration_s": 0.3}, {"duration_s": 30, "step_limit": 2}]
+    )
     assert all_is_well(reports)
     for report in reports:
         assert 0.95 * report.device.cap_bytes <= report.claim_bytes <= report.device.cap_bytes
     assert first.counts.steps_ok == 1, "no duration ends with the first good step"
     assert second.counts.steps_ok > 1
+    assert third.counts.steps_ok == 2, "and no more steps than are allowed"
     assert second.counts.work_flop > 0
     assert 0 < second.counts.busy_s <= second.wall_s
     assert 0.9 * second.claim_bytes <= second.memory.allocated_bytes <= second.device.cap_bytes
     assert second.device.cap_bytes + second.device.context_bytes == pytest.approx(REHEARSAL_BUDGET_BYTES, abs=4096)
-    assert ["device_opened" in names(report) for report in reports] == [True, False]
+    assert ["device_opened" in names(report) for report in reports] == [True, False, False]
 
 
 TOO_LARGE = spec_of(size=16384, dtype="fp32")
@@ -389,6 +393,14 @@ def test_duty_is_the_share_of_time_the_device_is_busy(
     _, *reports = in_child(slices, spec_of(name=own(Busy), duty=duty), [{}, *[{"duration_s": 0.4}] * 4])
     busy_s, wall_s = sum(report.counts.busy_s for report in reports), sum(report.wall_s for report in reports)
     assert low <= busy_s / wall_s <= high
+
+
+def test_rest_beyond_what_is_owed_is_no_credit() -> None:
+    duty = DutyCycle(0.5)
+    duty.worked(0.1, 1.0)
+    duty.rested(60.0)
+    duty.worked(0.1, 1.0)
+    assert duty.rest(0.0), "some is owed again"
 
 
 def test_an_injector_with_a_seed_spreads_the_failures_and_repeats_them() -> None:

@@ -125,7 +125,7 @@ def test_only_what_is_not_supported_is_not_asked_again(
 def test_limits_link_and_errors_are_asked_rarely_and_when_a_card_is_back(scene: Scene, look: Look) -> None:
     before, after = {"power_limit_w": 700, "fan_pct": 40}, {"power_limit_w": 350, "fan_pct": 80}
     steps = [scene({**FULL, **before}), ("open", UUID), ("read", 0.0), scene({**FULL, **after})]
-    back = [scene({**FULL, "lost_after_calls": 0}), ("read", 31.0), scene({**FULL, **before}), ("read", 99.0)]
+    back = [scene({**FULL, "lost_after_calls": 0}), ("read", 31.0), scene({**FULL, **before}), ("read", 45.0)]
     told = look(*steps, ("read", 1.0), ("read", RARELY_S - 1), ("read", RARELY_S), *back)
     asked = [(row["power_limit_w"], row["fan_pct"]) for row in told]
     assert asked == [(700, 40), (700, 80), (700, 80), (350, 80), (None, None), (700, 40)]

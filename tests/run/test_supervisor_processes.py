@@ -39,16 +39,18 @@ def test_a_process_that_ends_or_loses_its_device_is_replaced_in_its_slot_and_goe
     assert run.states("pc1/0") == ["RUNNING"]
 
 
-def test_a_death_for_want_of_ram_is_explained_when_the_cluster_knows_why(new_run: RunMaker) -> None:
+@pytest.mark.parametrize(("known_at_s", "times"), [(11.5, 1), (15.0, 0)], ids=["in time", "too late"])
+def test_a_death_for_want_of_ram_is_explained_when_the_cluster_knows_why(
+    new_run: RunMaker, known_at_s: float, times: int
+) -> None:
     run = new_run()
     run.fleet.start_s["pc2/0"] = 5.0
     run.fleet.at(10, lambda: run.fleet.kill("pc2/0"))
     cause = DeathCause(host_memory=True, text="Task was killed due to the node running low on memory.")
-    run.fleet.at(11.5, lambda: setattr(run.fleet, "cause", cause))
+    run.fleet.at(known_at_s, lambda: setattr(run.fleet, "cause", cause))
     run.finish()
-    (explained,) = run.events("death_explained", slot="pc2/0")
-    assert explained["text"] == cause.text
-    assert any(row.reason.endswith("the PC's RAM was nearly full") for row in run.shown("pc2/0"))
+    assert [each["text"] for each in run.events("death_explained", slot="pc2/0")] == [cause.text] * times
+    assert any(row.reason.endswith("the PC's RAM was nearly full") for row in run.shown("pc2/0")) == bool(times)
 
 
 def test_a_worker_that_hangs_is_stale_first_and_then_replaced(new_run: RunMaker) -> None:
@@ -151,7 +153,8 @@ def test_a_run_whose_head_was_killed_goes_on_with_its_counters_and_slices(new_ru
     assert all(slot.steps_at_risk > 0 for slot in left.slots)
     run = new_run(duration="40s", pc1=2, folder=copy, past=past_of(left))
     rows = run.finish()
-    assert run.recorder.shown[-1].elapsed_s == 40.0
+    last = run.recorder.shown[-1]
+    assert (last.elapsed_s, last.steps_lost_upper_bound) == (40.0, sum(slot.steps_at_risk for slot in left.slots))
     assert run.clock.now_s - run.fleet.began_s == pytest.approx(START_S + 40 - left.elapsed_s, abs=1)
     for slot in left.slots:
         assert run.fleet.directives[slot.slot][0].incarnation == slot.incarnation + 1
