@@ -7,7 +7,6 @@ mapped and not touched, so that half a gigabyte costs nothing; the kernel's cap 
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +15,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from tests.engine.scene import all_is_well, events, names, own, slice_of, slices
+from tests.engine.scene import all_is_well, events, names, own, slices
 from tests.in_child import InChild
 from tests.scene import MIB, spec_of
-from workers.engine.engine import Engine
-from workers.messages import Report, Verdict, WorkerState
+from workers.messages import Report, WorkerState
 from workers.settings import Learned, LimitKey, StoredLimit, WorkerSpec
 from workers.workloads.base import StepResult, Workload
-from workers.workloads.matmul import matrix_bytes
+from workers.workloads.matmul import TILE, matrix_bytes
 
 #: The guides' reference: 3.33 GiB / 16.
 REHEARSAL_BUDGET_BYTES = 213 * MIB
@@ -86,25 +84,6 @@ class Squares(Workload):
         self.held = None
 
 
-class Network(Workload):
-    """Trains a small network, whose gradients live only while a step runs."""
-
-    size_power = 0.0
-    model: torch.nn.Sequential | None = None
-    rows: torch.Tensor | None = None
-
-    def step(self, size: int, batch: int) -> StepResult:
-        if self.model is None:
-            self.model = torch.nn.Sequential(*(torch.nn.Linear(size, size) for _ in range(4)))
-        self.rows = None
-        self.rows = torch.ones(batch, size)
-        self.model(self.rows).square().mean().backward()
-        return StepResult(flop=1.0)
-
-    def release(self) -> None:
-        self.model = self.rows = None
-
-
 def leases(*leases_bytes: int | None) -> list[dict[str, Any]]:
     return [{"lease_bytes": lease_bytes} for lease_bytes in leases_bytes]
 
@@ -146,7 +125,8 @@ class TestFilling:
         resumed = in_child(slices, FAR_TOO_LARGE, [{"resume": filled[-1].resume}])
         assert "resumed" in names(resumed)
         assert all_is_well(resumed)
-        assert resumed[0].size == filled[-1].size
+        # The caps of two processes differ by some KiB, and sizes are whole tiles.
+        assert resumed[0].size == pytest.approx(filled[-1].size, abs=TILE)
         assert resumed[0].claim_bytes == pytest.approx(filled[-1].claim_bytes, rel=0.02)
 
 
@@ -228,55 +208,11 @@ class TestRows:
         assert taken_bytes(measured[-1]) >= NEARLY_ALL * cap_bytes
         assert {report.size for report in measured} == {512}, "what does not move memory stays as asked"
 
-    def test_a_fresh_process_goes_on_at_the_same_step(self, in_child: InChild, measured: list[Report]) -> None:
-        resumed = in_child(slices, rows(), [{"resume": measured[-1].resume}] * 2)
-        assert "resumed" in names(resumed)
-        assert all_is_well(resumed)
-        assert taken_bytes(resumed[0]) >= 0.95 * taken_bytes(measured[-1])
-
     def test_a_damaged_state_starts_afresh_and_says_so(self, in_child: InChild, measured: list[Report]) -> None:
         (report,) = in_child(slices, rows(), [{"resume": {**measured[-1].resume, "units": -1}}])
         assert "resume_refused" in names([report])
         assert report.state is WorkerState.RUNNING
         assert report.batch == measured[0].batch
-
-    @pytest.mark.parametrize("batch", [100, 5000, 1_000_000])
-    def test_whatever_batch_is_asked_for_it_finds_the_largest(self, in_child: InChild, batch: int) -> None:
-        reports = in_child(slices, rows(batch=batch), [{}] * 40)
-        assert all_is_well(reports)
-        fits = int((0.95 * reports[-1].device.cap_bytes - Rows.fixed_bytes) / Rows.row_bytes)
-        step = max(1, batch // 256)  # between two batches there are
-        assert reports[-1].batch >= min(batch, fits - step)
-
-
-def jumping(spec: WorkerSpec, more_bytes: int) -> list[Report]:
-    engine = Engine(spec)
-    reports = []
-    monotonic = time.monotonic
-    for sequence in range(80):
-        if sequence == 20:
-            Rows.fixed_bytes += more_bytes
-        if sequence == 40:
-            time.monotonic = lambda: monotonic() + 5.5  # for some seconds after a failure it is careful
-        reports.append(slice_of(engine, sequence))
-    return reports
-
-
-class TestChange:
-    @pytest.mark.parametrize("more_mib", [20, 150])
-    def test_a_step_that_grows_in_the_middle_costs_a_failure_or_two(self, in_child: InChild, more_mib: int) -> None:
-        reports = in_child(jumping, rows(), more_mib * MIB)
-        assert all_is_well(reports[:20])
-        assert 1 <= failures(reports[20:]) <= 2
-        assert all(report.state is WorkerState.RUNNING for report in reports)
-        assert all(report.counts.steps_error == 0 for report in reports)
-        held_bytes = taken_bytes(reports[-1]) + more_mib * MIB
-        assert held_bytes >= 0.85 * reports[-1].device.cap_bytes
-
-    def test_a_step_that_shrinks_is_followed_without_a_failure(self, in_child: InChild) -> None:
-        reports = in_child(jumping, rows(), -30 * MIB)
-        assert all_is_well(reports)
-        assert taken_bytes(reports[-1]) - 30 * MIB >= 0.95 * reports[-1].device.cap_bytes
 
 
 def lying(spec: WorkerSpec, times: float, count: int) -> list[Report]:
@@ -302,33 +238,6 @@ class TestLies:
             assert report.state is WorkerState.EMERGENCY
             assert "the smallest step" in report.reason
             assert (report.counts.steps_oom, report.counts.oom_count) == (0, 0)
-
-
-def starving(spec: WorkerSpec) -> list[Report]:
-    Rows.fixed_bytes = 10 * spec.budget_bytes
-    return slices(spec, [{}] * 12)
-
-
-@pytest.mark.parametrize("allowed", [1, 3])
-def test_no_more_failures_within_a_minute_than_allowed(in_child: InChild, allowed: int) -> None:
-    reports = in_child(starving, rows(failures_per_minute=allowed))
-    assert sum(report.wall_s for report in reports) < 60, "the scenario was not over within a minute"
-    assert 1 <= sum(report.counts.steps_oom for report in reports) <= allowed
-    assert all(report.verdict is Verdict.OK for report in reports)
-    assert reports[-1].state is WorkerState.EMERGENCY
-    assert reports[-1].reason
-    assert sum(names([report]).count("emergency") for report in reports) == 1
-
-
-def test_a_network_whose_gradients_are_not_seen_stays_within_its_allowance(in_child: InChild) -> None:
-    """A CPU tells what a step leaves behind, and not what it held at its peak: there is more than that to find out."""
-    spec = spec_of(name=own(Network), policy="adaptive", size=64, batch=32768, budget_bytes=64 * MIB)
-    reports = in_child(slices, spec, [{}] * 16)
-    assert all(report.verdict is Verdict.OK and report.counts.steps_error == 0 for report in reports)
-    assert failures(reports) <= 6
-    # Slow steps may have used up the failures of a minute.
-    assert reports[-1].state is WorkerState.RUNNING or "failures within a minute" in reports[-1].reason
-    assert 4096 < reports[-1].batch < 32768
 
 
 class TestLearned:
@@ -358,26 +267,6 @@ class TestLearned:
         assert names(reports).count("remembered") == 1
         assert all_is_well(reports)
         assert taken_bytes(reports[0]) >= 0.95 * taken_bytes(measured[-1])
-
-    def test_of_a_workload_that_fills_its_claim_too(self, in_child: InChild, filled: list[Report]) -> None:
-        learned = filled[-1].learned
-        assert learned.key.workload.startswith("matmul@")
-        assert learned.learned.size == filled[-1].claim_bytes
-        reports = in_child(slices, replace(FAR_TOO_LARGE, learned=(learned,)), [{}])
-        assert "remembered" in names(reports)
-        assert all_is_well(reports)
-        assert all(share_held(report) >= 0.95 for report in reports)
-
-    def test_what_was_learned_of_a_step_that_has_grown_since_is_unlearned(
-        self, in_child: InChild, measured: list[Report]
-    ) -> None:
-        stored = measured[-1].learned
-        small = Learned(size=stored.learned.size, fixed_bytes=0.0, unit_bytes=Rows.row_bytes / 2)
-        reports = in_child(slices, replace(rows(), learned=(replace(stored, learned=small),)), [{}] * 60)
-        assert failures(reports) <= 4
-        assert all(report.state is WorkerState.RUNNING for report in reports)
-        assert taken_bytes(reports[-1]) >= 0.7 * reports[-1].device.cap_bytes
-        assert reports[-1].learned.learned.unit_bytes > Rows.row_bytes / 2
 
     def test_the_guides_policy_learns_nothing_and_heeds_nothing(
         self, in_child: InChild, measured: list[Report]

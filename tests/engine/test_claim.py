@@ -14,13 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.scene import GUIDES
+from tests.scene import GUIDES, MIB
 from workers.devices.base import Device
 from workers.engine.oom_recovery import ramp_up
 from workers.messages import ContextCorruptedError
 from workers.settings import MemorySettings
-
-MIB = 2**20
 
 RuntimeErrorMaker = Callable[[str], RuntimeError]
 

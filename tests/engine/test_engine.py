@@ -291,9 +291,12 @@ def test_recovery_begins_after_the_traceback_has_let_go_and_the_next_step_has_al
     assert deep["above_bytes"] <= 1.01 * cap_bytes, "recovery does not raise the cap"
 
 
-def several(spec: WorkerSpec, count: int, injector: OomInjector) -> list[Report]:
-    Injected.injector = injector
-    return slices(spec, [{}] * count)
+def injected(spec: WorkerSpec, injectors: list[OomInjector]) -> list[Report]:
+    """Run a slice for each injector."""
+    engine, reports = Engine(spec), list[Report]()
+    for Injected.injector in injectors:
+        reports.append(slice_of(engine, len(reports)))
+    return reports
 
 
 class TestWorkloadErrors:
@@ -308,13 +311,6 @@ class TestWorkloadErrors:
             assert report.error.rstrip().endswith("ValueError: the labels are missing")
             assert report.size == 512, "a bug is no reason to shrink"
 
-    def test_a_bug_that_passes_leaves_no_trace(self, in_child: InChild) -> None:
-        injector = OomInjector(num=1, kind=FailureKind.OTHER)
-        first, second = in_child(several, spec_of(name=own(Injected)), 2, injector)
-        assert (first.counts.steps_error, second.counts.steps_error) == (1, 0)
-        assert second.state is WorkerState.RUNNING
-        assert second.error is None
-
     @pytest.mark.parametrize(
         ("workload", "reason", "error"),
         [(Loss, "StepResult", "TypeError"), (Clumsy, "outside its step", "KeyError: 'optimizer'")],
@@ -328,25 +324,18 @@ class TestWorkloadErrors:
             assert reason in report.reason
             assert error in report.error
 
-    def test_probable_memory_is_believed_twice_in_a_row(self, in_child: InChild) -> None:
-        injector = OomInjector(num=4, kind=FailureKind.PROBABLE)
-        first, second, third = in_child(several, spec_of(name=own(Injected), size=2048), 3, injector)
-        assert first.counts.steps_oom == MAX_PROBABLE_IN_A_ROW
-        assert first.size == int(2048 * 0.7**MAX_PROBABLE_IN_A_ROW)
-        assert first.counts.steps_error == 1
-        assert "CUBLAS_STATUS_ALLOC_FAILED" in first.error
-        assert (second.counts.steps_oom, second.counts.steps_error) == (0, 1), "still the same row"
-        assert third.state is WorkerState.RUNNING
-
-    def test_a_good_step_ends_the_row(self, in_child: InChild) -> None:
-        spec = spec_of(name=own(Injected), size=4096)
-        reports = in_child(rows_of_two, spec)
-        assert [report.counts.steps_error for report in reports] == [0, 0, 0]
-        assert [report.counts.steps_oom for report in reports] == [2, 2, 2]
+    def test_probable_memory_is_believed_twice_in_a_row_and_a_good_step_ends_the_row(self, in_child: InChild) -> None:
+        injectors = [OomInjector(num, kind=FailureKind.PROBABLE) for num in (2, 2, 3, 1, 0)]
+        reports = in_child(injected, spec_of(name=own(Injected), size=2048), injectors)
+        assert [report.counts.steps_oom for report in reports] == [MAX_PROBABLE_IN_A_ROW] * 3 + [0, 0]
+        assert [report.counts.steps_error for report in reports] == [0, 0, 1, 1, 0], "the fourth is of the same row"
+        assert reports[0].size == int(2048 * 0.7**MAX_PROBABLE_IN_A_ROW)
+        assert "CUBLAS_STATUS_ALLOC_FAILED" in reports[2].error
+        assert (reports[-1].state, reports[-1].error) == (WorkerState.RUNNING, None)
 
     def test_a_poisoned_device_ends_the_process_for_good(self, in_child: InChild) -> None:
-        injector = OomInjector(num=1, skip=1, kind=FailureKind.CONTEXT_CORRUPTED)
-        good, *bad = in_child(several, spec_of(name=own(Injected)), 4, injector)
+        injectors = [OomInjector(num, kind=FailureKind.CONTEXT_CORRUPTED) for num in (0, 1, 0, 0)]
+        good, *bad = in_child(injected, spec_of(name=own(Injected)), injectors)
         assert good.verdict is Verdict.OK
         for report in bad:
             assert report.verdict is Verdict.CONTEXT_CORRUPTED
@@ -354,15 +343,6 @@ class TestWorkloadErrors:
             assert "illegal memory access" in report.reason
             assert report.counts.steps_ok == 0, "nothing may touch the device again"
             assert report.resume == good.resume, "a fresh process goes on where this one stood"
-
-
-def rows_of_two(spec: WorkerSpec) -> list[Report]:
-    engine = Engine(spec)
-    reports = []
-    for sequence in range(3):
-        Injected.injector = OomInjector(num=2, kind=FailureKind.PROBABLE)
-        reports.append(slice_of(engine, sequence))
-    return reports
 
 
 @pytest.mark.parametrize(

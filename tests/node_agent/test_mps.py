@@ -12,7 +12,6 @@ import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -172,14 +171,18 @@ def test_the_folder_is_short_enough_for_a_socket(monkeypatch: pytest.MonkeyPatch
     assert mps.new_daemon("pc1-ab12cd34").folder == "/var/tmp/orch-mps-pc1-ab12cd34"
 
 
-def test_the_daemon_ends_when_the_parent_is_killed(node: Ready, stand_in: Path) -> None:
+def test_an_agent_outlives_its_parent_and_undoes_everything(node: Ready, stand_in: Path) -> None:
     pc = node()
     parent = pc.parent(mps=True, power_limit_w=280.0)
     assert parent.stdout is not None
     outcome = from_line(AgentOutcome, parent.stdout.readline())
     pid = pc.record()["daemon"]["pid"]
+    agent = psutil.Process(pc.record()["pid"])
+    assert os.getsid(agent.pid) != os.getsid(parent.pid)
+    assert parent.pid not in [process.pid for process in agent.parents()]
     kill(parent)
     wait_for(pc.is_clean, "record of the agent to go")
+    wait_for(lambda: is_gone(agent), "end of the agent")
     assert start_time(pid) is None
     assert outcome.pipe_directory is not None
     assert commands(stand_in, outcome.pipe_directory)[-1] == "quit"
@@ -233,32 +236,11 @@ def test_where_it_cannot_work_it_says_why(
     assert found is None if words is None else words in str(found)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [({"compute_mode": 2}, "is in compute mode PROHIBITED"), ({"compute_capability": "6.1"}, "is older than Volta")],
-)
-def test_the_cards_of_the_node_are_looked_at(node: Ready, stand_in: Path, changes: dict[str, Any], words: str) -> None:
-    pc = node(card(1), card(2, **changes))
-    assert words in str(pc.agent(mps=True, cards=("1",)).outcome().mps_problem)
+def test_only_the_cards_that_a_node_lends_are_judged(node: Ready, stand_in: Path) -> None:
+    pc = node(card(1), card(2, compute_mode=2), card(3, compute_capability="6.1"))
+    for number, words in (("1", "is in compute mode PROHIBITED"), ("2", "is older than Volta")):
+        assert words in str(pc.agent(mps=True, cards=(number,)).outcome().mps_problem)
     assert pc.agent(mps=True, cards=("0",)).outcome().mps_problem is None
-
-
-def test_a_client_is_told_before_cuda_starts() -> None:
-    assert mps.client_environment("/tmp/p", 0.6, round(3.33 * 2**30)) == {
-        "CUDA_MPS_PIPE_DIRECTORY": "/tmp/p",
-        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "60",
-        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=3410M",
-    }
-    assert mps.client_environment("/tmp/p", None, None) == {"CUDA_MPS_PIPE_DIRECTORY": "/tmp/p"}
-    assert mps.client_environment("/tmp/p", 0.125, 2**20)["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "12.5"
-    assert mps.client_environment("/tmp/p", None, 2**20 + 1)["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=2M"
-
-
-def test_a_client_does_not_start_without_its_daemon(stand_in: Path, tmp_path: Path) -> None:
-    with pytest.raises(mps.MpsError, match=f"the MPS control daemon in {tmp_path} is gone"):
-        mps.await_daemon(str(tmp_path), 0.1)
-    (tmp_path / PID_FILE).write_text("1")
-    mps.await_daemon(str(tmp_path), 0.0)
 
 
 def test_orders_and_outcomes_survive_the_pipe(node: Ready) -> None:

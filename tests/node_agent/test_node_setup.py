@@ -176,15 +176,19 @@ def test_a_worker_has_the_environment_of_its_daemon_and_does_not_start_without_i
     for name in [name for name in os.environ if name.startswith("CUDA_MPS_")]:
         monkeypatch.delenv(name)
     (tmp_path / "nvidia-cuda-mps-control.pid").write_text("1")
-    specs = [(None, None, None), (f"{tmp_path}/gone", 0.5, 1), (str(tmp_path), 0.6, 3_575_000_000)]
+    pipes = str(tmp_path)
+    specs = [(None, None, None), (f"{pipes}/gone", 0.5, 1), (pipes, 0.6, 3_575_000_000), (pipes, 0.125, 2**20 + 1)]
     done = python("-W", "ignore", "-c", _WORKERS, SHIPPED, json.dumps(specs))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [
         {},
-        f"the MPS control daemon in {tmp_path}/gone is gone",
-        {
-            "CUDA_MPS_PIPE_DIRECTORY": str(tmp_path),
-            "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "60",
-            "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=3410M",
-        },
+        f"the MPS control daemon in {pipes}/gone is gone",
+        *(
+            {
+                "CUDA_MPS_PIPE_DIRECTORY": pipes,
+                "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": percentage,
+                "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": limit,
+            }
+            for percentage, limit in (("60", "0=3410M"), ("12.5", "0=2M"))
+        ),
     ]

@@ -13,10 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from tests.node_agent.conftest import Node, card, is_gone, kill, wait_for
+from tests.node_agent.conftest import Node, card, kill
 from tests.scene import ROOT, python
 from workers.host.processes import is_alive
 from workers.learned_limits.store import STATE_DIR_VARIABLE
@@ -98,20 +97,6 @@ def test_the_limit_that_a_card_has_is_left_alone(node: Ready) -> None:
     assert (outcome.power_problem, outcome.notes) == (None, ("pc1: power limit 350 W, as it was",))
     assert pc.is_clean()
     assert agent.end() == ()
-
-
-def test_the_guard_outlives_its_parent_and_undoes(node: Ready) -> None:
-    pc = node()
-    parent = pc.parent(power_limit_w=280.0)
-    assert parent.stdout is not None
-    assert "280 W" in parent.stdout.readline()
-    agent = psutil.Process(pc.record()["pid"])
-    assert os.getsid(agent.pid) != os.getsid(parent.pid)
-    assert parent.pid not in [process.pid for process in agent.parents()]
-    kill(parent)
-    wait_for(pc.is_clean, "record of the agent to go")
-    assert pc.limits_w() == [350.0]
-    wait_for(lambda: is_gone(agent), "end of the agent")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])

@@ -12,12 +12,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.scene import GUIDES
+from tests.scene import GUIDES, MIB
 from workers.policy.adaptive.policy import AdaptivePolicy, AdaptiveState
 from workers.policy.base import Decision, Emergency, Event, Growth, Pressure, Release, Run, StepOk, StepOom
 from workers.settings import Learned, Scalar, WorkloadSpec
-
-MIB = 2**20
 
 ASKED = WorkloadSpec(name="mine:Mlp", dtype="fp16", size=4096, batch=1024, seed=0)
 
@@ -164,22 +162,22 @@ def mlp(allowed_bytes: int, **memory: Any) -> Card:  # noqa: ANN401 - MemorySett
 class TestFilling:
     """A workload that holds all of its claim: what it holds follows the allowed bytes, and its size what it holds."""
 
-    @pytest.mark.parametrize("claim_bytes", [120 * MIB, 200 * MIB])
-    def test_the_first_step_holds_the_claim(self, claim_bytes: int) -> None:
-        card = matmul(allowed_bytes=claim_bytes, claim_bytes=claim_bytes, size=2048)
-        card.slice()
-        assert 0.98 * claim_bytes <= card.last_bytes <= claim_bytes
-        assert (card.last.size, card.last.batch) == (2048, ASKED.batch), "as asked for where that fits"
-
-    def test_it_gives_way_in_the_very_next_step_and_the_size_follows(self) -> None:
+    def test_it_gives_way_in_the_very_next_step_and_grows_back_within_a_few(self) -> None:
         card = matmul(size=65536)
         card.slice(5)
+        full = card.last
         card.allowed_bytes = 90 * MIB
         card.slice(1)
         assert 0.95 * 90 * MIB <= card.last_bytes <= 90 * MIB
-        assert three_squares(card.last.size, 1) <= card.last_bytes
-        assert card.failed == []
-        assert card.releases == 0, "the engine gives back what it holds less"
+        assert card.last.size < full.size
+        card.slice(4)
+        card.allowed_bytes = 200 * MIB
+        card.slice(1)
+        assert card.last_bytes >= 0.93 * card.bytes_of(full), "some of it may go away once more"
+        card.slice(10)
+        assert card.last_bytes >= card.bytes_of(full)
+        assert card.last.size == full.size
+        assert (card.failed, card.releases) == ([], 0), "the engine gives back what it holds less"
 
     def test_it_gives_way_within_a_slice_too(self) -> None:
         card = matmul()
@@ -190,20 +188,6 @@ class TestFilling:
         assert isinstance(decision, Run)
         assert decision.hold_bytes is not None
         assert decision.hold_bytes <= 90 * MIB
-
-    def test_it_grows_back_within_a_few_steps(self) -> None:
-        card = matmul(size=65536)
-        card.slice(5)
-        full = card.last
-        card.allowed_bytes = 90 * MIB
-        card.slice(5)
-        card.allowed_bytes = 200 * MIB
-        card.slice(1)
-        assert card.last_bytes >= 0.93 * card.bytes_of(full), "some of it may go away once more"
-        card.slice(10)
-        assert card.last_bytes >= card.bytes_of(full)
-        assert card.last.size == full.size
-        assert card.failed == []
 
     @pytest.mark.parametrize("measured_every", [2, 3, 10, 1000])
     def test_steps_after_which_nobody_looked_cost_little(self, measured_every: int) -> None:
@@ -273,16 +257,6 @@ class TestFilling:
 class TestStepping:
     """A workload that takes what its step takes, and says nothing about it: learned from the peaks of its steps."""
 
-    def test_a_cold_start_finds_the_largest_batch_without_a_failure(self) -> None:
-        card = mlp(allowed_bytes=700 * MIB)
-        card.slice(12)
-        assert card.failed == []
-        assert card.good[0].batch <= ASKED.batch / 16, "the first step of all is small"
-        assert 0.97 * 600 <= card.last.batch <= 600
-        card.allowed_bytes = 2000 * MIB
-        card.slice(12)
-        assert (card.last.size, card.last.batch) == (ASKED.size, ASKED.batch), "what fits as asked is run as asked"
-
     @given(
         batch=st.integers(1, 1_000_000),
         batch_floor=st.integers(1, 64),
@@ -313,17 +287,6 @@ class TestStepping:
         fits = (0.97 * room_mib * MIB - fixed_mib * MIB) / row_bytes
         assert card.last.batch >= 0.95 * min(batch, fits) - between - 1
 
-    def test_where_no_line_fits_all_steps_a_change_costs_two_failures_at_most(self) -> None:
-        card = Card(adaptive(BOTH), weights_and_rows, 400 * MIB).begin()
-        card.slice(20)
-        assert (card.last.size, card.last.batch) == (ASKED.size, ASKED.batch)
-        for changes, allowed_bytes in enumerate((150 * MIB, 40 * MIB, 300 * MIB, 100 * MIB), start=1):
-            card.allowed_bytes = allowed_bytes
-            for _ in range(20):
-                card.slice()
-            assert len(card.failed) <= 2 * changes
-            assert 0.5 * allowed_bytes <= card.last_bytes <= allowed_bytes
-
     @pytest.mark.parametrize("takes", [by_both, weights_and_rows])
     @settings(max_examples=40)
     @given(rooms=st.lists(st.integers(1, 400), min_size=1, max_size=20), steps=st.integers(1, 10))
@@ -337,17 +300,6 @@ class TestStepping:
             card.now_s += 60.0  # whatever it waited for is over
             ended = card.slice(steps)
             assert not isinstance(ended, Emergency) or card.allowed_bytes < 1.25 * floor_bytes
-
-    def test_it_gives_way_before_anything_fails_and_gives_memory_back_first(self) -> None:
-        card = mlp(allowed_bytes=700 * MIB)
-        card.slice(12)
-        assert card.releases == 0
-        card.allowed_bytes = 400 * MIB
-        card.slice(1)
-        assert 0.95 * 300 <= card.last.batch <= 300
-        card.slice(10)
-        assert card.failed == []
-        assert card.releases <= 1, "what it gave up already is not given back again"
 
     def test_within_a_slice_it_gives_memory_back_before_the_smaller_step(self) -> None:
         card = mlp(allowed_bytes=700 * MIB)
@@ -386,18 +338,6 @@ class TestStepping:
         assert len(card.failed) in failures
         assert least <= card.last.batch <= most
 
-    def test_where_the_floor_does_not_fit_it_waits_and_comes_back(self) -> None:
-        card = mlp(allowed_bytes=700 * MIB)
-        card.slice(12)
-        card.allowed_bytes = 120 * MIB
-        endings = [card.slice() for _ in range(120)]
-        assert all(isinstance(ending, Emergency) and ending.reason for ending in endings)
-        assert card.last.batch > GUIDES.batch_floor, "nothing ran"
-        assert len(card.failed) <= 4, "the floor is tried again now and then, ever more rarely"
-        card.allowed_bytes = 700 * MIB
-        card.slice(12)
-        assert card.last.batch >= 0.97 * 600
-
     def test_a_floor_that_never_fitted_is_tried_ever_more_rarely(self) -> None:
         card = mlp(allowed_bytes=50 * MIB)
         for _ in range(300):
@@ -409,15 +349,6 @@ class TestStepping:
 
 
 class TestWhatTheWorkloadSays:
-    def test_is_respected_without_a_single_failure(self) -> None:
-        growth = replace(BATCH_ONLY, needed_bytes=lambda size, batch: 8 * by_batch(size, batch))
-        card = Card(adaptive(growth), lambda _size, _batch: 1000, 3200 * MIB).begin()
-        card.slice(30)
-        assert card.last.batch == 300, "the steps it measures look tiny, and it is believed all the same"
-        card.allowed_bytes = 1600 * MIB
-        card.slice()
-        assert card.last.batch == 100
-
     def test_a_floor_that_is_said_not_to_fit_is_an_emergency_at_once_and_says_by_how_much(self) -> None:
         growth = replace(BATCH_ONLY, needed_bytes=by_batch)
         card = Card(adaptive(growth), by_batch, 100 * MIB).begin()
@@ -443,22 +374,6 @@ class TestWhatTheWorkloadSays:
 
 
 class TestLearned:
-    def test_the_next_run_starts_there_in_one_step(self) -> None:
-        first = mlp(allowed_bytes=700 * MIB)
-        first.slice(12)
-        learned = first.policy.learned(first.state)
-        assert learned is not None
-        assert learned.size == first.last.batch
-        assert (learned.fixed_bytes, learned.unit_bytes) == (
-            pytest.approx(FIXED_BYTES, rel=0.01),
-            pytest.approx(ROW_BYTES, rel=0.01),
-        )
-        second = mlp(allowed_bytes=700 * MIB)
-        second.begin(0, learned)
-        second.slice(1)
-        assert second.last.batch >= 0.97 * first.last.batch
-        assert second.failed == []
-
     @pytest.mark.parametrize(
         ("allowed_mib", "learned", "least", "most"),
         [

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from workers.policy.base import Decision, Emergency, Event, Pressure, Release, Run, StepOk, StepOom
-from workers.policy.classic import MAX_FAILURES, PRESSURES_PER_BLIND_TRY, ClassicPolicy, ClassicState
+from workers.policy.classic import MAX_FAILURES, ClassicPolicy
 from workers.settings import MemorySettings, WorkloadSpec
 
 memory_settings = st.builds(
@@ -151,49 +151,3 @@ class ClassicMachine(RuleBasedStateMachine):
 
 ClassicMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestClassicMachine = ClassicMachine.TestCase
-
-
-def run_slice(
-    policy: ClassicPolicy, state: ClassicState, capacity_bytes: int, *, need_known: bool, decision_limit: int
-) -> tuple[ClassicState, bool]:
-    """Run one slice of the simulated device up to its first good step: state, and whether there was one."""
-    begin = pressure(policy, capacity_bytes, need_known=need_known)
-    state, decision = policy.decide(state, begin)
-    for _ in range(decision_limit):
-        match decision:
-            case Emergency():
-                return state, False
-            case Release():
-                state, decision = policy.decide(state, begin)
-            case Run():
-                if need_bytes(decision) <= capacity_bytes:
-                    return policy.decide(state, ended_well(decision))[0], True
-                state, decision = policy.decide(state, ran_out(decision, capacity_bytes, need_known=need_known))
-    raise AssertionError(f"no good step and no emergency within {decision_limit} decisions")
-
-
-@settings(deadline=None)
-@given(
-    memory=memory_settings.filter(lambda memory: memory.size_decay <= 0.95),
-    workload=workloads,
-    capacities=st.lists(st.integers(min_value=0, max_value=1 << 30), min_size=1, max_size=20),
-    need_known=st.booleans(),
-)
-def test_a_device_whose_memory_comes_and_goes_is_survived(
-    memory: MemorySettings, workload: WorkloadSpec, capacities: list[int], need_known: bool
-) -> None:
-    """With room for the floor a step ends well within a bounded number of slices; without, it is an emergency."""
-    policy, state = ClassicPolicy(memory, workload), ClassicState()
-    # Every step smaller than the last costs at most one retry and one failure; the rest is the way in and out.
-    decision_limit = 2 * (workload.size + workload.batch) + 4
-    for capacity_bytes in capacities:
-        room_for_floor = capacity_bytes >= need_bytes(policy.floor)
-        slice_limit = PRESSURES_PER_BLIND_TRY if room_for_floor else 1
-        for _ in range(slice_limit):
-            state, went_well = run_slice(
-                policy, state, capacity_bytes, need_known=need_known, decision_limit=decision_limit
-            )
-            if went_well:
-                break
-        assert went_well == room_for_floor
-        assert state.emergency != room_for_floor

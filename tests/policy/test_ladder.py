@@ -10,12 +10,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.scene import GUIDES
+from tests.scene import GUIDES, MIB
 from workers.policy.adaptive.ladder import TILE, Ladder, ladder_of
 from workers.policy.base import Growth, Run
 from workers.settings import WorkloadSpec
-
-MIB = 2**20
 
 ASKED = WorkloadSpec(name="mine:Mlp", dtype="fp16", size=4096, batch=128, seed=0)
 

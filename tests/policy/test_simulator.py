@@ -32,7 +32,7 @@ from benches.simulator import (
     worlds,
 )
 
-from tests.scene import ROOT, only_object, python
+from tests.bench_command import bench, typed
 from workers.units import GIB
 
 pytestmark = pytest.mark.slow
@@ -166,21 +166,6 @@ def test_a_rule_that_runs_nothing_waits_and_scores_nothing() -> None:
     assert rule.told[1][0] == pytest.approx(IDLE_S)
 
 
-def test_a_step_takes_a_fixed_time_and_a_time_per_item() -> None:
-    world = level(8.0, rate_per_s=500.0)
-    rule, outcome = watch(world, 250, EXACT)
-    assert rule.ends[0] == (2.5, True, world.need_bytes(250, 0, blocks=False))
-    assert outcome.items == pytest.approx(250 * 120 / 2.5)
-    assert outcome.size_changes == 0
-
-
-def test_exact_tells_the_truth_before_each_step() -> None:
-    world = worlds(10, "precious")[list(COURSES).index("walk")]
-    rule, _ = watch(world, 300, EXACT)
-    at_second = dict(zip(world.times_s, world.levels_bytes, strict=True))
-    assert all(told == at_second[float(int(at_s))] for at_s, told in rule.told)
-
-
 def test_real_tells_once_a_second_with_three_percent_noise_and_nothing_in_between() -> None:
     world = level(4.0, 4000.0)
     rule, _ = watch(world, 500, REAL)
@@ -282,15 +267,16 @@ def test_a_run_has_a_row_for_each_rule_and_signal_and_judges_its_targets() -> No
     assert figures["decision_us_exact"] > 0
 
 
-def test_the_verb_prints_tables_and_one_json_object() -> None:
-    done = python("scripts/bench.py", "policy", "--seeds", "1", "--rate", "1000", "--rules", "toma", cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-4000:]
-    result = only_object(done.stdout)
-    assert (result["bench"], result["broken"]) == ("policy", [])
-    assert "neighbour" in done.stderr
+def test_slower_steps_are_harder_for_a_rule_that_grows_back() -> None:
+    def mean(rate_per_s: float) -> float:
+        played = [play(lambda _: RULES["aimd"](LARGEST), world, BLIND) for world in worlds(3, "precious", rate_per_s)]
+        return statistics.fmean(outcome.score for outcome in played)
+
+    assert mean(1000.0) < mean(10_000.0) - 0.03
 
 
-def test_the_verb_refuses_a_rule_it_does_not_know() -> None:
-    done = python("scripts/bench.py", "policy", "--rules", "luck", cwd=ROOT)
+def test_the_verb_runs_the_rules_that_are_asked_for_and_no_others() -> None:
+    assert len(bench("policy", "--seeds", "1", "--rate", "1000", "--rules", "toma")["precious"]) == 1
+    done = typed("policy", "--rules", "luck")
     assert done.returncode == 2
     assert "adaptive" in done.stderr

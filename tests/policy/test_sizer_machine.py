@@ -16,7 +16,6 @@ from itertools import pairwise
 from random import Random
 from typing import Any, Final, NamedTuple, TypeAlias
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -548,53 +547,3 @@ def test_whatever_is_reported_a_size_is_one_there_is(
             assert bounds.down(size) == size
         elif question:
             assert state.reason
-
-
-@st.composite
-def quiet_loops(draw: st.DrawFn, signal: Signal) -> tuple[Loop, int]:
-    """Return a loop whose memory stays as it is, and the largest size that fits, however its steps wobble.
-
-    At most half of what that takes is fixed, else a margin in bytes would be a far larger share of the size.
-    """
-    bounds = Bounds(
-        largest=int(10 ** draw(st.floats(3.0, 6.0))),
-        power=draw(st.sampled_from([1.0, 2.0])),
-        failures_per_minute=draw(st.integers(3, 20)),
-        exact_samples=draw(st.booleans()),
-    )
-    largest_fitting = int(bounds.largest * draw(st.floats(0.1, 1.0)))
-    moving_bytes = 10.0 ** draw(st.floats(7.0, 13.0))
-    workload = Workload(
-        fixed_bytes=draw(st.floats(0.0, 1.0)) * moving_bytes,
-        unit_bytes=moving_bytes / float(largest_fitting) ** bounds.power,
-        power=bounds.power,
-        wobble=draw(st.floats(0.0, 0.01)),
-    )
-    free_bytes = workload.need_bytes(largest_fitting, 1.0)
-    draws = Random(draw(st.integers(0, 1000)))  # noqa: S311 - a simulation
-    return Loop(bounds, workload, signal, free_bytes, draws), largest_fitting
-
-
-def in_equilibrium(loop: Loop, largest_fitting: int) -> tuple[float, float]:
-    """Return the share of the largest fitting size that 500 steps of a second each use, and how many of them fail."""
-    for _ in range(250):
-        loop.turn(1.0)
-    turns = [loop.turn(1.0) for _ in range(500)]
-    used = sum(turn.size for turn in turns if turn.size is not None and not turn.failed)
-    return used / (largest_fitting * (turns[-1].ended_at_s - turns[0].at_s)), sum(turn.failed for turn in turns) / 500
-
-
-@pytest.mark.parametrize(
-    ("signal", "least"),
-    [
-        pytest.param(Signal(every=1, peaks=True), 0.95, id="exact"),
-        pytest.param(Signal(), 0.75, id="none"),
-        pytest.param(Signal(every=1, lie=0.0, peaks=True), 0.75, id="always says that nothing is free"),
-    ],
-)
-@settings(max_examples=12 * EXAMPLES, deadline=None, derandomize=STEADY)
-@given(data=st.data())
-def test_so_much_of_the_largest_size_is_used(signal: Signal, least: float, data: st.DataObject) -> None:
-    used, failing = in_equilibrium(*data.draw(quiet_loops(signal)))
-    assert used >= least
-    assert failing < 0.03

@@ -45,13 +45,6 @@ def train(batch_size: int, model: str, rate: float = 0.1) -> tuple[int, str, flo
     return batch_size, model, rate
 
 
-def test_with_and_without_options() -> None:
-    assert train("m") == (128, "m", 0.1)
-    with_options = resilient(starting_batch_size=512)(train.__wrapped__)
-    assert with_options("m", rate=0.5) == (512, "m", 0.5)
-    assert with_options(model="m") == (512, "m", 0.1)
-
-
 def test_the_function_keeps_its_name_and_loses_its_first_parameter() -> None:
     assert (train.__name__, train.__doc__) == ("train", "Return all of it.")
     assert list(inspect.signature(train).parameters) == ["model", "rate"]
@@ -210,13 +203,6 @@ def test_a_bug_met_while_the_caller_handles_an_out_of_memory_is_still_a_bug() ->
     assert calls == [128]
     assert isinstance(caught.value.__cause__, KeyError)
     assert isinstance(caught.value.__cause__.__context__, MemoryError)  # as Python chained it
-
-
-def test_an_out_of_memory_met_there_is_still_survived() -> None:
-    try:
-        {}["outer"]
-    except KeyError:
-        assert resilient(items, 64)(fits=10) <= 10
 
 
 def test_a_batch_size_by_hand_is_refused_with_the_call_it_should_be() -> None:

@@ -12,8 +12,6 @@ from tests.scene import MIB, spec_of
 from workers import oom
 from workers.devices.cpu import CpuDevice
 from workers.settings import FailureKind, WorkerSpec
-from workers.verification.freivalds import freivalds
-from workers.verification.repeat import same_bits
 from workers.workloads.base import WorkloadContext
 from workers.workloads.matmul import TILE, Matmul, matrix_bytes, rounded
 
@@ -186,30 +184,3 @@ def test_a_check_needs_no_memory_of_its_own(in_child: InChild, dtype: str) -> No
     assert found[0::2] == [("freivalds", True)] * 4
     # A product without memory for its buffers may be summed in another order, and is then not compared.
     assert set(found[1::2]) <= {("repeat", True), None}
-
-
-def orders_of_summation(spec: WorkerSpec, spare_bytes: int) -> tuple[bool | None, bool, bool]:
-    """Do a product with next to no memory and once more with plenty; say what repeat and Freivalds' test find."""
-    device = CpuDevice(spec)
-    n = 1024
-    left, right, tight, roomy = torch.empty((4, n, n), dtype=device.torch_dtype)
-    for operand in (left, right):
-        operand.normal_(generator=torch.Generator().manual_seed(1))
-    scratch = torch.empty(n * n, dtype=torch.float64)
-    ballast_bytes = device.info.cap_bytes - device.held_bytes() - spare_bytes
-    with device.enforced():
-        ballast = torch.empty(ballast_bytes, dtype=torch.uint8)
-        torch.mm(left, right, out=tight)
-        del ballast
-        torch.mm(left, right, out=roomy)
-    verdicts = [freivalds(left, right, result, scratch, 0).ok for result in (tight, roomy)]
-    repeated = same_bits(tight, roomy, scratch)
-    return None if repeated is None else repeated.ok, verdicts[0], verdicts[1]
-
-
-@pytest.mark.parametrize("spare_bytes", [256 * 1024, 2 * MIB, 8 * MIB])
-def test_a_product_without_memory_for_its_buffers_is_no_false_alarm(in_child: InChild, spare_bytes: int) -> None:
-    repeated, tight, roomy = in_child(orders_of_summation, spec_of(budget_bytes=96 * MIB), spare_bytes)
-    assert repeated is not False
-    assert tight
-    assert roomy
