@@ -21,10 +21,8 @@ from workers.learned_limits.limits import (
     TEXT_MOST,
     choose,
     from_plain,
-    is_about,
     to_plain,
     workload_fingerprint,
-    workload_name,
 )
 from workers.settings import Learned, LimitKey, StoredLimit
 
@@ -159,13 +157,6 @@ def test_of_two_as_near_the_smaller_cap_wins_and_then_the_newer() -> None:
     assert choose([below, newer], wanted(10**6)) == newer
 
 
-def test_a_limit_is_about_what_its_names_contain() -> None:
-    assert is_about(LIMIT)
-    assert is_about(LIMIT, card="rtx 3090", workload="STEPS:MLP")
-    assert not is_about(LIMIT, card="3070")
-    assert not is_about(LIMIT, card="3090", workload="matmul")
-
-
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
     """Write a module of the user's, by its dotted name, where this process finds it."""
@@ -234,9 +225,3 @@ def test_settings_that_change_the_footprint_change_the_fingerprint() -> None:
     assert told == workload_fingerprint("matmul", batch=128, power=2)
     assert told != workload_fingerprint("matmul", batch=64, power=2)
     assert workload_fingerprint("matmul", share=0.1234567) != workload_fingerprint("matmul", share=0.1234568)
-
-
-@pytest.mark.parametrize("name", ["matmul", "json.decoder:JSONDecoder", "no_such_module:Step"])
-def test_a_fingerprint_begins_with_its_name(name: str) -> None:
-    for fingerprint in (name, workload_fingerprint(name), workload_fingerprint(name, batch=1)):
-        assert workload_name(fingerprint) == name
