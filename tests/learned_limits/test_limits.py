@@ -57,10 +57,6 @@ NEEDED = ("card", "torch", "dtype", "workload", "cap_bytes", "size", "learned_at
 CAPS = st.integers(min_value=1, max_value=2**50)
 
 
-def wanted(cap_bytes: int) -> LimitKey:
-    return dataclasses.replace(KEY, cap_bytes=cap_bytes)
-
-
 @given(any_limit=LIMITS)
 def test_a_limit_survives_its_plain_form_and_json(any_limit: StoredLimit) -> None:
     assert from_plain(json.loads(json.dumps(to_plain(any_limit)))) == any_limit
@@ -136,7 +132,7 @@ def test_a_limit_is_offered_within_one_per_cent_of_its_cap_and_nowhere_else(
     learned_bytes: int, wanted_bytes: int
 ) -> None:
     is_near = 99 * learned_bytes <= 100 * wanted_bytes <= 101 * learned_bytes
-    assert (choose([limit(cap_bytes=learned_bytes)], wanted(wanted_bytes)) is not None) == is_near
+    assert (choose([limit(cap_bytes=learned_bytes)], limit(cap_bytes=wanted_bytes).key) is not None) == is_near
 
 
 @given(offsets=st.lists(st.integers(min_value=-9_000, max_value=9_000), min_size=1, max_size=6), data=st.data())
@@ -144,17 +140,17 @@ def test_the_nearest_cap_is_chosen_whatever_the_order(offsets: list[int], data: 
     candidates = [
         limit(cap_bytes=10**6 + offset, learned_at_unix_s=float(index)) for index, offset in enumerate(offsets)
     ]
-    chosen = choose(candidates, wanted(10**6))
+    chosen = choose(candidates, limit(cap_bytes=10**6).key)
     assert chosen is not None
-    assert choose(data.draw(st.permutations(candidates)), wanted(10**6)) == chosen
+    assert choose(data.draw(st.permutations(candidates)), limit(cap_bytes=10**6).key) == chosen
     assert abs(chosen.key.cap_bytes - 10**6) == min(map(abs, offsets))
 
 
 def test_of_two_as_near_the_smaller_cap_wins_and_then_the_newer() -> None:
     below, above = limit(cap_bytes=10**6 - 5), limit(cap_bytes=10**6 + 5)
-    assert choose([above, below], wanted(10**6)) == below
+    assert choose([above, below], limit(cap_bytes=10**6).key) == below
     newer = dataclasses.replace(below, learned_at_unix_s=below.learned_at_unix_s + 1)
-    assert choose([below, newer], wanted(10**6)) == newer
+    assert choose([below, newer], limit(cap_bytes=10**6).key) == newer
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.scene import python
+from tests.scene import python, wait_for
 from workers.host.processes import is_alive
 from workers.learned_limits.store import STATE_DIR_VARIABLE
 from workers.node_agent.protocol import AgentClient, AgentOrders, to_line
@@ -103,17 +102,6 @@ def card(number: int = 1, **changes: Any) -> dict[str, Any]:  # noqa: ANN401 - a
         "power_limit_max_w": 366,
         **changes,
     }
-
-
-def wait_for(ask: Callable[[], Any], what: str, within_s: float = 60.0) -> Any:  # noqa: ANN401 - whatever was asked
-    """Wait until there is an answer; the time is only there to end a test that will never pass."""
-    until_s = time.monotonic() + within_s
-    while time.monotonic() < until_s:
-        answer = ask()
-        if answer:
-            return answer
-        time.sleep(0.02)
-    raise AssertionError(f"no {what} within {within_s} s")
 
 
 def is_gone(process: psutil.Process) -> bool:

@@ -16,7 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.node_agent.conftest import Node, card, is_gone, kill, wait_for
+from tests.node_agent.conftest import Node, card, is_gone, kill
+from tests.scene import wait_for
 from workers.host.processes import start_time
 from workers.node_agent import mps
 from workers.node_agent.protocol import AgentOrders, AgentOutcome, from_line, to_line
