@@ -118,15 +118,6 @@ def test_an_empty_list_says_what_to_type(tmp_path: Path) -> None:
     assert json.loads(runs_json(tmp_path / "nowhere")) == {"schema": 1, "runs": []}
 
 
-def test_the_list_as_an_object(tmp_path: Path) -> None:
-    written(tmp_path)
-    (told,) = json.loads(runs_json(tmp_path))["runs"]
-    assert told["run_id"] == RUN_ID
-    assert (told["outcome"], told["exit_code"]) == ("interrupted", None)
-    assert (told["elapsed_s"], told["remaining_s"], told["workers"]) == (125.0, 175.0, 1)
-    assert (told["steps_ok"], told["steps_lost_upper_bound"], told["incomplete"]) == (990, 40, False)
-
-
 def test_a_killed_run_is_told_with_all_that_happened(tmp_path: Path) -> None:
     written(tmp_path)
     text = report_text(tmp_path / RUN_ID, 100)

@@ -71,18 +71,6 @@ def test_a_second_node_of_the_name_does_not_disturb_the_one_in_use() -> None:
     assert watcher.look(fact(node_id="b")) == [("pc1", NodeLeft()), ("pc1", NodeJoined())]
 
 
-def test_a_node_that_comes_back_with_fewer_cpus_is_refused_and_joins_when_it_has_enough() -> None:
-    watcher = Watcher(fact(node_id="a"))
-    assert watcher.look(fact(node_id="b", cpus=4.0)) == [("pc1", NodeLeft()), ("pc1", NodeRefused(reason=TOO_FEW))]
-    assert watcher.look(fact(node_id="b", cpus=4.0)) == []
-    assert watcher.notices == [f"pc1 cannot be used: {TOO_FEW}", "pc2 has not joined"]
-    assert watcher.look() == [("pc1", NodeRefused(reason="its node has left the cluster"))]
-    assert watcher.look() == []
-    assert watcher.notices == ["pc1 has left", "pc2 has not joined"]
-    assert watcher.look(fact(node_id="c", cpus=16.0)) == [("pc1", NodeJoined())]
-    assert watcher.notices == ["pc2 has not joined"]
-
-
 def test_another_reason_is_told_and_the_same_one_again_after_the_node_was_away() -> None:
     watcher = Watcher(fact(cpus=4.0))
     other = "pc1 offers 6 CPUs, the plan needs 2 workers x 4 = 8"

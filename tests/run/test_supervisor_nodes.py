@@ -7,7 +7,7 @@ import pytest
 from orchestrator.core.fleet import SliceFailure
 from orchestrator.core.slot import HeadState
 from tests.run.conftest import RunMaker
-from tests.run.scripted_fleet import JOIN_S, START_S, STEPS_PER_S
+from tests.run.scripted_fleet import START_S, STEPS_PER_S
 from workers.messages import WorkerState
 
 
@@ -110,20 +110,6 @@ def test_a_node_that_joins_late_and_can_never_work_costs_its_slots_and_not_the_r
     assert run.fleet.abandoned == ["pc2/0"]
     assert rows["pc1/0"].counts.steps_ok == pytest.approx(20 * STEPS_PER_S, rel=0.1)
     assert len(run.events("slice_failed", failure=SliceFailure.UNBUILDABLE.value)) == (how == "unbuildable")
-
-
-def test_a_node_that_chaos_ends_comes_back_and_the_fault_is_told_as_recovered(new_run: RunMaker) -> None:
-    run = new_run(pc2=2, duration="60s", chaos="node:pc2@10s+20s")
-    rows = run.finish()
-    (ended,), (started,) = run.events("chaos_node_ended"), run.events("chaos_node_started")
-    assert (ended["node"], started["node"]) == ("pc2", "pc2")
-    assert started["at_s"] - ended["at_s"] == pytest.approx(20, abs=0.5)
-    (fault,) = run.injector.faults()
-    assert (fault["kind"], fault["target"], fault["fate"]) == ("node", "pc2", "recovered")
-    assert fault["recovered_s"] == pytest.approx(20 + JOIN_S + START_S, abs=2)
-    for slot in ("pc2/0", "pc2/1"):
-        assert "LOST" in run.states(slot)
-        assert rows[slot].state is WorkerState.RUNNING
 
 
 @pytest.mark.parametrize("stood_still_s", [9.0, 100.0])

@@ -210,21 +210,6 @@ def test_a_killed_head_is_interrupted_even_before_its_parent_takes_note(tmp_path
     assert read_run(folder).outcome == "interrupted"
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_head_that_is_killed_while_it_makes_its_store_is_in_the_list(tmp_path: Path, seed: int) -> None:
-    chance = random.Random(seed)  # noqa: S311 - moments, not secrets
-    folder = tmp_path / IDS[0]
-    with head_process(folder) as head:
-        while not (folder / "head.json").exists():
-            assert head.poll() is None
-            time.sleep(0.0005)
-        time.sleep(chance.random() * 0.01)
-        head.kill()
-    (listed,) = list_runs(tmp_path)
-    assert (listed.run_id, listed.outcome, listed.exit_code) == (IDS[0], "interrupted", None)
-    assert listed.started_at_unix_s is not None
-
-
 @pytest.mark.parametrize(
     ("kept", "files"), [("all", 3), ("no shared memory", 2), ("closed in WAL mode", 1), ("ended", 1)]
 )
