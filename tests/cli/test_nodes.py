@@ -17,11 +17,9 @@ import psutil
 import pytest
 
 from orchestrator.cli.nodes import command_for, execute, stop_node, stop_runs
-from orchestrator.config.load import load_config
 from orchestrator.config.schema import Config
 from orchestrator.core.node_commands import NODE_MARK
-
-REFERENCE = load_config(str(Path(__file__).parents[2] / "cluster.yaml"))
+from tests.core.scene import REFERENCE
 
 #: A name no other process on this machine is marked with.
 NODE = f"test-{os.getpid()}"

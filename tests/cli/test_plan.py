@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from orchestrator.cli.plan import plan_json, plan_text
-from orchestrator.config.load import load_config
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import Target, plan_slots
 from orchestrator.watch.cells import aligned
+from tests.core.scene import REFERENCE
 from workers.units import GIB
 
-REFERENCE = load_config(str(Path(__file__).parents[2] / "cluster.yaml"))
 SLOTS = [plan.reservation.slot for plan in plan_slots(REFERENCE, Target())]
 
 

@@ -1,6 +1,7 @@
 """A slot on a stage of its own: its clock, what it is fed, and reports and failures of its slices to feed it with.
 
-Shared by the tests of the lifecycle. Knows nothing of what should come out.
+Shared by the tests of the lifecycle. Knows nothing of what should come out. Here, too, is the configuration that is
+shipped, for all tests that plan or run it.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Self
 
+from orchestrator.config.load import load_config
 from orchestrator.core.fleet import SliceFailed, SliceFailure, SliceReported
 from orchestrator.core.lifecycle import advance
 from orchestrator.core.slot import (
@@ -22,9 +24,12 @@ from orchestrator.core.slot import (
     Tick,
 )
 from tests.counting import with_counts
+from tests.scene import ROOT
 from workers.messages import DeviceInfo, Directive, MemoryInfo, Report, Verdict, WorkerState
 
 MIB = 2**20
+
+REFERENCE = load_config(str(ROOT / "cluster.yaml"))
 
 RULES = Rules(
     slice_s=1.0,

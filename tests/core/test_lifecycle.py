@@ -1,7 +1,7 @@
 """The ordinary course of a slot: it joins, reports, works, loses its node, pauses, and ends with its run.
 
-One event in, the state and the commands that come out. What goes wrong is in `test_lifecycle_faults.py` and
-`test_lifecycle_losses.py`, any order of events, and how one begins, in `test_lifecycle_machine.py`.
+One event in, the state and the commands that come out. What goes wrong is in `test_lifecycle_faults.py`, any order of
+events, and how one begins, in `test_lifecycle_machine.py`.
 """
 
 from __future__ import annotations

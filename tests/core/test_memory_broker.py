@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 
 import pytest
 
-from orchestrator.config.load import load_config
 from orchestrator.core.fleet import SliceReported
 from orchestrator.core.memory_broker.broker import MemoryBroker
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
 from orchestrator.core.slot import Command, NodeJoined, NodeLeft, Slot
-from tests.core.scene import CPU, MEMORY, MIB, Scene, submits
+from tests.core.scene import CPU, MEMORY, MIB, REFERENCE, Scene, submits
 from workers.messages import DeviceInfo, WorkerState
 
-REFERENCE = load_config(str(Path(__file__).parents[2] / "cluster.yaml"))
 TOTAL_BYTES = 24 * 2**30
 CONTEXT_BYTES = 400 * MIB
 

@@ -6,17 +6,14 @@ import json
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.config.load import load_config
 from orchestrator.config.schema import Config
 from orchestrator.core.node_commands import NODE_MARK, node_command
-
-REFERENCE = load_config(str(Path(__file__).parents[2] / "cluster.yaml"))
+from tests.core.scene import REFERENCE
 
 #: Lets the `ray` command line read arguments without doing anything, and its own reader read the label.
 READ_BY_RAY = """

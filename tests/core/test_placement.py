@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.config.capacity import MAX_WORKERS_PER_CARD
-from orchestrator.config.load import load_config
 from orchestrator.config.schema import Config
 from orchestrator.core.budget import node_budget
 from orchestrator.core.fleet import NodeFact, Reservation
 from orchestrator.core.placement import Missing, SlotPlan, Target, memory_settings, plan_slots, refusals, unnamed
+from tests.core.scene import REFERENCE
 from tests.scene import GUIDES
 from workers.units import GIB, MIB
 
-REFERENCE = load_config(str(Path(__file__).parents[2] / "cluster.yaml"))
 PC1 = NodeFact(name="pc1", node_id="a", address="10.0.0.1", cpus=56.0, gpus=1.0)
 PC2 = NodeFact(name="pc2", node_id="b", address="10.0.0.2", cpus=12.0, gpus=1.0)
 

@@ -11,21 +11,20 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config.load import load_config
 from orchestrator.config.schema import Config, NodeConfig
 from orchestrator.core.fleet import NodeAnswer
 from orchestrator.core.placement import Missing, Refusal
 from orchestrator.doctor.checks_cluster import check_nodes, check_plan
 from orchestrator.doctor.finding import Finding, Verdict
 from orchestrator.doctor.verb import check_port, check_token
+from tests.core.scene import REFERENCE
 from tests.doctor.scene import CPU_TORCH, card, laptop, workstation
 from workers.host.facts import Holder, MachineFacts
 from workers.units import GIB
 
 OK, SKIP, WARN, FAIL = Verdict.OK, Verdict.SKIP, Verdict.WARN, Verdict.FAIL
 
-SHIPPED = load_config(str(Path(__file__).parents[2] / "cluster.yaml"))
-PC1 = SHIPPED.nodes["pc1"]
+PC1 = REFERENCE.nodes["pc1"]
 
 SMALL_CARD = card(name="NVIDIA GeForce RTX 3070", total_bytes=round(7.67 * GIB))
 WORKER = Holder(pid=1, name="ray::Wo", used_bytes=None)
@@ -78,7 +77,7 @@ def answer(name: str | None = "pc1", **changes: Any) -> NodeAnswer:  # noqa: ANN
     return replace(plain, **changes)
 
 
-def nodes(*answers: NodeAnswer, missing: tuple[Refusal, ...] = (), config: Config = SHIPPED) -> dict[str, Finding]:
+def nodes(*answers: NodeAnswer, missing: tuple[Refusal, ...] = (), config: Config = REFERENCE) -> dict[str, Finding]:
     found = check_nodes(config, "192.168.1.10:6379", missing, answers)
     return {f"{finding.node}/{finding.check}": finding for finding in found}
 

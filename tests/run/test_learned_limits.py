@@ -11,17 +11,16 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config.load import load_config
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
 from orchestrator.run.learned_limits import LearnedLimits, terms
 from orchestrator.watch.events import EventLog
-from tests.core.scene import report_of
+from tests.core.scene import REFERENCE, report_of
 from tests.run.conftest import RunMaker
 from workers.learned_limits.store import EXPIRY_S, LimitStore
 from workers.settings import Learned, LimitKey, StoredLimit
 from workers.units import GIB
 
-PLANS = plan_slots(load_config(str(Path(__file__).parents[2] / "cluster.yaml")), Target())
+PLANS = plan_slots(REFERENCE, Target())
 
 SPEC = PLANS[0].spec
 

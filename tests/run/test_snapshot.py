@@ -9,16 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.config.load import load_config
 from orchestrator.core.placement import Target, plan_slots
 from orchestrator.core.slot import HeadState, Phase, Slot, SlotState
 from orchestrator.run.snapshot import Meter, row
-from tests.core.scene import CPU, report_of
-from tests.scene import ROOT
+from tests.core.scene import CPU, REFERENCE, report_of
 from workers.messages import MemoryInfo, Report, StepCounts, WorkerEvent, WorkerState
 from workers.readings import SensorReading
 
-PLAN = plan_slots(load_config(str(ROOT / "cluster.yaml")), Target())[3]
+PLAN = plan_slots(REFERENCE, Target())[3]
 
 OPENED = (WorkerEvent(name="device_opened", at_unix_s=0.0),)
 
