@@ -196,11 +196,14 @@ def test_the_emergency_product_runs_at_the_wall_and_takes_nothing(in_child: InCh
     assert found["after"] == found["before"]
 
 
-def test_a_wrong_product_is_noticed() -> None:
+def test_a_wrong_product_is_noticed_and_so_is_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     product = EmergencyProduct(128, torch.device("cpu"))
     product.run()
     product._left.mul_(1.5)
     with pytest.raises(ContextCorruptedError, match="emergency product gave 384"):
+        product.run()
+    monkeypatch.setattr(torch, "mm", lambda *_, out: out)
+    with pytest.raises(ContextCorruptedError, match="emergency product gave 0"):
         product.run()
 
 

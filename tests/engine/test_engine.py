@@ -210,11 +210,12 @@ class TestTooLarge:
     ) -> None:
         resumes = [None, {**shrunk.resume, "failures": 2}, {"policy": "another"}]
         directives = [{"incarnation": number, "resume": resume} for number, resume in enumerate(resumes)]
-        first, second, third = in_child(slices, spec_of(size=1024, dtype="fp32"), directives)
+        first, second, third, *later = in_child(slices, spec_of(size=1024, dtype="fp32"), [*directives, directives[-1]])
         assert first.size == 1024
         assert second.size == int(1024 * 0.7**2)
         assert second.resume["failures"] == 2
         assert "resume_refused" in names(third), "a state of another policy starts afresh, and says so"
+        assert names(later) == [], "it is read once"
         assert third.size == 1024
 
 

@@ -21,6 +21,7 @@ from tests.scene import MIB, ROOT, spec_of, vm_data_bytes
 from workers import OutOfBatchError, Retry, resilient
 from workers.devices.cpu import CpuDevice
 from workers.learned_limits.store import LimitStore
+from workers.resilience import card_memory
 from workers.resilience.card_memory import Peak, look
 from workers.resilience.retry import Attempts, Rules
 from workers.settings import WorkerSpec
@@ -311,6 +312,7 @@ def test_where_there_is_no_card_there_is_nothing_to_measure() -> None:
     with Peak(None) as peak:
         block(1)
     assert peak.bytes is None
+    assert card_memory._under_way == []
 
 
 class TestRemembering:
@@ -358,6 +360,15 @@ class TestRemembering:
         work()
         assert work.batch_size is not None
         assert work.batch_size <= 10
+
+    def test_it_is_written_at_most_every_ten_seconds(self, store: LimitStore) -> None:
+        fitting = [64, 10]
+        work = resilient(lambda batch_size: bytearray(2**60 if batch_size > fitting[0] else 1), 64, remember="my job")
+        work()
+        fitting.pop(0)
+        work()
+        (limit,) = store.all(store.path.stat().st_mtime)
+        assert limit.learned.size == 64
 
     def test_a_store_that_cannot_be_written_is_told_once(
         self, store: LimitStore, caplog: pytest.LogCaptureFixture

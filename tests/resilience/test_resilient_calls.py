@@ -25,7 +25,7 @@ from tests.fork_server import ForkServer
 from tests.scene import ROOT, python
 from workers import OutOfBatchError, Retry, resilient
 from workers.settings import FailureKind
-from workers.testing import OomInjector, injected_error
+from workers.testing import injected_error
 
 
 def out_of_memory() -> None:
@@ -170,17 +170,18 @@ def test_an_error_leaves_what_was_learned() -> None:
     assert work(broken=False) == size
 
 
-@pytest.mark.parametrize("times", [2, 3])
-def test_a_probable_out_of_memory_is_believed_twice_in_a_row_and_not_three_times(times: int) -> None:
-    injector = OomInjector(num=times, kind=FailureKind.PROBABLE)
+@pytest.mark.parametrize(("kinds", "believed"), [("pp", True), ("ppp", False), ("ppdp", True)])
+def test_a_probable_out_of_memory_is_believed_twice_in_a_row_and_not_three_times(kinds: str, believed: bool) -> None:
+    errors = [injected_error(FailureKind.PROBABLE if kind == "p" else FailureKind.DEFINITE) for kind in kinds]
 
     @resilient
     def work(batch_size: int) -> None:
-        injector.check()
+        if errors:
+            raise errors.pop(0)
 
-    with contextlib.nullcontext() if times == 2 else pytest.raises(RuntimeError, match="CUBLAS_STATUS_ALLOC_FAILED"):
+    with contextlib.nullcontext() if believed else pytest.raises(RuntimeError, match="CUBLAS_STATUS_ALLOC_FAILED"):
         work()
-    assert injector.checks == 3
+    assert errors == []
 
 
 def test_a_bug_met_while_the_caller_handles_an_out_of_memory_is_still_a_bug() -> None:
