@@ -57,8 +57,10 @@ def up_to_the_wall(spec: WorkerSpec) -> Found:
         enforced_bytes = limit_bytes()
     memory = device.memory()
     with contextlib.suppress(MemoryError), device.enforced():
+        blocks.append(blocks)  # garbage, until it is collected
         del blocks
         raise MemoryError  # as a step that fails does
+    device.release()
     return {
         "info": device.info,
         "free_bytes": free_bytes,

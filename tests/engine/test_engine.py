@@ -230,7 +230,8 @@ def memory_returns(spec: WorkerSpec, says_its_need: bool) -> dict[str, list[Repo
         fed.append(slice_of(engine, len(starved) + len(fed)))
         if fed[-1].state is WorkerState.RUNNING:
             break
-    return {"starved": starved, "fed": fed}
+    Hungry.need_bytes = 4 * spec.budget_bytes
+    return {"starved": starved, "fed": fed, "again": [slice_of(engine, 99), slice_of(engine, 100)]}
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tells its need", "does not tell"])
@@ -246,6 +247,7 @@ class TestEmergency:
             assert report.counts.emergency_count >= 1, "each slice proves that the device answers"
             assert report.counts.steps_ok == 0
         assert names(starved_then_fed["starved"]).count("emergency") == 1, "it is announced once"
+        assert names(starved_then_fed["again"]).count("emergency") == 1, "and so is the next one"
 
     def test_it_shrank_to_the_floor_first(self, starved_then_fed: Found) -> None:
         assert starved_then_fed["starved"][0].size == 256

@@ -28,16 +28,16 @@ Ready = Callable[..., Node]
 
 def test_a_limit_is_set_read_back_and_put_back_at_the_end(node: Ready) -> None:
     pc = node(card(1), card(2))
-    agent = pc.agent(power_limit_w=280.0)
+    agent = pc.agent(power_limit_w=280.5)
     outcome = agent.outcome()
     assert outcome.power_problem is None
-    assert outcome.notes == ("pc1's NVIDIA GeForce RTX 3090: power limit 280 W until the run ends (before: 350 W)",)
-    assert pc.limits_w() == [280.0, 350.0]  # the node lends one card
+    assert outcome.notes == ("pc1's NVIDIA GeForce RTX 3090: power limit 280.5 W until the run ends (before: 350 W)",)
+    assert pc.limits_w() == [280.5, 350.0]  # the node lends one card
     (path,) = pc.records.glob("*.json")
     assert [stat.S_IMODE(each.stat().st_mode) for each in (path, pc.records)] == [0o600, 0o700]
     told = pc.record()
     assert is_alive(told["pid"], told["started"])
-    assert told["power"] == [{"uuid": card()["uuid"], "before_mw": 350_000, "set_mw": 280_000}]
+    assert told["power"] == [{"uuid": card()["uuid"], "before_mw": 350_000, "set_mw": 280_500}]
     assert agent.end() == ("pc1's NVIDIA GeForce RTX 3090: power limit back at 350 W",)
     assert pc.limits_w() == [350.0, 350.0]
     assert pc.is_clean()

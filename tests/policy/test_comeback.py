@@ -107,3 +107,19 @@ def test_a_signal_that_always_says_that_nothing_is_free_is_ignored() -> None:
             size_of.failed(size)
     assert sum(good[-500:]) >= 0.75 * 500 * 3000
     assert failures < 0.04 * 750
+
+
+def test_the_wait_for_the_smallest_size_doubles_until_it_fits() -> None:
+    clock = [0]
+    sizes = AdaptiveSize(4, smallest=4, clock=lambda: clock[0])
+
+    def wait_after_a_failure() -> int:
+        sizes.failed(4)
+        began_s = clock[0]
+        while sizes.next() is None:
+            clock[0] += 1
+        return clock[0] - began_s
+
+    waits = [wait_after_a_failure(), wait_after_a_failure()]
+    sizes.succeeded(4)
+    assert [*waits, wait_after_a_failure()] == [10, 20, 10]

@@ -35,6 +35,7 @@ def test_one_step_bounds_what_is_larger_and_two_far_apart_give_the_slope() -> No
     assert two.has_slope
     assert two.unit_bytes == pytest.approx(UNIT)
     assert two.fixed_bytes == pytest.approx(FIXED)
+    assert (one.steps, two.steps, line_after(100, 400, 400).steps) == (1, 1, 2)
 
 
 @given(

@@ -183,6 +183,17 @@ def test_a_missed_reading_ends_no_pause_and_silence_does() -> None:
     assert after.duty == 1.0, "a sensor that never comes back stops nobody for ever"
 
 
+def test_the_first_reading_after_silence_shows_no_rise_and_an_old_one_moves_nothing() -> None:
+    played = Played()
+    for temperature_c in (60, *[None] * 11):
+        played.see(temperature_c)
+    assert played.see(82).duty == 1.0
+    before = [played.see(82) for _ in range(20)][-1]
+    assert before.duty < 1.0
+    played.now_s -= 10.0
+    assert played.see(82).duty == before.duty
+
+
 @pytest.mark.parametrize("bit", ALARM_BITS)
 def test_an_alarm_bit_is_hot_takes_duty_and_is_named_once(bit: Throttle) -> None:
     played = Played()
@@ -244,6 +255,9 @@ def test_falling_bandwidth_alarms_and_clears() -> None:
     assert played.edges() == [(SLOW_MEMORY, True)]
     (alarm,) = [alarm for decision in played.decisions for alarm in decision.alarms]
     assert "780 GB/s, 86% of the 902" in alarm.text
+    for _ in range(100):
+        played.see(60)  # which says nothing of the memory
+    assert played.edges() == [(SLOW_MEMORY, True)]
     for _ in range(20):
         played.measure(900.0)
     assert played.edges() == [(SLOW_MEMORY, True), (SLOW_MEMORY, False)]

@@ -346,6 +346,8 @@ class TestMethods:
         del trainer
         gc.collect()
         assert gone() is None
+        later = [(Trainer(fits=10).step(), Trainer(fits=100).step())[1] for _ in range(5)]
+        assert later == [64] * 5, "nor does one at its address know what it learned"
 
     def test_an_object_that_cannot_be_followed_shares_what_is_known(self) -> None:
         class Slotted:

@@ -171,3 +171,20 @@ def test_a_reader_that_went_away_is_no_crash(tmp_path: Path, script: str) -> Non
         os.close(writer)
     assert done.returncode == 0
     assert (tmp_path / "log.after").read_text() == "reached"
+
+
+def test_what_was_ignored_when_it_began_stays_ignored(tmp_path: Path) -> None:
+    done = run(
+        """
+import signal
+from orchestrator.run.terminal import Interrupts
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+interrupts = Interrupts()
+interrupts.install()
+for number in (signal.SIGHUP, signal.SIGTERM):
+    os.kill(os.getpid(), number)
+    print(interrupts.asked)
+""",
+        tmp_path / "log",
+    )
+    assert done.stdout == "False\nTrue\n", done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from pathlib import Path
 
@@ -110,6 +111,7 @@ def test_what_can_never_work_ends_the_run_before_it_counts_and_loses_what_was_se
         run.supervisor.run()
     assert run.events("counting") == []
     assert [slot.steps_at_risk for slot in run.stored().slots] == [0, 0]
+    assert gc.get_freeze_count() == 0, "the garbage collector is as it was"
 
 
 def test_what_can_never_work_costs_a_resumed_run_only_its_slot(new_run: RunMaker) -> None:

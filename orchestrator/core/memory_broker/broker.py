@@ -103,8 +103,6 @@ class MemoryBroker:
         if ample is not None:
             self._ample[machine] = ample
         news = {name: lease for name, lease in leases.items() if self._leases.get(name) != lease}
-        for name in sharing:
-            self._leases.pop(name, None)
         self._leases |= leases
         return news
 
