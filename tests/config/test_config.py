@@ -148,10 +148,6 @@ def test_node_names_that_are_allowed(name: str) -> None:
     assert list(config_from_data({"nodes": {name: SMALL["nodes"]["pc1"]}}).nodes) == [name]
 
 
-def test_an_emergency_size_above_the_size_floor_is_allowed() -> None:
-    config_from_data({**SMALL, "memory": {"emergency_size": 512, "size_floor": 64}})
-
-
 def test_every_profile_can_be_named_and_shows_less_than_its_box() -> None:
     nominal_gib = {"rtx-3060": 12, "rtx-3070": 8, "rtx-3090": 24, "rtx-4090": 24, "h100": 80, "h200": 141}
     assert list(PROFILES) == list(nominal_gib)

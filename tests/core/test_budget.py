@@ -30,14 +30,6 @@ def config(one: NodeConfig, **sections: object) -> Config:
     return Config.model_validate({"nodes": {"pc1": one.model_dump()}, **sections})
 
 
-@pytest.mark.parametrize(
-    ("workers", "gpus", "fraction"),
-    [(7, 1, 0.1428), (3, 1, 0.3333), (1, 1, 1.0), (2, 2, 1.0), (3, 2, 0.5), (7, 2, 0.25), (8, 0, 0.0), (100, 1, 0.01)],
-)
-def test_gpu_fraction(workers: int, gpus: int, fraction: float) -> None:
-    assert gpu_fraction(workers, gpus) == fraction
-
-
 @given(gpus=st.integers(1, 16), data=st.data())
 def test_every_worker_gets_onto_a_card_and_no_card_takes_more_than_planned(gpus: int, data: st.DataObject) -> None:
     workers = data.draw(st.integers(gpus, gpus * MAX_WORKERS_PER_CARD))
