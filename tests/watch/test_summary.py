@@ -128,11 +128,6 @@ def test_any_rows_make_valid_json(rows: list[Row], elapsed_s: float, notice: str
     assert len(snapshot_from_summary(read).rows) == len(rows)
 
 
-def test_an_error_is_there_only_when_there_was_one() -> None:
-    assert list(summary_dict(make_snapshot(make_row()), "failed", 1, AT, "no cluster"))[-1] == "error"
-    assert "error" not in summary_dict(make_snapshot(make_row()), "good", 0, AT)
-
-
 def test_a_failure_before_the_run_has_the_same_keys() -> None:
     failure = failure_dict("no cluster", 3)
 
