@@ -1,30 +1,32 @@
-"""Hostile configurations by the thousand: refused in words, or a plan that adds up; never a traceback, never a hang.
+"""Hostile configurations by the hundred: refused in words, or a plan that adds up; never a traceback, never a hang.
 
-The inputs are those of `scripts/bench.py fuzz`, of which this runs a fixed part. What was once found is kept as a file
-in `fuzz_seeds`: `NAME.yaml`, and `NAME.set` with an override on each line.
+FUZZ_EXAMPLES=50000 tries so many of each family. What was once found is kept as a file in `fuzz_seeds`: `NAME.yaml`,
+and `NAME.set` with an override on each line.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
+from collections import Counter
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from benches import fuzz
-from benches.hostile import FAMILIES, SHIPPED, HostileInput, make
+from hypothesis import Phase, find, given, settings
 
 from orchestrator.config.load import load_config
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, NoClusterError, Problem, UsageError
-from tests.scene import ROOT, orchestrator, python
+from tests.config import plan_judge
+from tests.config.hostile_inputs import FAMILIES, SHIPPED, HostileInput
+from tests.config.plan_judge import TooSlow, judge
+from tests.scene import ROOT, orchestrator
 
 pytestmark = pytest.mark.slow
 
-
-SEEDS = (1, 2, 3)
-INPUTS_PER_SEED = 300
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "300"))
 
 #: What was found, and the words that refuse it now.
 FOUND = {
@@ -45,24 +47,28 @@ FOUND = {
 }
 FOLDER = Path(__file__).parent / "fuzz_seeds"
 
-GOOD = HostileInput(family="set", content=SHIPPED, overrides=())
+GOOD = HostileInput(SHIPPED)
 
 
 def kept(name: str) -> HostileInput:
     path, overrides = FOLDER / f"{name}.yaml", FOLDER / f"{name}.set"
     texts = tuple(overrides.read_text(encoding="utf-8").splitlines()) if overrides.exists() else ()
-    return HostileInput(family="kept", content=path.read_bytes(), overrides=texts)
+    return HostileInput(path.read_bytes(), texts)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_every_input_is_a_refusal_in_words_or_a_plan_that_adds_up(seed: int) -> None:
-    tally = fuzz.judge_range(seed, range(INPUTS_PER_SEED))
-    assert tally.findings == []
-    assert tally.plans.total() + tally.refusals.total() == INPUTS_PER_SEED
-    # Where all is refused (or nothing), the generator and not the product is what is tested.
-    for family in FAMILIES:
-        assert tally.plans[family] >= 3
-        assert tally.refusals[family] >= 30
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_input_is_a_refusal_in_words_or_a_plan_that_adds_up(family: str, tmp_path: Path) -> None:
+    verdicts: Counter[str] = Counter()
+
+    @settings(max_examples=EXAMPLES)
+    @given(FAMILIES[family])
+    def hold(hostile: HostileInput) -> None:
+        verdicts[judge(hostile, tmp_path)] += 1
+
+    hold()
+    # Where all is refused (or nothing), the strategy and not the product is what is tested.
+    assert verdicts["refusal"] >= EXAMPLES / 10, verdicts
+    assert verdicts["plan"] + verdicts["scaled"] >= EXAMPLES / 30, verdicts
 
 
 def test_every_kept_file_is_tried() -> None:
@@ -72,42 +78,37 @@ def test_every_kept_file_is_tried() -> None:
 @pytest.mark.parametrize("name", FOUND)
 def test_what_was_found_once_is_refused_in_words(name: str, tmp_path: Path) -> None:
     hostile = kept(name)
-    assert fuzz.judge(hostile, tmp_path) == "refusal"
+    assert judge(hostile, tmp_path) == "refusal"
     with pytest.raises(ConfigError) as caught:
         load_config(str(FOLDER / f"{name}.yaml"), hostile.overrides)
     assert FOUND[name] in str(caught.value)
 
 
-def test_an_input_is_found_again_by_its_seed_and_number() -> None:
-    inputs = [make(7, number) for number in range(60)]
-    assert inputs == [make(7, number) for number in range(60)]
-    assert [one.family for one in inputs[:3]] == list(FAMILIES)
-    assert all(one != make(8, number) for number, one in enumerate(inputs))
-
-
 def test_the_judge_lets_the_shipped_configuration_pass(tmp_path: Path) -> None:
-    assert fuzz.judge(GOOD, tmp_path) == "scaled"
-    assert fuzz.judge(HostileInput(family="set", content=SHIPPED, overrides=("nonsense",)), tmp_path) == "refusal"
+    assert judge(GOOD, tmp_path) == "scaled"
+    assert judge(HostileInput(SHIPPED, ("nonsense",)), tmp_path) == "refusal"
 
 
 @pytest.mark.parametrize(
-    ("error", "verdict"),
+    ("error", "raised", "verdict"),
     [
-        (RecursionError("too deep"), "raised RecursionError: too deep"),
-        (MemoryError(), "raised MemoryError"),
-        (KeyboardInterrupt(), "raised KeyboardInterrupt"),
-        (UsageError(""), "a refusal without words"),
-        (UsageError("\x1b[2J"), "a refusal with control characters"),
-        (UsageError("right to left \u202e"), "a refusal with control characters"),
-        (UsageError("x" * 9000), "a line of 9000 characters"),
-        (ConfigError([Problem("f", 1, None, "x", None)] * 500), "a refusal of 500 lines"),
-        (NoClusterError("there is none"), "exit code 3"),
-        (None, "took more than 0.2 s"),
+        (RecursionError("too deep"), RecursionError, "too deep"),
+        (UsageError(""), AssertionError, "a refusal without words"),
+        (UsageError("\x1b[2J"), AssertionError, "a refusal with control characters"),
+        (UsageError("right to left \u202e"), AssertionError, "a refusal with control characters"),
+        (UsageError("x" * 9000), AssertionError, "a line of 9000 characters"),
+        (ConfigError([Problem("f", 1, None, "x", None)] * 500), AssertionError, "a refusal of 500 lines"),
+        (NoClusterError("there is none"), AssertionError, "exit code 3"),
+        (None, TooSlow, "took more than 0.2 s"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
 def test_the_judge_sees_an_answer_that_is_none(
-    error: BaseException | None, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception | None,
+    raised: type[BaseException],
+    verdict: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def broken(*_: object) -> NoReturn:
         if error is None:
@@ -115,9 +116,10 @@ def test_the_judge_sees_an_answer_that_is_none(
         raise error or AssertionError
 
     if error is None:
-        monkeypatch.setattr(fuzz, "TIME_LIMIT_S", 0.2)
-    monkeypatch.setattr(fuzz, "load_config", broken)
-    assert fuzz.judge(GOOD, tmp_path).startswith(verdict)
+        monkeypatch.setattr(plan_judge, "TIME_LIMIT_S", 0.2)
+    monkeypatch.setattr(plan_judge, "load_config", broken)
+    with pytest.raises(raised, match=verdict):
+        judge(GOOD, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +137,7 @@ def test_the_judge_sees_an_answer_that_is_none(
 def test_the_judge_sees_a_plan_that_does_not_add_up(
     key: str, value: object, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = fuzz.plan_json
+    right = plan_judge.plan_json
 
     def forged(config: Config) -> str:
         plan = json.loads(right(config))
@@ -143,44 +145,29 @@ def test_the_judge_sees_a_plan_that_does_not_add_up(
         where[key] = value
         return json.dumps(plan)
 
-    monkeypatch.setattr(fuzz, "plan_json", forged)
-    assert fuzz.judge(GOOD, tmp_path).startswith(verdict)
+    monkeypatch.setattr(plan_judge, "plan_json", forged)
+    with pytest.raises(AssertionError, match=verdict):
+        judge(GOOD, tmp_path)
 
 
-def chosen() -> list[HostileInput]:
-    """Return inputs that a command line can carry (no NUL, no lone surrogate), of each family and of what was found."""
-    numbered = [make(11, number) for number in range(200)]
-    fit = [one for one in numbered if all("\0" not in text and text.isascii() for text in one.overrides)]
-    short = [one for one in fit if sum(map(len, one.overrides)) < 50_000]
-    return [
-        GOOD,
-        *(one for family in FAMILIES for one in [one for one in short if one.family == family][:4]),
-        *(kept(name) for name in ("head-among-long-names", "override-of-a-missing-node")),
-    ]
+def fits_a_command_line(hostile: HostileInput) -> bool:
+    """No NUL, no lone surrogate, not too long."""
+    return all("\0" not in text and text.isascii() and len(text) < 50_000 for text in hostile.overrides)
 
 
-@pytest.mark.parametrize("index", range(3))
-def test_the_command_line_answers_as_its_parts_do(index: int, tmp_path: Path) -> None:
-    """A third of the chosen inputs at a time, so that they may run side by side."""
-    inputs = chosen()
-    assert len(inputs) == 15
-    for hostile in inputs[index::3]:
-        expected = 2 if fuzz.judge(hostile, tmp_path) == "refusal" else 0
-        file = tmp_path / "cluster.yaml"
-        file.write_bytes(hostile.content)
-        sets = [word for text in hostile.overrides for word in ("--set", text)]
-        done = orchestrator("plan", "--config", str(file), *sets, cwd=tmp_path, PYTHONPATH=str(ROOT))
-        assert done.returncode == expected, (hostile, done.stderr[-2000:])
-        assert "Traceback" not in done.stderr
-        assert (bool(done.stdout), bool(done.stderr)) == (expected == 0, expected == 2)
-        assert [path.name for path in tmp_path.iterdir()] == ["cluster.yaml"], "an input made a file"
-
-
-def test_the_verb_counts_every_input_once() -> None:
-    done = python("scripts/bench.py", "fuzz", "--inputs", "90", "--seed", "5", "--processes", "1", cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert (result["bench"], result["inputs"], result["findings"], result["broken"]) == ("fuzz", 90, 0, [])
-    assert result["plans"] + result["refusals"] == 90
-    assert [row["plans"] + row["refusals"] for row in result["families"]] == [30, 30, 30]
-    assert "structure" in done.stderr, "people get a table"
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("verdict", ["refusal", "scaled"])
+def test_the_command_line_answers_as_its_parts_do(family: str, verdict: str, tmp_path: Path) -> None:
+    simplest = find(
+        FAMILIES[family],
+        lambda hostile: fits_a_command_line(hostile) and judge(hostile, tmp_path) == verdict,
+        settings=settings(phases=[Phase.generate]),
+    )
+    (tmp_path / "cluster.yaml").write_bytes(simplest.content)
+    sets = [word for text in simplest.overrides for word in ("--set", text)]
+    done = orchestrator("plan", *sets, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    refused = verdict == "refusal"
+    assert done.returncode == (2 if refused else 0), (simplest, done.stderr[-2000:])
+    assert "Traceback" not in done.stderr
+    assert (bool(done.stdout), bool(done.stderr)) == (not refused, refused)
+    assert [path.name for path in tmp_path.iterdir()] == ["cluster.yaml"], "an input made a file"
