@@ -22,7 +22,7 @@ from orchestrator.config.scaling import REHEARSAL_SCALE, scale_config
 from orchestrator.config.schema import Config
 from orchestrator.config.validation import MAX_PROBLEMS
 from orchestrator.config.yaml_source import read_yaml_text
-from orchestrator.core.placement import Target, plan_slots
+from orchestrator.core.placement import SlotPlan, Target, plan_slots
 from orchestrator.errors import OrchestratorError
 from tests.config.hostile_inputs import HostileInput
 from tests.scene import vm_data_bytes
@@ -75,15 +75,30 @@ def _check_refusal(error: OrchestratorError) -> None:
 def _check_plan(config: Config) -> None:
     text, plan = plan_text(config), json.loads(plan_json(config))
     assert _steers_nothing(text), "a plan with control characters"
-    slots = [worker["slot"] for node in plan["nodes"] for worker in node["workers"]]
+    assert (plan["schema"], plan["compute_share_mode"]) == (1, config.compute_share_mode)
+    workers = [worker for node in plan["nodes"] for worker in node["workers"]]
+    slots = [worker["slot"] for worker in workers]
     expected = [f"{name}/{index}" for name, node in config.nodes.items() for index in range(node.workers)]
     assert slots == expected, "the slots are not node/index of every worker"
     assert [line.split()[0] for line in text.splitlines()[1 : len(slots) + 1]] == slots, "the table is not the plan"
-    assert [slot.reservation.slot for slot in plan_slots(config, Target())] == slots, "what is placed is not the plan"
     for node in plan["nodes"]:
         _check_sums(node)
+    placed = list(map(_placed, plan_slots(config, Target())))
+    assert [{key: worker[key] for key in placed[0]} for worker in workers] == placed, "what is placed is not the plan"
     again = read_yaml_text(dump_config(config), "dump")
     assert config_from_data(again.data) == config, "written and read again it is another configuration"
+
+
+def _placed(slot: SlotPlan) -> dict[str, Any]:
+    return {
+        "slot": slot.reservation.slot,
+        "gpu_fraction": slot.reservation.num_gpus,
+        "cpus": slot.reservation.num_cpus,
+        "budget_bytes": slot.spec.budget_bytes,
+        "duty": slot.spec.duty,
+        "size": slot.spec.workload.size,
+        "batch": slot.spec.workload.batch,
+    }
 
 
 def _check_sums(node: dict[str, Any]) -> None:

@@ -11,18 +11,17 @@ import os
 import time
 from collections import Counter
 from pathlib import Path
-from typing import NoReturn
+from unittest.mock import Mock
 
 import pytest
-from hypothesis import Phase, find, given, settings
+from hypothesis import given, settings
 
 from orchestrator.config.load import load_config
 from orchestrator.config.schema import Config
-from orchestrator.errors import ConfigError, NoClusterError, Problem, UsageError
+from orchestrator.errors import ConfigError, NoClusterError, OrchestratorError, Problem, UsageError
 from tests.config import plan_judge
 from tests.config.hostile_inputs import FAMILIES, SHIPPED, HostileInput
 from tests.config.plan_judge import TooSlow, judge
-from tests.scene import ROOT, orchestrator
 
 pytestmark = pytest.mark.slow
 
@@ -90,35 +89,28 @@ def test_the_judge_lets_the_shipped_configuration_pass(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "raised", "verdict"),
+    ("error", "verdict"),
     [
-        (RecursionError("too deep"), RecursionError, "too deep"),
-        (UsageError(""), AssertionError, "a refusal without words"),
-        (UsageError("\x1b[2J"), AssertionError, "a refusal with control characters"),
-        (UsageError("right to left \u202e"), AssertionError, "a refusal with control characters"),
-        (UsageError("x" * 9000), AssertionError, "a line of 9000 characters"),
-        (ConfigError([Problem("f", 1, None, "x", None)] * 500), AssertionError, "a refusal of 500 lines"),
-        (NoClusterError("there is none"), AssertionError, "exit code 3"),
-        (None, TooSlow, "took more than 0.2 s"),
+        (UsageError(""), "a refusal without words"),
+        (UsageError("right to left \u202e"), "a refusal with control characters"),
+        (UsageError("x" * 9000), "a line of 9000 characters"),
+        (ConfigError([Problem("f", 1, None, "x", None)] * 500), "a refusal of 500 lines"),
+        (NoClusterError("there is none"), "exit code 3"),
     ],
-    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_judge_sees_an_answer_that_is_none(
-    error: Exception | None,
-    raised: type[BaseException],
-    verdict: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_the_judge_sees_a_refusal_that_is_none(
+    error: OrchestratorError, verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: object) -> NoReturn:
-        if error is None:
-            time.sleep(60)
-        raise error or AssertionError
+    monkeypatch.setattr(plan_judge, "load_config", Mock(side_effect=error))
+    with pytest.raises(AssertionError, match=verdict):
+        judge(GOOD, tmp_path)
 
-    if error is None:
-        monkeypatch.setattr(plan_judge, "TIME_LIMIT_S", 0.2)
-    monkeypatch.setattr(plan_judge, "load_config", broken)
-    with pytest.raises(raised, match=verdict):
+
+def test_the_judge_sees_an_answer_that_does_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_judge, "TIME_LIMIT_S", 0.2)
+    monkeypatch.setattr(plan_judge, "load_config", lambda *_: time.sleep(60))
+    with pytest.raises(TooSlow, match="took more than"):
         judge(GOOD, tmp_path)
 
 
@@ -132,6 +124,7 @@ def test_the_judge_sees_an_answer_that_is_none(
         ("gpu_fraction", 0.5, "pc1: fractions of"),
         ("card", 1, "pc1: workers on a card"),
         ("duty", 2, "pc1: duty 2"),
+        ("batch", 5, "what is placed is not the plan"),
     ],
 )
 def test_the_judge_sees_a_plan_that_does_not_add_up(
@@ -148,26 +141,3 @@ def test_the_judge_sees_a_plan_that_does_not_add_up(
     monkeypatch.setattr(plan_judge, "plan_json", forged)
     with pytest.raises(AssertionError, match=verdict):
         judge(GOOD, tmp_path)
-
-
-def fits_a_command_line(hostile: HostileInput) -> bool:
-    """No NUL, no lone surrogate, not too long."""
-    return all("\0" not in text and text.isascii() and len(text) < 50_000 for text in hostile.overrides)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("verdict", ["refusal", "scaled"])
-def test_the_command_line_answers_as_its_parts_do(family: str, verdict: str, tmp_path: Path) -> None:
-    simplest = find(
-        FAMILIES[family],
-        lambda hostile: fits_a_command_line(hostile) and judge(hostile, tmp_path) == verdict,
-        settings=settings(phases=[Phase.generate]),
-    )
-    (tmp_path / "cluster.yaml").write_bytes(simplest.content)
-    sets = [word for text in simplest.overrides for word in ("--set", text)]
-    done = orchestrator("plan", *sets, cwd=tmp_path, PYTHONPATH=str(ROOT))
-    refused = verdict == "refusal"
-    assert done.returncode == (2 if refused else 0), (simplest, done.stderr[-2000:])
-    assert "Traceback" not in done.stderr
-    assert (bool(done.stdout), bool(done.stderr)) == (not refused, refused)
-    assert [path.name for path in tmp_path.iterdir()] == ["cluster.yaml"], "an input made a file"
