@@ -96,7 +96,7 @@ class ForkServer:
         request = pickle.dumps((code, arguments, str(cwd or Path.cwd()), dict(environment or os.environ)))
         ours.sendall(len(request).to_bytes(8) + request)
         # The server may still be importing torch on a busy machine.
-        ours.settimeout(120)
+        ours.settimeout(240)
         return Child(ours, int.from_bytes(ours.recv(8)), out, err)
 
     def run(
@@ -105,7 +105,7 @@ class ForkServer:
         *arguments: str,
         cwd: Path | None = None,
         environment: Mapping[str, str] | None = None,
-        timeout_s: float = 120.0,
+        timeout_s: float = 240.0,
     ) -> subprocess.CompletedProcess[str]:
         """Run `code` to its end, as `subprocess.run` would; a child that takes longer is ended."""
         child = self.start(code, *arguments, cwd=cwd, environment=environment)

@@ -19,7 +19,7 @@ from acceptance import memory, suite, throughput, watching
 from acceptance.machine import NotHereError
 from acceptance.outcome import Outcome, page
 
-from tests.scene import ROOT
+from tests.scene import PATIENCE_S, ROOT
 from workers.readings import SensorReading
 
 pytestmark = pytest.mark.slow
@@ -33,7 +33,7 @@ STEADY = {"cap", "side_by_side", "results"}
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "scripts" / "gpu_acceptance.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
         "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     )
     command = [sys.executable, "-c", script, str(ROOT / "scripts" / "gpu_acceptance.py")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 2
     assert "pip install nvidia-ml-py" in done.stderr
 

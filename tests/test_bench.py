@@ -23,7 +23,7 @@ from orchestrator.watch.records import STORE_NAME, SlotRecord
 from orchestrator.watch.store import RunStore
 from tests.bench_command import bench, typed
 from tests.fork_server import ForkServer
-from tests.scene import ROOT
+from tests.scene import PATIENCE_S, ROOT
 from workers.messages import WorkerState
 
 pytestmark = pytest.mark.slow
@@ -207,7 +207,7 @@ def test_an_interrupt_leaves_no_contestant_behind() -> None:
                 assert time.monotonic() < deadline_s
                 time.sleep(0.05)
             process.send_signal(signal.SIGINT)
-            process.communicate(timeout=60)
-            assert psutil.wait_procs(children, timeout=30)[1] == []
+            process.communicate(timeout=PATIENCE_S)
+            assert psutil.wait_procs(children, timeout=PATIENCE_S)[1] == []
         finally:
             process.kill()

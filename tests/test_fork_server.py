@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.fork_server import ForkServer
+from tests.scene import PATIENCE_S
 
 LOOK = """
 import json, os, resource, signal, sys, threading
@@ -87,5 +88,5 @@ def test_children_end_with_their_server() -> None:
     child = server.start("import time; time.sleep(1000)")
     server.close()
     with pytest.raises(AssertionError, match="the fork server ended"):
-        child.wait(10)
+        child.wait(PATIENCE_S)
     child.close()

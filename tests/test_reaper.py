@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.scene import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parents[1]
 
 #: Ends as pytest-timeout ends a session: without any cleaning up. One of its children ignores what it is asked.
@@ -46,7 +48,7 @@ def test_what_a_session_leaves_is_ended_and_removed(tmp_path: Path) -> None:
         [sys.executable, "-c", SESSION, str(folder), str(shared)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 1

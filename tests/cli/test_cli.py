@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Command
-from tests.scene import ROOT, only_object, orchestrator, python
+from tests.scene import PATIENCE_S, ROOT, only_object, orchestrator, python
 
 pytestmark = pytest.mark.usefixtures("nowhere")
 
@@ -187,7 +187,7 @@ def test_an_interrupted_command_is_one_object_too(verb: str, tmp_path: Path) -> 
         endless.open("w"),  # waits until the other side reads
     ):
         process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=30)
+        stdout, stderr = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, only_object(stdout)["outcome"]) == (130, "interrupted")
     assert "Traceback" not in stderr
 
@@ -210,7 +210,9 @@ def test_plan_does_not_mind_a_reader_that_goes_away() -> None:
     os.close(reader)
     try:
         command = [sys.executable, "-m", "orchestrator", "plan", "-c", SHIPPED]
-        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False
+        )
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")

@@ -18,7 +18,7 @@ import pytest
 from orchestrator.cli.limits import Selection, cleared_text, limits_json, limits_text
 from orchestrator.watch.cells import ASCII
 from tests.cli.conftest import Command
-from tests.scene import ROOT, only_object
+from tests.scene import PATIENCE_S, ROOT, only_object
 from workers.learned_limits.store import EXPIRY_S, LimitStore
 from workers.settings import Learned, LimitKey, StoredLimit
 
@@ -146,7 +146,7 @@ def test_the_verb_fits_a_terminal(three: LimitStore) -> None:
                 shown += part
         except OSError:  # the other side is closed
             pass
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=PATIENCE_S) == 0
     os.close(head)
     lines = shown.decode().splitlines()
     assert len(lines) > 4

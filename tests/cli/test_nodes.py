@@ -20,6 +20,7 @@ from orchestrator.cli.nodes import command_for, execute, stop_node, stop_runs
 from orchestrator.config.schema import Config
 from orchestrator.core.node_commands import NODE_MARK
 from tests.core.scene import REFERENCE
+from tests.scene import PATIENCE_S
 
 #: A name no other process on this machine is marked with.
 NODE = f"test-{os.getpid()}"
@@ -73,7 +74,7 @@ def test_every_run_under_way_is_interrupted_as_by_ctrl_c_and_a_bystander_is_not(
     assert list(stop_runs(str(tmp_path))) == [
         f"asked run run-{index} (process {process.pid}) to end" for index, process in enumerate(heads)
     ]
-    assert [process.wait(10) for process in heads] == [7, 7]
+    assert [process.wait(PATIENCE_S) for process in heads] == [7, 7]
     assert bystander.poll() is None
 
 
@@ -85,7 +86,7 @@ def test_a_run_that_is_over_is_not_under_way(start: Starter, tmp_path: Path, why
         (folder / "summary.json").write_text("{}")
     elif why == "its head has ended":
         process.kill()
-        process.wait(10)
+        process.wait(PATIENCE_S)
     else:
         long_ago = time.time() - 3600
         os.utime(folder / "head.json", (long_ago, long_ago))
@@ -140,12 +141,12 @@ def test_a_head_that_may_not_be_signalled_is_told_and_the_others_end(
     refused, asked = stop_runs(str(tmp_path))
     assert refused.startswith("run run-1 cannot be asked to end: ")
     assert asked == f"asked run run-2 (process {mine.pid}) to end"
-    assert mine.wait(10) == 7
+    assert mine.wait(PATIENCE_S) == 7
 
 
 def sleeper(start: Starter, **environment: str) -> subprocess.Popen[str]:
     process = start(["sleep", "60"], **environment)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     # Until it has become `sleep`, its environment is still that of this process.
     while psutil.Process(process.pid).name() != "sleep":
         assert time.monotonic() < deadline
@@ -188,7 +189,7 @@ def test_a_node_without_processes_is_said_to_have_none(start: Starter) -> None:
     assert list(stop_node(NODE)) == [f"no process of node {NODE} runs here"]
     asked = f"from orchestrator.cli.nodes import stop_node; print(*stop_node({NODE!r}))"
     itself = start([sys.executable, "-c", asked], **{NODE_MARK: NODE})
-    assert itself.communicate(timeout=60)[0] == f"no process of node {NODE} runs here\n"
+    assert itself.communicate(timeout=PATIENCE_S)[0] == f"no process of node {NODE} runs here\n"
 
 
 def changed(**cluster: object) -> Config:

@@ -23,7 +23,7 @@ from orchestrator.cli.nodes import command_for, execute
 from orchestrator.cluster.connect import use_private_token
 from orchestrator.config.load import load_config
 from orchestrator.errors import ConfigError
-from tests.scene import ROOT
+from tests.scene import PATIENCE_S, ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -104,7 +104,7 @@ class Desk:
             umask=0,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE_S,
             check=False,
         )
 

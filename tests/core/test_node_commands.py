@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from orchestrator.config.schema import Config
 from orchestrator.core.node_commands import NODE_MARK, node_command
 from tests.core.scene import REFERENCE
+from tests.scene import PATIENCE_S
 
 #: Lets the `ray` command line read arguments without doing anything, and its own reader read the label.
 READ_BY_RAY = """
@@ -96,7 +97,7 @@ def test_every_argument_and_name_of_a_node_is_known_to_the_installed_ray() -> No
         [sys.executable, "-W", "ignore", "-c", READ_BY_RAY, json.dumps(argvs)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

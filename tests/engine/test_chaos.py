@@ -19,7 +19,7 @@ import torch
 from tests.engine.scene import events, names, own, slice_of, slices
 from tests.fork_server import Child, ForkServer
 from tests.in_child import InChild
-from tests.scene import spec_of
+from tests.scene import PATIENCE_S, spec_of
 from workers.engine.engine import Engine
 from workers.engine.fault_injection import EXIT_STATUS, ChaoticWorkload, perform
 from workers.messages import Directive, FaultKind, ProcessFault, Report, Verdict, WorkerState
@@ -174,7 +174,7 @@ class TestStrikes:
     )
     def test_a_strike_really_ends_the_process(self, start: Start, kind: FaultKind, status: int) -> None:
         child = start(kind)
-        assert child.wait(60) == status, child.err
+        assert child.wait(PATIENCE_S) == status, child.err
         assert child.out == FIRST_SLICE, "the struck slice gives no report"
 
     def test_a_hang_really_hangs(self, start: Start) -> None:
@@ -187,7 +187,7 @@ class TestStrikes:
         asleep = psutil.Process(child.pid)
         assert asleep.status() == psutil.STATUS_SLEEPING
         child.kill()
-        assert child.wait(10) == -signal.SIGKILL
+        assert child.wait(PATIENCE_S) == -signal.SIGKILL
         assert child.out == FIRST_SLICE, "it reported nothing more"
 
     def test_poison_leaves_a_report_and_a_process_that_does_no_more(self, in_child: InChild) -> None:

@@ -23,12 +23,10 @@ from orchestrator.core.fleet import (
     SliceReported,
 )
 from orchestrator.errors import UsageError
+from tests.scene import PATIENCE_S
 from workers.messages import Directive, Report, ResumeState, Verdict
 from workers.settings import WorkerSpec
 from workers.workloads.base import StepResult, Workload
-
-#: A worker's process loads torch first; on a busy machine that takes half a minute.
-PATIENCE_S = 120.0
 
 
 class Steady(Workload):

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.node_agent.conftest import Node, card, kill
-from tests.scene import ROOT, python
+from tests.scene import PATIENCE_S, ROOT, python
 from workers.host.processes import is_alive
 from workers.learned_limits.store import STATE_DIR_VARIABLE
 from workers.node_agent.protocol import AgentClient, AgentOrders, AgentOutcome, from_line, to_line
@@ -172,7 +172,12 @@ def test_two_runs_do_not_set_the_same_card(node: Ready) -> None:
     impatient = "from workers.node_agent import agent; agent._OTHER_S = 0.3; agent.main()"
     orders = to_line(pc.orders(power_limit_w=200.0))
     done = subprocess.run(
-        [sys.executable, "-c", impatient], input=f"{orders}\n", capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", impatient],
+        input=f"{orders}\n",
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
     )
     outcome, undone = done.stdout.splitlines()
     words = f"another run has set a power limit on its cards (the agent is process {pc.record()['pid']})"
