@@ -9,7 +9,6 @@ goes away, and itself when the tests do.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import os
 import pickle
@@ -24,8 +23,6 @@ import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
-
-_PR_SET_PDEATHSIG = 1
 
 
 class Child:
@@ -186,7 +183,6 @@ def _become(client: socket.socket, out: int, err: int) -> types.CodeType:
     """Make this fork look like a fresh process."""
     with contextlib.suppress(PermissionError):
         os.setpgid(0, 0)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.dup2(out, 1)
     os.dup2(err, 2)
@@ -198,8 +194,7 @@ def _become(client: socket.socket, out: int, err: int) -> types.CodeType:
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    if hasattr(time, "tzset"):
-        time.tzset()
+    time.tzset()
     sys.argv = ["-c", *arguments]
     sys.path[:] = ["", *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *_BASE_PATH]
     importlib.invalidate_caches()

@@ -180,14 +180,21 @@ VERIFIED: Json = {
     "dtype": "bf16", "products": 100, "false_alarms": 0, "refused": 0, "flips": 32, "large": 20, "large_found": 20,
     "repeat": 32, "cost_pct": 1.0, "cost_pct_allowed": 1.3,
 }  # fmt: skip
+ONE: Json = {"size": 64, "workers": 1, "tflops": 1.0, "failures": 0}
+BUSY: Json = {"when": "busy", "share_pct": 0.5}
+SEEN = SensorReading(temperature_c=50.0)
 
 #: Each judges a good measurement beside one that was changed.
 JUDGED: dict[str, Callable[[Json], Outcome]] = {
     "cap": lambda found: memory.judge_cap([WALL, WALL | found]),
     "recovery": lambda found: memory.judge_recovery(RECOVERED | found),
     "side_by_side": lambda found: memory.judge_side_by_side([SCENE, SCENE | {"stands": [STAND, STAND | found]}]),
+    "dead": lambda found: memory.judge_side_by_side([SCENE | found]),
+    "totals": lambda found: throughput.judge_totals([ONE | found]),
     "speed": lambda found: throughput.judge_speed([RACE, RACE | found]),
     "duty": lambda found: throughput.judge_duty([FREE, KEPT | found]),
+    "mps": lambda found: throughput.judge_mps(list(({1.0: 50e12, 0.5: 27e12} | found).items())),
+    "sampler": lambda found: watching.judge_sampler([(BUSY, SEEN), (BUSY | found, SEEN)]),
     "results": lambda found: watching.judge_results([VERIFIED, VERIFIED | found]),
 }
 
@@ -213,6 +220,12 @@ JUDGED: dict[str, Callable[[Json], Outcome]] = {
         ("side_by_side", {"steps_ok": 0}, "no good step"),
         ("side_by_side", {"ended": "ok EMERGENCY: nothing fits"}, "ended ok EMERGENCY: nothing fits"),
         ("side_by_side", {"ended": "poisoned LOST: "}, "ended poisoned"),
+        ("dead", {"stands": [], "died": "the process of w/1 ended with -9"}, "ended with -9"),
+        ("totals", {"failures": 1}, "1 steps failed"),
+        ("totals", {"tflops": 0.0}, "no work was done"),
+        ("mps", {0.5: 50e12}, "did 1.0 of the work"),
+        ("mps", {1.0: 0.0}, "did None of the work"),
+        ("sampler", {"share_pct": 1.5}, "1.50%"),
         ("speed", {"ratio_median": 0.96}, "0.9600 of a bare loop"),
         ("speed", {"failures": 2}, "2 steps failed"),
         ("duty", {"duty_measured_most": 0.7}, "up to 0.100 off"),
@@ -234,42 +247,22 @@ def test_a_driver_that_does_not_tell_is_said_so() -> None:
     assert "does not tell" in outcome.notes[0]
 
 
-def test_side_by_side_tells_of_the_dead_and_of_what_was_scaled() -> None:
-    died = SCENE | {"stands": [], "died": "the process of w/1 ended with -9"}
-    refuses(memory.judge_side_by_side([died]), "ended with -9")
+def test_side_by_side_tells_what_was_scaled() -> None:
     outcome = memory.judge_side_by_side([SCENE | {"scaled": "scaled to 2 x 0.50 GiB"}])
-    assert outcome.ok
-    assert outcome.notes == ["scaled to 2 x 0.50 GiB"]
+    assert (outcome.ok, outcome.notes) == (True, ["scaled to 2 x 0.50 GiB"])
 
 
-def test_totals_publish_what_is_true_and_judge_failures_alone() -> None:
-    found = [{"size": 64, "workers": k, "tflops": t, "failures": 0} for k, t in ((1, 1.0), (2, 1.1), (3, 3.0))]
-    outcome = throughput.judge_totals(found)
+def test_totals_and_duties_are_shown_beside_one_worker_and_unlimited_work() -> None:
+    outcome = throughput.judge_totals([ONE, ONE | {"workers": 2, "tflops": 1.1}, ONE | {"workers": 3, "tflops": 3.0}])
     assert outcome.ok
     assert [row["of_one_pct"] for row in outcome.rows] == pytest.approx([100.0, 110.0, 300.0])
     assert outcome.notes == ["2 workers of size 64 do 110 % of one's work, not the guides' 180 %"]
-    refuses(throughput.judge_totals([*found, found[0] | {"failures": 1}]), "1 steps failed")
-    refuses(throughput.judge_totals([found[0] | {"tflops": 0.0}]), "no work was done")
-
-
-def test_duties_are_shown_beside_unlimited_work() -> None:
     assert throughput.judge_duty([FREE, KEPT]).rows[1]["of_unlimited_pct"] == pytest.approx(50.0)
 
 
-def test_mps() -> None:
-    whole, half = (1.0, 50e12), (0.5, 27e12)
-    assert throughput.judge_mps([whole, half]).ok
-    refuses(throughput.judge_mps([whole, (0.5, 50e12)]), "did 1.0 of the work")
-    refuses(throughput.judge_mps([half]), "did None of the work")
-
-
-def test_sampler() -> None:
-    row, reading = {"when": "busy", "share_pct": 0.5}, SensorReading(temperature_c=50.0)
-    good = watching.judge_sampler([(row, reading)])
-    assert good.ok
-    assert good.figures["reading_temperature_c"] == 50.0
-    refuses(watching.judge_sampler([(row, reading), (row | {"share_pct": 1.5}, reading)]), "1.50%")
-    refuses(watching.judge_sampler([(row, SensorReading(lost=True))]), "the card is lost")
+def test_a_sampler_of_a_lost_card_is_refused() -> None:
+    assert watching.judge_sampler([(BUSY, SEEN)]).figures["reading_temperature_c"] == 50.0
+    refuses(watching.judge_sampler([(BUSY, SensorReading(lost=True))]), "the card is lost")
 
 
 def test_numbers_that_json_does_not_have_are_unknown() -> None:

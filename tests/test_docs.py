@@ -251,7 +251,8 @@ def names_in(file: Path) -> list[str]:
     spans = re.findall(r"`([^`\n]+)`", without_blocks(text))
     files = [name for span in spans for name in re.findall(r"(?<![\w./*-])[\w/]+\.py\b", span)]
     dotted = [span for span in spans if re.fullmatch(r"[a-z_]+(?:\.\w+)+", span)]
-    known = {*PACKAGES, *folders(), *configuration()}
+    folders = {path.parent.name for path in SOURCES}
+    known = {*PACKAGES, *folders, *configuration()}
     return [
         *files,
         *(
@@ -280,33 +281,22 @@ def configuration() -> dict[str, Any]:
 
 def names_a_module(name: str) -> bool:
     """Whether a file of the project ends in this path, or a dotted name leads to a module or to a name in one."""
-    if name.endswith(".py"):
-        return any(f"/{path}".endswith(f"/{name}") for path in files_of_the_project())
-    modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in files_of_the_project()}
-    if any(f".{module}".endswith(f".{name}") for module in modules):
-        return True
-    home, _, last = name.rpartition(".")
-    homes = [module for module in modules if f".{module}".endswith(f".{home}")]
-    return any(re.search(rf"\b{last}\b", source_of(module)) for module in homes)
-
-
-def source_of(module: str) -> str:
-    """Return the source of a module or of a package's `__init__`."""
-    path = ROOT / module.replace(".", "/")
-    return text_of(path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py")
+    dotted = name.removesuffix(".py").replace("/", ".")
+    home, _, last = dotted.rpartition(".")
+    return any(
+        f".{module}".endswith(f".{dotted}")
+        or (f".{module}".endswith(f".{home}") and re.search(rf"\b{last}\b", text_of(path)) is not None)
+        for module, path in modules().items()
+    )
 
 
 @cache
-def files_of_the_project() -> tuple[str, ...]:
-    """Return the paths of all Python files that belong to the project."""
-    folders = [ROOT / name for name in (*PACKAGES, "tests", "scripts", "docs")]
-    return tuple(str(path.relative_to(ROOT)) for folder in folders for path in folder.rglob("*.py"))
-
-
-@cache
-def folders() -> frozenset[str]:
-    """Return the names of the folders of both packages: the first words of relative dotted names."""
-    return frozenset(Path(path).parent.name for path in files_of_the_project() if path.startswith(PACKAGES))
+def modules() -> dict[str, Path]:
+    """Return all Python files that belong to the project, by their dotted names."""
+    files = [path for name in (*PACKAGES, "tests", "scripts", "docs") for path in (ROOT / name).rglob("*.py")]
+    return {
+        str(path.relative_to(ROOT).with_suffix("")).removesuffix("/__init__").replace("/", "."): path for path in files
+    }
 
 
 @cache
