@@ -62,9 +62,12 @@ def test_a_child_that_takes_too_long_is_ended_with_what_it_started(fork_server: 
     code = "import subprocess; child = subprocess.Popen(['sleep', '1000']); print(child.pid, flush=True); child.wait()"
     with pytest.raises(subprocess.TimeoutExpired) as late:
         fork_server.run(code, timeout_s=2)
-    grandchild = int(late.value.output)
+    await_end(int(late.value.output))
+
+
+def await_end(pid: int) -> None:
     deadline_s = time.monotonic() + 30
-    while psutil.pid_exists(grandchild) and psutil.Process(grandchild).status() != psutil.STATUS_ZOMBIE:
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
 
@@ -75,4 +78,5 @@ def test_children_end_with_their_server() -> None:
     server.close()
     with pytest.raises(AssertionError, match="the fork server ended"):
         child.wait(PATIENCE_S)
+    await_end(child.pid)
     child.close()
