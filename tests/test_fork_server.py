@@ -66,7 +66,7 @@ def test_a_child_that_takes_too_long_is_ended_with_what_it_started(fork_server: 
 
 
 def await_end(pid: int) -> None:
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + PATIENCE_S
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
