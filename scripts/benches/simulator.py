@@ -183,7 +183,6 @@ class Outcome:
     failures: int
     worst_minute: int  # most failures within any sixty seconds
     size_changes: int
-    idle_s: float
 
 
 def play(make: Maker, world: World, signal: Signal) -> Outcome:
@@ -192,7 +191,7 @@ def play(make: Maker, world: World, signal: Signal) -> Outcome:
     rule = make(lambda: now)
     times, levels, duration = world.times_s, world.levels_bytes, world.duration_s
     sampled_s = -1
-    items, idle_s, changes = 0.0, 0.0, 0
+    items, changes = 0.0, 0
     tried: list[tuple[int, bool]] = []
     failed_at: list[float] = []
     while now < duration:
@@ -206,7 +205,6 @@ def play(make: Maker, world: World, signal: Signal) -> Outcome:
         size = rule.next(told)
         if size is None:
             now += IDLE_S
-            idle_s += IDLE_S
             continue
         if not 1 <= size <= LARGEST:
             raise ValueError(f"{type(rule).__name__}.next() returned {size}; a size is from 1 to {LARGEST}")
@@ -231,7 +229,6 @@ def play(make: Maker, world: World, signal: Signal) -> Outcome:
         failures=len(failed_at),
         worst_minute=max((n - bisect_right(failed_at, at_s - 60.0) for n, at_s in enumerate(failed_at, 1)), default=0),
         size_changes=changes,
-        idle_s=idle_s,
     )
 
 
