@@ -11,11 +11,8 @@ from orchestrator.core.fleet import DeathCause, SliceFailure
 from orchestrator.core.slot import (
     Abandon,
     CardQuarantined,
-    Close,
     DeathExplained,
     Drain,
-    EndRun,
-    Event,
     Forget,
     HeadState,
     NodeJoined,
@@ -98,22 +95,6 @@ def test_an_explanation_that_is_of_no_use_changes_nothing(now: str) -> None:
     assert scene.slot == before
 
 
-def test_deaths_in_the_window_end_in_quarantine_for_good() -> None:
-    scene = Scene(max_deaths=3)
-    scene.work(steps_ok=3)
-    scene.die()
-    scene.die()
-    assert scene.deeds(scene.failure()) == [Abandon()]
-    assert (scene.slot.phase, scene.slot.state) == (Phase.QUARANTINED, HeadState.QUARANTINED)
-    assert scene.slot.reason == "3 deaths in 300 s; the last: its process ended: killed, or crashed"
-    assert (scene.slot.in_flight, scene.slot.wake_at_s) == ((), None)
-    before = scene.slot
-    for event in (Tick(), NodeLeft(), NodeJoined(), CardQuarantined(reason="sick"), Drain(), Close()):
-        assert scene.feed(event, later_s=1000) == []
-    assert scene.slot == before
-    assert counters_of(scene.slot) == counters(steps_ok=3, restarts=3, steps_lost_upper_bound=3 * 2 * LEAST)
-
-
 def test_deaths_further_apart_than_the_window_are_not_added_up() -> None:
     scene = Scene.working(max_deaths=2)
     for _ in range(5):
@@ -137,16 +118,6 @@ def test_an_actor_that_cannot_be_reached_right_after_a_restart_has_not_died_agai
     assert counters_of(scene.slot) == counters(restarts=1, steps_lost_upper_bound=2 * LEAST + 10)
     scene.feed(scene.report())
     assert scene.slot.state is WorkerState.RUNNING
-
-
-def test_a_slice_that_was_never_sent_is_not_lost() -> None:
-    scene = Scene.working()
-    scene.feed(scene.failure())
-    lost = scene.slot.steps_lost_upper_bound
-    for _ in range(10):
-        scene.feed(Tick(), later_s=0.3)
-        assert scene.deeds(scene.failure(SliceFailure.UNSENT)) == [Forget()]
-    assert counters_of(scene.slot) == counters(restarts=1, steps_lost_upper_bound=lost)
 
 
 def test_a_process_that_dies_in_its_first_step_has_died() -> None:
@@ -216,17 +187,6 @@ def test_a_slot_whose_process_never_comes_up_is_given_up_though_its_deaths_are_f
     assert scene.slot.reason.startswith("4 deaths in 378 s; the last: its process did not come up for 121 s")
 
 
-def test_a_slice_that_hangs_has_its_process_ended() -> None:
-    scene = Scene()
-    scene.work(resume={"failures": 1})
-    # The slice began with the last report and takes one second: it hangs 61 s later.
-    assert scene.deeds(Tick(), later_s=61) == []
-    assert scene.deeds(Tick(), later_s=0.1) == [Forget(), Restart()]
-    assert scene.slot.reason == "no report for 60 s; its process was ended"
-    assert counters_of(scene.slot) == counters(restarts=1, steps_lost_upper_bound=2 * LEAST)
-    assert [submit.resume for submit in submits(scene.feed(Tick()))] == [{"failures": 1}]
-
-
 def test_an_overdue_slice_is_stale_until_its_report_comes() -> None:
     scene = Scene.working()
     scene.feed(Tick(), later_s=11)
@@ -274,20 +234,6 @@ def test_a_card_too_full_for_a_context_is_waited_for_and_no_death() -> None:
     # With jitter: the workers of a full card must not all come back at the same moment.
     assert RULES.restart_backoff_max_s / 2 <= pause_s <= RULES.restart_backoff_max_s
     assert scene.slot.restarts == 1
-
-
-@pytest.mark.parametrize("failure", ["incompatible", "unbuildable"])
-def test_what_can_never_work_ends_the_run_and_once_that_counts_costs_one_slot(failure: str) -> None:
-    early, late = Scene(), Scene(ends_at_s=1000.0)
-    early.feed(NodeJoined())
-    late.feed(NodeJoined())
-    event, words = early.report(verdict=Verdict.INCOMPATIBLE, reason="pc1/0: no such card"), "pc1/0: no such card"
-    if failure == "unbuildable":
-        event = early.failure(SliceFailure.UNBUILDABLE, text="no module workers")
-        words = "pc1/0: cannot be started: no module workers"
-    assert early.deeds(event) == [EndRun(reason=words)]
-    assert late.deeds(event) == [Abandon()]
-    assert (late.slot.phase, late.slot.reason) == (Phase.QUARANTINED, words)
 
 
 def test_a_worker_that_cannot_be_built_but_has_worked_in_an_earlier_process_is_started_again() -> None:
@@ -339,68 +285,12 @@ def test_deaths_shortly_before_a_node_leaves_are_blamed_on_the_node(died_before_
     assert (scene.slot.phase is Phase.PAUSING) == blamed
 
 
-@pytest.mark.parametrize("before", ["working", "not ready", "pausing", "draining"])
-def test_a_slot_on_a_quarantined_card_is_quarantined_for_the_cards_reason(before: str) -> None:
-    scene = Scene.joined()
-    if before != "not ready":
-        scene.feed(scene.report())
-    if before == "pausing":
-        scene.feed(scene.failure())
-    if before == "draining":
-        scene.feed(Drain())
+def test_a_slot_that_pauses_on_a_quarantined_card_is_quarantined_and_waits_for_nothing() -> None:
+    scene = Scene.working()
+    scene.feed(scene.failure())
     assert scene.deeds(CardQuarantined(reason="pc1's card: all 7 workers keep dying")) == [Abandon()]
-    assert (scene.slot.phase, scene.slot.state) == (Phase.QUARANTINED, HeadState.QUARANTINED)
+    assert (scene.slot.phase, scene.slot.wake_at_s) == (Phase.QUARANTINED, None)
     assert scene.slot.reason == "pc1's card: all 7 workers keep dying"
-    assert (scene.slot.in_flight, scene.slot.wake_at_s) == ((), None)
-    assert scene.feed(CardQuarantined(reason="again")) == []
-    assert scene.slot.reason == "pc1's card: all 7 workers keep dying"
-
-
-#: One step in 10 ms: a full slice may do 204.
-FAST = {"steps_ok": 1, "wall_s": 0.01}
-FULL = 204
-
-
-@pytest.mark.parametrize(
-    ("how", "lost"),
-    [
-        ("dies", 2 * FULL),
-        ("cannot be reached", 2 * FULL),
-        ("unbuildable", 2 * FULL),
-        ("node left", 2 * FULL),
-        ("hangs", 2 * FULL),
-        ("card quarantined", 2 * FULL),
-        ("closed", 2 * FULL),
-        ("poisoned", FULL),
-        ("no room", FULL),
-        ("incompatible", FULL),
-        ("too many errors", FULL),
-    ],
-)
-@pytest.mark.parametrize("max_deaths", [6, 1], ids=["restarts", "is quarantined"])
-def test_every_slice_that_ends_without_a_report_adds_its_limit_to_what_is_lost_and_once(
-    how: str, lost: int, max_deaths: int
-) -> None:
-    scene = Scene(max_deaths=max_deaths, max_workload_errors=1)
-    scene.work(**FAST)
-    events: dict[str, Event] = {
-        "dies": scene.failure(),
-        "cannot be reached": scene.failure(SliceFailure.UNAVAILABLE),
-        "unbuildable": scene.failure(SliceFailure.UNBUILDABLE),
-        "node left": NodeLeft(),
-        "hangs": Tick(),
-        "card quarantined": CardQuarantined(reason="sick"),
-        "closed": Close(),
-        "poisoned": scene.report(verdict=Verdict.CONTEXT_CORRUPTED),
-        "no room": scene.report(verdict=Verdict.CONTEXT_CORRUPTED, oom_count=1),
-        "incompatible": scene.report(verdict=Verdict.INCOMPATIBLE),
-        "too many errors": scene.report(error="Traceback …"),
-    }
-    scene.feed(events[how], later_s=62)
-    assert scene.slot.in_flight == ()
-    assert (scene.slot.counts.steps_ok, scene.slot.steps_lost_upper_bound) == (1, lost)
-    scene.feed(Close())
-    assert scene.slot.steps_lost_upper_bound == lost
 
 
 class Leaking(Scene):

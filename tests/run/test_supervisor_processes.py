@@ -102,12 +102,16 @@ def test_workers_without_memory_for_a_context_wait_and_do_not_use_up_their_death
     assert "EMERGENCY" in run.states("pc2/0")
 
 
-@pytest.mark.parametrize("how", ["incompatible", "unbuildable"])
-def test_what_can_never_work_ends_the_run_before_it_counts_and_loses_what_was_sent(new_run: RunMaker, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "words"), [("incompatible", "no such card"), ("unbuildable", "cannot be started: The actor died")]
+)
+def test_what_can_never_work_ends_the_run_before_it_counts_and_loses_what_was_sent(
+    new_run: RunMaker, how: str, words: str
+) -> None:
     run = new_run()
     run.can_never_work("pc2/0", how)
     run.fleet.start_s["pc1/0"] = 5.0
-    with pytest.raises(PreflightError, match="pc2/0: "):
+    with pytest.raises(PreflightError, match=f"pc2/0: {words}"):
         run.supervisor.run()
     assert run.events("counting") == []
     assert [slot.steps_at_risk for slot in run.stored().slots] == [0, 0]
