@@ -22,9 +22,7 @@ from orchestrator.config.schema import NodeConfig
 from workers.host.facts import CardFacts
 from workers.units import GIB
 
-GEFORCE = ("rtx-3060", "rtx-3070", "rtx-3090", "rtx-4090")
-ALL = tuple(PROFILES.values())
-PROFILE = pytest.mark.parametrize("profile", ALL, ids=lambda profile: profile.key)
+PROFILE = pytest.mark.parametrize("profile", PROFILES.values(), ids=lambda profile: profile.key)
 
 
 def live(name: str, total_gib: float = 10.0, **facts: Any) -> GpuProfile:  # noqa: ANN401 - of CardFacts
@@ -39,18 +37,6 @@ def test_every_rated_peak_is_the_formula_at_the_rated_clock(profile: GpuProfile,
     clock_mhz = 1980 if profile.compute_capability == (9, 0) and dtype == "fp32" else profile.boost_mhz
     assert clock_mhz is not None
     assert peak_tflops(profile, dtype) == pytest.approx(peak_tflops(profile, dtype, clock_mhz), rel=0.01)
-
-
-def test_rated_peaks_are_those_of_the_whitepapers() -> None:
-    for key, rated in {
-        "rtx-3090": {"fp32": 35.6, "tf32": 35.6, "fp16": 71.0, "bf16": 71.0, "fp16_accumulate": 142.0},
-        "rtx-3070": {"fp16": 40.6},
-        "rtx-3060": {"fp16": 25.5},
-        "rtx-4090": {"fp16": 165.2},
-        "h100": {"tf32": 494.5},
-        "h200": {"bf16": 989.0},
-    }.items():
-        assert {dtype: peak_tflops(PROFILES[key], dtype) for dtype in rated} == rated
 
 
 def test_a_peak_follows_the_sampled_clock() -> None:
@@ -72,15 +58,11 @@ def test_a_type_that_does_not_exist_is_refused_by_name() -> None:
         ("GeForce RTX 3070", "rtx-3070"),
         ("nvidia geforce rtx 3090", "rtx-3090"),
         ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H200", "h200"),
         ("NVIDIA GeForce RTX 3070 Laptop GPU", None),
         ("NVIDIA GeForce RTX 3070 Ti", None),
-        ("NVIDIA GeForce RTX 3080", None),
         ("NVIDIA GeForce RTX 4090 D", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA H100 PCIe", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-        ("NVIDIA H200 NVL", None),
         ("My RTX 3070", None),
         ("", None),
     ],
@@ -110,23 +92,12 @@ def test_the_advice_fits_the_card_and_uses_it(profile: GpuProfile) -> None:
         # The guide for the 3070 with a desktop leaves more free than a worker needs.
         if profile.key != "rtx-3070" or advice is profile.alone:
             assert overbooked(node.model_copy(update={"workers": advice.workers + 1})) is not None
-
-
-def test_the_guides_numbers_are_kept() -> None:
-    pc1, pc2 = PROFILES["rtx-3090"].alone, PROFILES["rtx-3070"].desktop
-    assert pc1 is not None
-    assert pc2 is not None
-    assert (pc1.workers, pc1.vram_per_worker_gib, pc1.memory_fraction, pc1.size) == (7, 3.33, 0.99, 8192)
-    assert (pc2.workers, pc2.vram_per_worker_gib, pc2.memory_fraction, pc2.size) == (3, 1.50, 0.75, 4096)
-
-
-@pytest.mark.parametrize("key", GEFORCE)
-def test_a_desktop_leaves_more_free_than_an_empty_card(key: str) -> None:
-    alone, desktop = PROFILES[key].alone, PROFILES[key].desktop
-    assert alone is not None
-    assert desktop is not None
-    assert desktop.memory_fraction < alone.memory_fraction
-    assert desktop.workers * desktop.vram_per_worker_gib < alone.workers * alone.vram_per_worker_gib
+    if profile.alone and profile.desktop:
+        fractions_gib = [
+            (advice.memory_fraction, advice.workers * advice.vram_per_worker_gib)
+            for advice in (profile.desktop, profile.alone)
+        ]
+        assert all(less < more for less, more in zip(*fractions_gib, strict=True)), "a desktop takes some, too"
 
 
 @pytest.mark.parametrize(
@@ -152,16 +123,6 @@ def test_the_formula_gives_the_table_for_the_cards_in_it(key: str, memory_clock_
     assert found.bandwidth_gb_s == pytest.approx(known.bandwidth_gb_s, rel=0.01)
     assert (found.key, found.shown_gib) == (f"{known.key}-x", pytest.approx(known.shown_gib))
     assert found.multiprocessors == known.multiprocessors
-
-
-def test_an_unknown_card_by_formula() -> None:
-    """The RTX 5090 of NVIDIA's RTX Blackwell whitepaper: 104.8 and 209.5 TFLOP/s, 1792 GB/s."""
-    clocks = {"max_sm_clock_mhz": 2407, "max_memory_clock_mhz": 14001, "bus_width_bits": 512}
-    found = live("NVIDIA GeForce RTX 5090", 31.4, compute_capability=(12, 0), cores=170 * 128, **clocks)
-    assert found.key == "rtx-5090"
-    assert peak_tflops(found, "fp32") == pytest.approx(104.8, abs=0.1)
-    assert peak_tflops(found, "fp16") == pytest.approx(209.5, abs=0.1)
-    assert found.bandwidth_gb_s == pytest.approx(1792, abs=1)
 
 
 @pytest.mark.parametrize(
@@ -191,10 +152,6 @@ def test_tensor_rates_of_cards_that_are_not_geforce_rtx_are_not_guessed(name: st
     card = live(name, 16, compute_capability=capability, cores=48 * 128, max_sm_clock_mhz=1560)
     assert peak_tflops(card, "fp32") is not None
     assert peak_tflops(card, "fp16") is None
-
-
-def test_a_live_card_of_the_table_is_its_row() -> None:
-    assert live("NVIDIA GeForce RTX 3070", 7.67) is PROFILES["rtx-3070"]
 
 
 @given(st.text(max_size=200))
