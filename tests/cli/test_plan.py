@@ -10,6 +10,7 @@ import pytest
 from orchestrator.cli.plan import plan_json, plan_text
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import Target, plan_slots
+from orchestrator.watch.cells import aligned
 from tests.core.scene import REFERENCE
 from workers.units import GIB
 
@@ -49,6 +50,11 @@ def test_the_table_is_the_same_to_the_letter_in_a_terminal_of_any_width(monkeypa
         "pc1/0   card #0        0.5000     1  cores/2  1.00 GiB   0.71 GiB  100%  4096    128",
         "pc1/1   card #0        0.5000     1  cores/2  1.00 GiB   0.71 GiB  100%  4096    128",
     ]
+
+
+def test_words_are_to_the_left_and_numbers_to_the_right_of_a_column() -> None:
+    rows = [("name", "steps", "said"), ("a", "7", "yes"), ("longer", "123456", "")]
+    assert list(aligned(rows, {"name", "said"})) == ["name     steps  said", "a            7  yes", "longer  123456"]
 
 
 def test_the_longest_names_are_not_cut() -> None:
