@@ -60,6 +60,7 @@ def test_the_text_these_tests_break_is_good(tmp_path: Path) -> None:
         ("gpu: rtx-3090", "gpu: 3090", 5, "nodes.pc1.gpu", "3090 is not text", "such as rtx-3090"),
         ("run:\n  duration: 5", "run: 5", 13, "run", "5 is not a mapping", "duration"),
         ("duration: 5", "duration: soon", 14, "run.duration", "'soon' is not a duration", "1h30m"),
+        ("duration: 5", "duration: 1:30", 14, "run.duration", "'1:30' is not a duration", "1h30m"),
         ("duration: 5", "duration: [5]", 14, "run.duration", "not a duration", "1h30m"),
         # ranges
         ("workers: 7", "workers: 0", 7, "nodes.pc1.workers", "0 is too small", "at least 1"),
@@ -98,6 +99,7 @@ def test_the_text_these_tests_break_is_good(tmp_path: Path) -> None:
         ),
         # keys and tags
         ("  pc2:", "  2:", 10, "nodes", "has the key 2, which is not text", 'the key in quotes: "2"'),
+        ("  pc2:", "  no:", 10, "nodes", "has the key no, which is not text", 'the key in quotes: "no"'),
         ("  pc2:", "  [a, b]:", 10, "nodes", "has a list or a mapping as a key", "a word"),
         ("  pc2:", "  <<:", 10, "nodes", "has a merge key <<", "written out"),
         ("workers: 7", "workers: !mine 7", 7, "nodes.pc1.workers", "has the tag !mine", "without tags"),
