@@ -47,6 +47,15 @@ def test_a_machine_without_a_card_is_told_that_nothing_is_wrong() -> None:
 
 
 WORKERS = tuple(Holder(pid=pid, name="ray::WorkerActor.run_slice", used_bytes=3 * GIB) for pid in range(7))
+HOLDERS = (
+    Holder(pid=900, name="Xorg", used_bytes=GIB // 2),
+    Holder(pid=4711, name="game.exe", used_bytes=9 * GIB),
+    Holder(pid=5, name=None, used_bytes=None),
+)
+TI = card(
+    name="NVIDIA GeForce RTX 3070 Ti", total_bytes=8 * GIB, cores=6144, max_sm_clock_mhz=1770,
+    max_memory_clock_mhz=9501, bus_width_bits=256,
+)  # fmt: skip
 TWO_CARDS = (card(), card(index=1, uuid="GPU-2", name="NVIDIA GeForce RTX 3070"))
 
 
@@ -122,6 +131,15 @@ TWO_CARDS = (card(), card(index=1, uuid="GPU-2", name="NVIDIA GeForce RTX 3070")
         (laptop(torch=CUDA_TORCH), "torch", OK, "2.13.0+cu128, built for CUDA 12.8", None),
         (workstation(cards=(card(used_bytes=21 * GIB, holders=WORKERS),)), "vram", OK, "ray::Worker", None),
         (
+            workstation(cards=(card(used_bytes=10 * GIB, holders=HOLDERS),)), "vram", WARN,
+            "13.69 GiB free of 23.69; held by game.exe (pid 4711, 9.00 GiB), Xorg (pid 900, 0.50 GiB), unknown (pid 5)",
+            "nvidia-smi",
+        ),
+        (
+            workstation(cards=(TI,)), "card", OK,
+            "NVIDIA GeForce RTX 3070 Ti, 8.00 GiB, 43 TFLOP/s in fp16, 608 GB/s, in cluster.yaml: rtx-3070-ti", None,
+        ),
+        (
             workstation(cards=TWO_CARDS),
             "device_order", WARN, "is not set: CUDA counts the fastest", "export CUDA_DEVICE_ORDER=PCI_BUS_ID",
         ),
@@ -194,31 +212,9 @@ def test_mps_is_asked_for_and_may_not_be_there(
     assert (found.verdict, found.fix) == (verdict, fix)
 
 
-def test_who_holds_the_card_is_named_with_what_it_holds() -> None:
-    holders = (
-        Holder(pid=900, name="Xorg", used_bytes=GIB // 2),
-        Holder(pid=4711, name="game.exe", used_bytes=9 * GIB),
-        Holder(pid=5, name=None, used_bytes=None),
-    )
-    found = only(examine(workstation(cards=(card(used_bytes=10 * GIB, holders=holders),))), "vram")
-    assert found.verdict is WARN
-    assert found.found == (
-        "card #0: 13.69 GiB free of 23.69; held by game.exe (pid 4711, 9.00 GiB), Xorg (pid 900, 0.50 GiB), "
-        "unknown (pid 5)"
-    )
-
-
 def test_one_lost_card_does_not_hide_the_other() -> None:
     findings = [found for found in examine(workstation(card_errors=("card 1 is lost",))) if found.check == "card"]
     assert [found.verdict for found in findings] == [FAIL, OK]
-
-
-def test_a_card_that_is_in_no_table_is_described_by_formula() -> None:
-    ti = card(name="NVIDIA GeForce RTX 3070 Ti", total_bytes=8 * GIB, cores=6144, max_sm_clock_mhz=1770,
-              max_memory_clock_mhz=9501, bus_width_bits=256)  # fmt: skip
-    assert only(examine(workstation(cards=(ti,))), "card").found == (
-        "#0 NVIDIA GeForce RTX 3070 Ti, 8.00 GiB, 43 TFLOP/s in fp16, 608 GB/s, in cluster.yaml: rtx-3070-ti"
-    )
 
 
 EXPANDABLE = "expandable_segments:True"
