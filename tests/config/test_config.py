@@ -5,15 +5,12 @@ from typing import Any, get_args, get_origin
 
 import pytest
 import yaml
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
 from orchestrator.config.gpu_specs import PROFILES
-from orchestrator.config.load import config_from_data, config_from_text, dump_config, load_config
+from orchestrator.config.load import config_from_data, load_config
 from orchestrator.config.schema import Config, NodeConfig
-from orchestrator.errors import ConfigError
 from tests.scene import ROOT
 
 SHIPPED = str(ROOT / "cluster.yaml")
@@ -155,47 +152,3 @@ def test_every_profile_can_be_named_and_shows_less_than_its_box() -> None:
         node = {"gpu": key, "workers": 1, "vram_per_worker_gib": profile.shown_gib, "memory_fraction": 1}
         config_from_data({"nodes": {"pc1": node}})
         assert 0.9 * nominal_gib[key] < profile.shown_gib < nominal_gib[key]
-
-
-SIZES = st.none() | st.integers(1, 2**20)
-SHARES = st.floats(1e-300, 1)
-NODES = st.fixed_dictionaries(
-    {
-        "gpu": st.sampled_from([*PROFILES, "Some Card", "null", "yes", "1e3"]),
-        "workers": st.integers(4, 100),
-        "vram_per_worker_gib": st.floats(1e-9, 4000),
-    },
-    optional={
-        "gpus": st.integers(0, 4),
-        "cpus_per_worker": st.integers(1, 1024),
-        "gpu_share": SHARES,
-        "memory_fraction": SHARES,
-        "size": SIZES,
-        "dtype": st.sampled_from([None, "fp32", "bf16"]),
-        "vram_gib": st.none() | st.floats(1e-9, 4096),
-        "host": st.sampled_from([None, "pc1.lan", "10.0.0.1", "1234"]),
-        "power_limit_w": st.sampled_from([None, 120, 287.5]),
-    },
-)
-NAMES = st.from_regex(r"[a-z0-9]([a-z0-9_.-]{0,5}[a-z0-9])?", fullmatch=True)
-FOLDERS = st.text(st.characters(min_codepoint=32, exclude_characters="\x7f"), min_size=1, max_size=9)
-DURATIONS = st.floats(1e-3, 1e5) | st.integers(1, 1000) | st.sampled_from(["30s", "1h 30m", "7"])
-CONFIGS = st.fixed_dictionaries(
-    {"nodes": st.dictionaries(NAMES, NODES, min_size=1)},
-    optional={
-        "workload": st.fixed_dictionaries({}, optional={"size": SIZES}),
-        "run": st.fixed_dictionaries({}, optional={"dir": FOLDERS, "duration": DURATIONS}),
-        "memory": st.fixed_dictionaries({}, optional={"size_decay": st.floats(1e-300, 0.999)}),
-    },
-)
-
-
-@settings(max_examples=100)
-@given(data=CONFIGS)
-@example(data=yaml.safe_load(Path(SHIPPED).read_text(encoding="utf-8")))
-def test_what_is_written_back_loads_again_as_the_same(data: dict[str, Any]) -> None:
-    try:
-        config = config_from_data(data)
-    except ConfigError:
-        return
-    assert config_from_text(dump_config(config), "written back") == config

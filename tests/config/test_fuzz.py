@@ -88,6 +88,12 @@ def test_the_judge_lets_the_shipped_configuration_pass(tmp_path: Path) -> None:
     assert judge(HostileInput(SHIPPED, ("nonsense",)), tmp_path) == "refusal"
 
 
+@pytest.mark.parametrize("text", ["null", "yes", "1e3", "1234", "a: b #c", "- ", "1:30", "\u00fc '\""])
+def test_text_that_looks_like_another_value_is_written_and_read_again(text: str, tmp_path: Path) -> None:
+    overrides = (f"run.dir={json.dumps(text)}", "nodes.pc1.power_limit_w=287.5", "memory.size_decay=1.0e-300")
+    assert judge(HostileInput(SHIPPED, overrides), tmp_path) == "scaled"
+
+
 @pytest.mark.parametrize(
     ("error", "verdict"),
     [
