@@ -179,16 +179,6 @@ class TestFilling:
         assert card.last.size == full.size
         assert (card.failed, card.releases) == ([], 0), "the engine gives back what it holds less"
 
-    def test_it_gives_way_within_a_slice_too(self) -> None:
-        card = matmul()
-        card.slice()
-        run = card.look()
-        assert isinstance(run, Run)
-        decision = card.tell(replace(card.ended_well(run), allowed_bytes=90 * MIB))
-        assert isinstance(decision, Run)
-        assert decision.hold_bytes is not None
-        assert decision.hold_bytes <= 90 * MIB
-
     @pytest.mark.parametrize("measured_every", [2, 3, 10, 1000])
     def test_steps_after_which_nobody_looked_cost_little(self, measured_every: int) -> None:
         card = matmul(size=65536)
@@ -394,23 +384,6 @@ class TestLearned:
         assert least <= card.last.batch <= most
         assert card.failed == []
 
-    def test_what_no_longer_fits_costs_one_failure_and_is_unlearned(self) -> None:
-        card = mlp(allowed_bytes=700 * MIB)
-        card.takes = lambda _size, batch: FIXED_BYTES + 2 * ROW_BYTES * batch
-        card.begin(0, Learned(size=590, fixed_bytes=FIXED_BYTES, unit_bytes=ROW_BYTES))
-        card.slice(30)
-        assert len(card.failed) <= 2
-        assert 0.85 * 300 <= card.last.batch <= 300
-        learned = card.policy.learned(card.state)
-        assert learned is not None
-        assert learned.size == card.last.batch
-
-    def test_nothing_is_learned_before_a_step_has_ended_well(self) -> None:
-        card = mlp(allowed_bytes=50 * MIB)
-        assert card.policy.learned(card.state) is None
-        card.slice()
-        assert card.policy.learned(card.state) is None
-
     @settings(max_examples=20)
     @given(size=st.integers(1, 1024), fixed_mib=st.floats(0, 10_000), row_mib=st.floats(0.01, 100))
     @example(size=600, fixed_mib=0.0, row_mib=0.01)
@@ -450,13 +423,6 @@ class TestResume:
         fresh.slice()
         assert 0.95 * card.last_bytes <= card.bytes_of(fresh.last) <= 150 * MIB
         assert fresh.failed == []
-
-    def test_what_was_learned_under_larger_settings_is_cut_to_the_new_ones(self) -> None:
-        card = mlp(allowed_bytes=2000 * MIB)
-        card.slice(12)
-        smaller = AdaptivePolicy(GUIDES, replace(ASKED, batch=200), BATCH_ONLY)
-        state = smaller.load(card.policy.dump(card.state))
-        assert smaller.decide(state, card.log[0][0])[1] == Run(size=ASKED.size, batch=200)
 
     @pytest.mark.parametrize(
         ("key", "values"),

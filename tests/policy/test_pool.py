@@ -73,25 +73,10 @@ def test_workers_share_a_card_fairly_at_rest_and_in_full(name: str, habits: str,
     assert found["quiet_minutes"] > 1.0, "or nothing was judged"
 
 
-def test_without_leases_those_who_come_first_keep_what_they_have() -> None:
-    fair = [played("crowded", seed)[1]["jain_bytes"] for seed in SEEDS]
-    unfair = [played("crowded", seed, leasing=False)[1]["jain_bytes"] for seed in SEEDS]
-    assert min(fair) > 0.99
-    assert min(unfair) < 0.9
-
-
-@pytest.mark.parametrize("habits", ["as shipped", "gives back"])
-def test_without_leases_a_neighbours_noise_never_lets_them_rest(habits: str) -> None:
-    seed, key = SEEDS[list(HABITS).index(habits)], "quiet_changes_per_minute"
-    assert played("neighbour", seed, habits=habits)[1][key] < 3.0
-    assert played("neighbour", seed, habits=habits, leasing=False)[1][key] > 10.0
-
-
-def test_where_the_budgets_fit_leases_change_nothing() -> None:
-    (play, with_leases), (_, without) = played("constant", SEEDS[0]), played("constant", SEEDS[0], leasing=False)
-    assert all(set(worker.leases) == {worker.cap_bytes} for worker in play.workers)
-    assert with_leases["used"] == pytest.approx(without["used"], abs=0.002)
-    assert with_leases["work"] == pytest.approx(without["work"], abs=0.002)
+def test_without_leases_the_scenes_are_unfair_and_never_at_rest() -> None:
+    """Otherwise they would be too easy to prove anything."""
+    assert min(played("crowded", seed, leasing=False)[1]["jain_bytes"] for seed in SEEDS) < 0.9
+    assert played("neighbour", SEEDS[0], leasing=False)[1]["quiet_changes_per_minute"] > 10.0
 
 
 def test_a_game_that_comes_back_gets_its_memory_within_seconds() -> None:
