@@ -126,8 +126,13 @@ class Books(RuleBasedStateMachine):
 
     def refused(self, event: SliceReported) -> None:
         before = self.slot
-        commands = self.feed(event)
-        assert refusals(commands) == len(commands) == 1
+        fields = {
+            "incarnation": event.report.incarnation,
+            "sequence": event.report.sequence,
+            "steps_ok": event.report.counts.steps_ok,
+            "expected_incarnation": before.incarnation,
+        }
+        assert self.feed(event) == (Note(name="report_refused", fields=tuple(fields.items())),)
         assert self.slot == before
 
     def perform(self, command: Command) -> None:

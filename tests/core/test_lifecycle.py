@@ -6,29 +6,24 @@ events, and how one begins, in `test_lifecycle_machine.py`.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.core.slot import (
     Accept,
     Drain,
-    Event,
-    Forget,
     HeadState,
     NodeJoined,
     NodeLeft,
-    NodeRefused,
     Note,
     Phase,
     Tick,
 )
-from tests.core.scene import Scene, notes
+from tests.core.scene import Scene
 from tests.counting import counters, counters_of
-from workers.messages import Directive, Verdict, WorkerState
+from workers.messages import Directive, WorkerState
 
 
 def test_a_report_counts_and_the_next_slice_goes_out_at_once() -> None:
@@ -53,83 +48,12 @@ def test_a_report_counts_and_the_next_slice_goes_out_at_once() -> None:
     assert [flight.sequence for flight in scene.slot.in_flight] == [2, 3]
 
 
-@pytest.mark.parametrize(
-    "foreign",
-    [{"incarnation": 1}, {"sequence": 0}, {"sequence": 99}, {"slot": "pc1/1"}],
-    ids=["another incarnation", "counted before", "never begun", "another slot"],
-)
-def test_a_report_that_is_not_awaited_is_refused_with_a_note_and_not_counted(foreign: dict[str, Any]) -> None:
-    scene = Scene()
-    scene.work(steps_ok=3)
-    before = scene.slot
-    commands = scene.feed(scene.report(steps_ok=5, **foreign))
-    assert scene.slot == before
-    refused = notes(commands, "report_refused")
-    assert len(commands) == len(refused) == 1
-    assert refused[0] == {
-        "incarnation": foreign.get("incarnation", 0),
-        "sequence": foreign.get("sequence", 1),
-        "steps_ok": 5,
-        "expected_incarnation": 0,
-    }
-
-
-def test_a_node_that_joins_again_continues_with_a_new_incarnation_and_the_same_counters() -> None:
-    scene = Scene()
-    scene.work(steps_ok=3, resume={"failures": 2})
-    scene.feed(NodeLeft())
-    counts = scene.slot.counts
-    assert scene.deeds(NodeJoined(), later_s=3600) == [
-        Directive(incarnation=1, sequence=3, duration_s=0.0, step_limit=1, resume={"failures": 2})
-    ]
-    assert scene.slot.state is HeadState.STARTING
-    assert scene.slot.counts == counts
-    assert scene.feed(Tick()) == []
-
-
-@pytest.mark.parametrize("known", [True, False], ids=["after it was lost", "before it ever came"])
-def test_a_refused_node_changes_only_the_reason_of_a_slot_that_waits(known: bool) -> None:
-    scene = Scene()
-    if known:
-        scene.work()
-        scene.feed(NodeLeft())
-    before = scene.slot
-    assert scene.feed(NodeRefused(reason="pc1 offers 4 CPUs")) == []
-    assert scene.slot.reason == "pc1 offers 4 CPUs"
-    assert scene.slot == replace(before, reason="pc1 offers 4 CPUs")
-    scene.feed(NodeJoined())
-    assert (scene.slot.phase, scene.slot.reason) == (Phase.WORKING, "its process is starting")
-
-
-@pytest.mark.parametrize(("before", "lost"), [("absent", 0), ("not ready", 1), ("lost", 1), ("pausing", 1)])
-def test_draining_waits_for_nothing_that_may_not_be_running(before: str, lost: int) -> None:
-    scene = Scene()
-    if before != "absent":
-        scene.feed(NodeJoined())
-    if before == "lost":
-        scene.feed(NodeLeft())
-    if before == "pausing":
-        scene.feed(scene.failure())
-    assert scene.deeds(Drain()) == [Forget()]
-    assert (scene.slot.phase, scene.slot.in_flight, scene.slot.wake_at_s) == (Phase.STOPPED, (), None)
-    assert counters_of(scene.slot) == counters(steps_lost_upper_bound=lost)
-
-
-@pytest.mark.parametrize("how", ["dies", "is poisoned", "hangs", "loses its node"])
-def test_a_draining_slot_whose_process_is_lost_stops_and_begins_nothing(how: str) -> None:
+def test_a_draining_slot_that_loses_its_node_stops_and_begins_nothing() -> None:
     scene = Scene.working()
     scene.feed(Drain())
-    events: dict[str, Event] = {
-        "dies": scene.failure(),
-        "is poisoned": scene.report(verdict=Verdict.CONTEXT_CORRUPTED),
-        "hangs": Tick(),
-        "loses its node": NodeLeft(),
-    }
-    scene.feed(events[how], later_s=100 if how == "hangs" else 0)
-    assert scene.slot.phase is Phase.STOPPED
-    assert scene.slot.state is (HeadState.LOST if how == "loses its node" else HeadState.RESTARTING)
-    for event in (Tick(), NodeJoined(), Tick()):
-        assert scene.feed(event, later_s=100) == []
+    scene.feed(NodeLeft())
+    assert (scene.slot.phase, scene.slot.state) == (Phase.STOPPED, HeadState.LOST)
+    assert scene.feed(NodeJoined(), later_s=100) == []
 
 
 def test_slices_are_cut_to_the_end_of_the_run() -> None:

@@ -80,21 +80,6 @@ def test_a_death_that_full_ram_caused_is_told_in_words_that_help_and_is_still_on
         assert scene.slot == replace(before, reason=reason)
 
 
-@pytest.mark.parametrize("now", ["starts for the first time", "works again", "died of another cause"])
-def test_an_explanation_that_is_of_no_use_changes_nothing(now: str) -> None:
-    scene = Scene.joined()
-    if now != "starts for the first time":
-        scene.feed(scene.report())
-        scene.feed(scene.failure())
-    if now == "works again":
-        scene.feed(Tick())
-        scene.feed(scene.report())
-    before = scene.slot
-    cause = DeathCause(host_memory=now != "died of another cause", text="exit code 1")
-    assert scene.feed(DeathExplained(cause=cause)) == []
-    assert scene.slot == before
-
-
 def test_deaths_further_apart_than_the_window_are_not_added_up() -> None:
     scene = Scene.working(max_deaths=2)
     for _ in range(5):

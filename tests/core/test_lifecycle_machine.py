@@ -82,8 +82,11 @@ class LifecycleMachine(Books):
     @precondition(lambda self: not self.node_is_there)
     @rule()
     def node_joins(self) -> None:
+        before = self.slot
         self.node_is_there = True
         self.feed(NodeJoined())
+        if before.phase not in FINAL:
+            assert self.slot.incarnation == before.incarnation + before.placed, "its actor starts again"
 
     @precondition(lambda self: self.node_is_there)
     @rule(
@@ -106,6 +109,7 @@ class LifecycleMachine(Books):
         before = self.slot
         assert self.feed(NodeRefused(reason="pc1 offers 4 CPUs")) == ()
         assert self.slot.reason == (before.reason if before.phase in FINAL else "pc1 offers 4 CPUs")
+        assert self.slot == replace(before, reason=self.slot.reason)
 
     @precondition(lambda self: len(self.history) > 10 and self.slot.phase in {Phase.WORKING, Phase.PAUSING})
     @rule(sick=seldom)
@@ -229,6 +233,8 @@ class LifecycleMachine(Books):
         before = self.slot
         assert self.feed(DeathExplained(cause=DeathCause(host_memory=host_memory, text="why"))) == ()
         assert self.slot == replace(before, reason=self.slot.reason), "nothing but words"
+        if not host_memory or before.state not in {HeadState.RESTARTING, HeadState.QUARANTINED}:
+            assert self.slot == before
 
     @precondition(lambda self: self.under_way and self.slot.report is None and self.ends_at_s is None)
     @rule(data=st.data(), how=st.sampled_from(["incompatible", "unbuildable"]))
@@ -269,8 +275,12 @@ class LifecycleMachine(Books):
     @rule(now=seldom)
     def run_may_drain(self, now: bool) -> None:
         if now:
+            before = self.slot
             self.drained = True
             self.feed(Drain())
+            # Only a process that has reported is known to run what was sent to it.
+            if before.phase not in FINAL and not (before.ready and before.in_flight):
+                assert self.slot.phase is Phase.STOPPED
 
     @precondition(lambda self: len(self.history) > 20)
     @rule(now=seldom)
@@ -315,6 +325,8 @@ class LifecycleMachine(Books):
     @invariant()
     def every_slot_that_is_not_final_has_a_flight_a_timer_or_waits_for_its_node(self) -> None:
         slot = self.slot
+        if slot.draining:
+            assert slot.phase in {Phase.WORKING, *FINAL}, "a slot whose run is ending waits for nothing new"
         match slot.phase:
             case Phase.ABSENT:
                 assert not self.node_is_there
