@@ -21,7 +21,7 @@ from tests.scene import MIB, spec_of
 from workers.messages import Report, WorkerState
 from workers.settings import Learned, LimitKey, StoredLimit, WorkerSpec
 from workers.workloads.base import StepResult, Workload
-from workers.workloads.matmul import TILE, matrix_bytes
+from workers.workloads.matmul import matrix_bytes
 
 #: The guides' reference: 3.33 GiB / 16.
 REHEARSAL_BUDGET_BYTES = 213 * MIB
@@ -121,14 +121,6 @@ class TestFilling:
             assert 3 * matrix_bytes(report.size, torch.float32) <= report.claim_bytes
             assert 3 * matrix_bytes(report.size + 256, torch.float32) > report.claim_bytes
 
-    def test_another_process_goes_on_with_the_same_hold(self, in_child: InChild, filled: list[Report]) -> None:
-        resumed = in_child(slices, FAR_TOO_LARGE, [{"resume": filled[-1].resume}])
-        assert "resumed" in names(resumed)
-        assert all_is_well(resumed)
-        # The caps of two processes differ by some KiB, and sizes are whole tiles.
-        assert resumed[0].size == pytest.approx(filled[-1].size, abs=TILE)
-        assert resumed[0].claim_bytes == pytest.approx(filled[-1].claim_bytes, rel=0.02)
-
 
 SQUEEZED = [*[None] * 2, *[80 * MIB] * 3, *[40 * MIB] * 3]
 
@@ -172,17 +164,6 @@ class TestLease:
         assert all("the smallest" in report.reason for report in reports[1:3])
         assert share_held(reports[-1]) >= 0.9
 
-    def test_rows_give_way_and_grow_back_too(self, in_child: InChild) -> None:
-        leases_bytes = [*[None] * 20, *[200 * MIB] * 3, *[100 * MIB] * 3, *[None] * 14]
-        reports = in_child(slices, rows(), leases(*leases_bytes))
-        assert all_is_well(reports)
-        for report, lease_bytes in zip(reports, leases_bytes, strict=True):
-            if lease_bytes is not None:
-                assert taken_bytes(report) <= lease_bytes
-        assert taken_bytes(reports[22]) >= 0.85 * 200 * MIB
-        assert taken_bytes(reports[25]) >= 0.85 * 100 * MIB
-        assert taken_bytes(reports[-1]) >= 0.97 * taken_bytes(reports[19])
-
 
 def rows(workload: type = Rows, **changes: Any) -> WorkerSpec:  # noqa: ANN401 - of spec_of
     settings: dict[str, Any] = {"batch": 16384, "budget_bytes": ROOMY_BUDGET_BYTES, **changes}
@@ -208,12 +189,6 @@ class TestRows:
         assert taken_bytes(measured[-1]) >= NEARLY_ALL * cap_bytes
         assert {report.size for report in measured} == {512}, "what does not move memory stays as asked"
 
-    def test_a_damaged_state_starts_afresh_and_says_so(self, in_child: InChild, measured: list[Report]) -> None:
-        (report,) = in_child(slices, rows(), [{"resume": {**measured[-1].resume, "units": -1}}])
-        assert "resume_refused" in names([report])
-        assert report.state is WorkerState.RUNNING
-        assert report.batch == measured[0].batch
-
 
 def lying(spec: WorkerSpec, times: float, count: int) -> list[Report]:
     Liar.times = times
@@ -227,11 +202,6 @@ class TestLies:
         assert failures(reports) <= 1
         assert all(report.state is WorkerState.RUNNING for report in reports)
         assert taken_bytes(reports[-1]) >= 0.95 * reports[-1].device.cap_bytes
-
-    def test_a_workload_that_needs_less_than_it_says_is_believed(self, in_child: InChild) -> None:
-        reports = in_child(lying, rows(Liar), 2.0, 40)
-        assert all_is_well(reports)
-        assert 0.95 <= 2.0 * taken_bytes(reports[-1]) / reports[-1].device.cap_bytes <= 1.0
 
     def test_a_workload_that_says_nothing_fits_is_not_tried(self, in_child: InChild) -> None:
         for report in in_child(lying, rows(Liar), 1000.0, 3):

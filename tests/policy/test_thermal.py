@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from workers.policy.thermal.alarms import CALM_S, LOST, SLOW_MEMORY
+from workers.policy.thermal.alarms import CALM_S, SLOW_MEMORY
 from workers.policy.thermal.governor import ThermalBand, ThermalDecision, ThermalGovernor, ThermalState
 from workers.readings import THROTTLE_ALARMS, SensorReading, Throttle
 from workers.settings import ThermalSettings
@@ -232,17 +232,6 @@ def test_complaints_count_without_a_temperature() -> None:
     for _ in range(200):
         decision = played.see(None)
     assert (decision.band, decision.duty) == (None, 1.0)
-
-
-def test_a_lost_card_is_an_alarm_once_and_again_after_it_was_back() -> None:
-    played = Played()
-    for _ in range(5):
-        played.see(None, bits=None, lost=True)
-    assert played.edges() == [(LOST, True)]
-    for _ in range(int(CALM_S) + 1):
-        played.see(50)
-    played.see(None, lost=True)
-    assert played.edges() == [(LOST, True), (LOST, False), (LOST, True)]
 
 
 def test_falling_bandwidth_alarms_and_clears() -> None:
