@@ -23,27 +23,10 @@ from orchestrator.core.slot import (
 )
 from tests.core.scene import CPU, MEMORY, MIB, RULES, Scene, notes, sequences, submits
 from tests.counting import counters, counters_of
-from workers.messages import Directive, Verdict, WorkerState
+from workers.messages import Verdict, WorkerState
 
 #: Steps that a slice may do whose slot knows no speed yet.
 LEAST = 4
-
-
-def test_a_process_that_dies_is_restarted_at_once_and_continues_where_the_last_report_left_it() -> None:
-    scene = Scene()
-    scene.work(steps_ok=3, resume={"failures": 2})
-    assert scene.deeds(scene.failure()) == [Forget()]
-    assert (scene.slot.phase, scene.slot.state) == (Phase.PAUSING, HeadState.RESTARTING)
-    assert scene.slot.reason == "its process ended: killed, or crashed"
-    assert counters_of(scene.slot) == counters(steps_ok=3, restarts=1, steps_lost_upper_bound=2 * LEAST)
-    assert scene.feed(Tick()) == [
-        Directive(incarnation=1, sequence=3, duration_s=0.0, step_limit=1, resume={"failures": 2})
-    ]
-    assert scene.slot.counts.steps_ok == 3
-    assert (scene.slot.state, scene.slot.ready) == (HeadState.RESTARTING, False)
-    assert scene.slot.heard_at_s is None, "the new process has not reported"
-    assert sequences(scene.feed(scene.report(steps_ok=4))) == [4, 5]
-    assert (scene.slot.state, scene.slot.counts.steps_ok) == (WorkerState.RUNNING, 7)
 
 
 @pytest.mark.parametrize(

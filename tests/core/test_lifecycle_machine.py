@@ -337,6 +337,7 @@ class LifecycleMachine(Books):
                 assert slot.in_flight == ()
             case Phase.WORKING:
                 assert slot.wake_at_s is None
+                assert slot.ready or slot.heard_at_s is None, "this process has not reported"
                 assert slot.in_flight or self.at_its_end(slot)
             case Phase.QUARANTINED | Phase.STOPPED:
                 assert (slot.in_flight, slot.wake_at_s) == ((), None)
