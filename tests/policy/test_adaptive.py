@@ -308,26 +308,6 @@ class TestStepping:
         assert card.last.batch >= 0.98 * before, "it grows back within a few steps"
         assert card.failed == []
 
-    @pytest.mark.parametrize(
-        ("grown", "steps", "failures", "least", "most"),
-        [
-            (lambda takes_bytes: takes_bytes + 100 * MIB, 40, range(1, 2), 0.85 * 500, 500),
-            (lambda takes_bytes: 2 * takes_bytes, 100, range(5), 0.7 * 250, 250),
-            (lambda takes_bytes: takes_bytes // 2, 60, range(1), ASKED.batch, ASKED.batch),
-        ],
-        ids=["grew", "doubled", "halved"],
-    )
-    def test_a_step_that_changed_is_followed(
-        self, grown: Callable[[int], int], steps: int, failures: range, least: float, most: float
-    ) -> None:
-        card = mlp(allowed_bytes=700 * MIB)
-        card.slice(40)
-        card.takes = lambda size, batch: grown(by_batch(size, batch))
-        for _ in range(steps):
-            assert isinstance(card.slice(), Run), "the floor fits: 264 MiB at the most"
-        assert len(card.failed) in failures
-        assert least <= card.last.batch <= most
-
     def test_a_floor_that_never_fitted_is_tried_ever_more_rarely(self) -> None:
         card = mlp(allowed_bytes=50 * MIB)
         for _ in range(300):
