@@ -154,15 +154,6 @@ def test_only_what_is_new_is_told() -> None:
     assert all(lease is not None for lease in house.news[-1].values())
 
 
-def test_a_report_without_a_look_at_memory_changes_nothing() -> None:
-    house = seven(outside_bytes=TOTAL_BYTES // 2)
-    house.settle()
-    before = house.sent["pc1/0"][-1]
-    for _ in range(5):
-        house.report("pc1/0", house.held_bytes["pc1/0"], memory=None)
-    assert house.sent["pc1/0"][-5:] == [before] * 5
-
-
 def test_a_worker_in_an_emergency_lends_its_share_out() -> None:
     house = seven(outside_bytes=TOTAL_BYTES // 2)
     house.settle()
