@@ -74,3 +74,18 @@ def test_usable_is_never_more_than_was_seen_and_never_negative(samples: list[flo
         level = sampled(level, sample, exact=exact)
         assert 0.0 <= level.usable_bytes <= max(samples[:place]) * (1 + 1e-9)
         assert level.usable_bytes <= level.likely_bytes
+
+
+def test_a_third_piece_is_expected_after_two_in_a_row_and_what_has_failed_a_step_for_two_minutes() -> None:
+    level = sampled(sampled(None, 100.0, exact=True), 90.0, exact=True, passed_s=0.1)
+    assert level.usable_bytes == 90.0
+    level = sampled(level, 80.0, exact=True, passed_s=0.1)
+    assert 65.0 < level.usable_bytes < 70.0
+    assert sampled(level, 80.0, exact=True, passed_s=1.0).usable_bytes == 80.0
+    apart = sampled(sampled(None, 90.0, exact=True), 80.0, exact=True, passed_s=2.0)
+    assert sampled(apart, 70.0, exact=True, passed_s=2.0).usable_bytes == 70.0
+
+    jittery = sampled(sampled(None, 100.0, exact=True), 96.0, exact=True, failed=True)
+    assert sampled(jittery, 100.0, exact=True, passed_s=119.0).usable_bytes == 100.0 * (1.0 - jittery.jitter)
+    assert 0.039 < jittery.jitter < 0.041
+    assert sampled(jittery, 100.0, exact=True, passed_s=120.0).usable_bytes == 100.0

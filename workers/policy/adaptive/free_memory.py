@@ -1,8 +1,8 @@
 """How much memory one step may use now, from samples of the device's free memory.
 
 Samples may be taken before every step, once a second, or never. The caller says whether they are exact. An exact sample
-taken for this step is used as it is. All others are smoothed, and some standard errors of the smoothed level are kept
-in reserve. Does not know what a step needs.
+taken for this step is used as it is, less what may go away while the step runs. All others are smoothed, and some
+standard errors of the smoothed level are kept in reserve. Does not know what a step needs.
 """
 
 from __future__ import annotations
@@ -36,6 +36,18 @@ _MOST_SAMPLES: Final = 100
 #: Standard errors of the level that are kept in reserve.
 _RESERVE: Final = 2.0
 
+#: A program that loads takes its memory in pieces. After a second fall in a row by more than this share, another one is
+#: expected, so many times as large and up to this share of what is left. That fades within this time, and samples that
+#: are farther apart make no row.
+_PIECE: Final = 0.05
+_NEXT_PIECE: Final = 1.25
+_LARGEST_PIECE: Final = 0.3
+_FALL_FADES_S: Final = 1.0
+
+#: A step that failed because no more than this share went away while it ran: as much is expected again for so long.
+_LARGEST_JITTER: Final = 0.12
+_JITTER_LASTS_S: Final = 120.0
+
 
 class Level(NamedTuple):
     """What the samples so far say; an immutable value, changed with `_replace`."""
@@ -55,6 +67,14 @@ class Level(NamedTuple):
     """Whether the last sample is exact and was taken for the step that comes now, so that it is used as it is."""
     risen: bool = False
     """Whether the last sample alone lay far above the level."""
+    falling: bool = False
+    """Whether the last sample was lower than the one before."""
+    fall: float = 0.0
+    """Share of the last sample that may go away while the next step runs, because a program loads."""
+    jitter: float = 0.0
+    """The same, because a step has failed for so little."""
+    jitter_left_s: float = 0.0
+    """For how long that is still expected."""
 
     @property
     def error(self) -> float:
@@ -70,11 +90,17 @@ class Level(NamedTuple):
     @property
     def usable_bytes(self) -> float:
         """What a step may count on."""
-        return self.sample_bytes if self.exact else self.level_bytes * max(0.0, 1.0 - _RESERVE * self.error)
+        kept = 1.0 if self.exact else max(0.0, 1.0 - _RESERVE * self.error)
+        return self.likely_bytes * kept * (1.0 - max(self.fall, self.jitter))
 
 
-def sampled(level: Level | None, sample_bytes: float, *, exact: bool = False) -> Level:
-    """Return the level after a new sample; `None` is the level before the first. `exact`: true to the byte."""
+def sampled(
+    level: Level | None, sample_bytes: float, *, exact: bool = False, passed_s: float = 0.0, failed: bool = False
+) -> Level:
+    """Return the level after a new sample; `None` is the level before the first one.
+
+    `exact`: it is true to the byte. `passed_s`: since the last one. `failed`: whether a step ran out of memory since.
+    """
     if level is None:
         return Level(level_bytes=sample_bytes, sample_bytes=sample_bytes, exact=exact)
     miss = sample_bytes / max(1.0, level.level_bytes) - 1.0
@@ -92,6 +118,15 @@ def sampled(level: Level | None, sample_bytes: float, *, exact: bool = False) ->
             product = max(-_LARGEST_PRODUCT, min(_LARGEST_PRODUCT, (miss / sigma) * (level.miss / sigma)))
             gain = max(_LEAST_GAIN, min(_MOST_GAIN, gain + _GAIN_FOLLOW * product))
         follow = max(gain, 1.0 / samples)
+    fell = 1.0 - sample_bytes / max(1.0, level.sample_bytes)
+    fall = level.fall * max(0.0, 1.0 - passed_s / _FALL_FADES_S)
+    falling = exact and fell > 0.0 and passed_s < _FALL_FADES_S
+    if falling and fell > _PIECE and (level.falling or fall > 0.0):
+        fall = max(fall, min(_LARGEST_PIECE, _NEXT_PIECE * fell / max(_PIECE, 1.0 - fell)))
+    jitter_left_s = level.jitter_left_s - passed_s
+    jitter = level.jitter if jitter_left_s > 0.0 else 0.0
+    if exact and failed and jitter < fell <= _LARGEST_JITTER:
+        jitter, jitter_left_s = fell, _JITTER_LASTS_S
     return Level(
         level_bytes=level.level_bytes + follow * (sample_bytes - level.level_bytes),
         sample_bytes=sample_bytes,
@@ -101,4 +136,8 @@ def sampled(level: Level | None, sample_bytes: float, *, exact: bool = False) ->
         samples=min(samples, _MOST_SAMPLES),
         exact=exact,
         risen=risen,
+        falling=falling,
+        fall=fall,
+        jitter=jitter,
+        jitter_left_s=jitter_left_s,
     )

@@ -185,7 +185,8 @@ def _sampled(state: Sizer, bounds: Bounds, at_s: float, free_bytes: int | None) 
             return state._replace(level=None, unsure=False)
         return state._replace(level=level._replace(exact=False)) if level is not None and level.exact else state
     unsure = state.unsure
-    level = sampled(level, float(free_bytes), exact=bounds.exact_samples)
+    passed_s = at_s - state.sampled_at_s
+    level = sampled(level, float(free_bytes), exact=bounds.exact_samples, passed_s=passed_s, failed=unsure)
     state = state._replace(level=level, sampled_at_s=at_s, unsure=False)
     if unsure:
         return _judged(state, bounds)
