@@ -19,9 +19,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-#: The 22nd field of /proc/PID/stat (man 5 proc), the 20th behind the name in parentheses.
-_STARTTIME_FIELD = 19
-
 #: Ray's processes, by the file they execute. Other programs that use the folder, such as a shell, are left alone.
 _PROGRAMS = ("python", "raylet", "gcs_server")
 
@@ -29,15 +26,6 @@ _PROGRAMS = ("python", "raylet", "gcs_server")
 _QUIET_S = 2.0
 _PATIENCE_S = 60.0
 _LOOK_EVERY_S = 0.1
-
-
-def start_time(pid: int) -> str | None:
-    """Return when the process began, in the kernel's ticks; unique together with the pid."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    return stat.rpartition(")")[2].split()[_STARTTIME_FIELD]
 
 
 def main(folder: str) -> None:

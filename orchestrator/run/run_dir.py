@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from orchestrator.cluster.orphan_reaper import start_time
 from orchestrator.config.schema import Config
 from orchestrator.errors import UsageError
 from orchestrator.watch.archive import NOTE_NAME
+from workers.host.processes import start_time
 
 
 def new_folder(config: Config) -> Path:

@@ -19,7 +19,6 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from orchestrator.cluster.orphan_reaper import start_time
 from orchestrator.config.load import dump_config
 from orchestrator.core.chaos.plan import ChaosPlan, check
 from orchestrator.errors import NoClusterError, OrchestratorError, UsageError
@@ -39,6 +38,7 @@ from orchestrator.watch.phrases import fault_lines
 from orchestrator.watch.records import STORE_NAME, RunFacts
 from orchestrator.watch.store import RunStore
 from orchestrator.watch.summary import exit_code_for, failure_dict, summary_dict, summary_text, write_summary
+from workers.host.processes import start_time
 from workers.learned_limits.store import LimitStore
 
 _SUMMARY_NAME = "summary.json"

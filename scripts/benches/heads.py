@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.cluster.orphan_reaper import start_time
 from orchestrator.config.load import dump_config
 from orchestrator.config.schema import Config
 from orchestrator.core.fleet import Fleet, SliceEnded, SliceReported
@@ -23,6 +22,7 @@ from orchestrator.watch.live import Outlets, Watcher
 from orchestrator.watch.model import Snapshot
 from orchestrator.watch.records import STORE_NAME, RunFacts
 from orchestrator.watch.store import RunStore
+from workers.host.processes import start_time
 from workers.messages import Report
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from orchestrator.cli.runs import report_json, report_text, runs_json, runs_text
-from orchestrator.cluster.orphan_reaper import start_time
 from orchestrator.run.resume import environment_of, past_of
 from orchestrator.watch.archive import read_run
 from orchestrator.watch.cells import ASCII
@@ -29,6 +28,7 @@ from orchestrator.watch.summary import summary_dict, write_summary
 from tests.cli.conftest import Command
 from tests.scene import ROOT, only_object, orchestrator
 from tests.watch.scene import FACTS, event, make_row, make_snapshot, record
+from workers.host.processes import start_time
 
 RUN_ID = "20261120-051500-0b76"
 FIXTURES = ROOT / "tests" / "fixtures"

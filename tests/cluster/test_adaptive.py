@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.cluster.conftest import SMALL, Head, Starter, samples
@@ -96,14 +95,12 @@ def test_sizes_far_too_big_for_every_cap_fail_nowhere_and_a_killed_worker_holds_
     quick = ("--set", "nodes.pc1.vram_per_worker_gib=1.5", "--set", "compute_share_mode=none")
     head = start("--rehearse", "--duration", "10", "--json", *TOO_BIG, *SMALL, *quick)
     head.wait_until_running(3)
-    opened = next(event for event in head.events() if event["event"] == "device_opened" and event["slot"] == "pc1/1")
-    victim = psutil.Process(opened["pid"])
-    os.kill(victim.pid, signal.SIGKILL)
 
-    def reopened() -> bool:
-        return len([e for e in head.events() if e["event"] == "device_opened" and e["slot"] == "pc1/1"]) == 2
+    def opened() -> list[dict[str, Any]]:
+        return [e for e in head.events() if e["event"] == "device_opened" and e["slot"] == "pc1/1"]
 
-    head.wait(reopened, "second process of pc1/1")
+    os.kill(opened()[0]["pid"], signal.SIGKILL)
+    head.wait(lambda: len(opened()) == 2, "second process of pc1/1")
     # 3 MiB of these small caps stay free for the kernels of the processor.
     summary = interrupted_when_held(head, HELD - 0.02)
     rows = {row["slot"]: row for row in summary["workers"]}

@@ -159,11 +159,7 @@ def test_a_worker_that_eats_the_ram_is_ended_by_ray_and_told_apart_from_a_crash(
     reason = "Ray ended its process because the PC's RAM was nearly full"
     # Ray may also end those who only stand beside it, and it tells the reason a little later than the death.
     wait_for(lambda: reason in [slot.reason for slot in read_run(head.folder()).slots], "a death for want of RAM")
-
-    def works_again() -> bool:
-        return all(slot.state == "RUNNING" for slot in read_run(head.folder()).slots)
-
-    wait_for(works_again, "work of all slots")
+    wait_for(lambda: {slot.state for slot in read_run(head.folder()).slots} == {"RUNNING"}, "work of all slots")
     head.process.send_signal(signal.SIGINT)
     code, out, _ = head.finish()
     rows = {row["slot"]: row for row in json.loads(out)["workers"]}

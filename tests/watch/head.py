@@ -12,10 +12,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from orchestrator.cluster.orphan_reaper import start_time
 from orchestrator.watch.records import STORE_NAME
 from orchestrator.watch.store import RunStore
 from tests.watch.scene import FACTS, event, make_row, make_snapshot, record
+from workers.host.processes import start_time
 
 SLOTS = 5
 

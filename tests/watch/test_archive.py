@@ -22,7 +22,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from orchestrator.cluster.orphan_reaper import start_time
 from orchestrator.core.slot import HeadState
 from orchestrator.errors import ArchiveError, NothingStoredError, UsageError
 from orchestrator.run.resume import environment_of
@@ -33,6 +32,7 @@ from orchestrator.watch.records import STORE_NAME
 from orchestrator.watch.store import RunStore
 from tests.scene import namespaced
 from tests.watch.scene import FACTS, event, head_process, make_row, make_snapshot, record
+from workers.host.processes import start_time
 from workers.messages import WorkerState
 
 #: Of a run whose head is this process.
