@@ -33,6 +33,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 #: Three workers on two nodes: everything a cluster has, in a third of the time.
 SMALL = ("--set", "nodes.pc1.workers=2", "--set", "nodes.pc2.workers=1")
 
+#: A loaded machine may take minutes for a start or a step. Timeouts are tested in virtual time (tests/run).
+PATIENT = tuple(f"--set=run.{name}_timeout_s={PATIENCE_S:.0f}" for name in ("start", "hang"))
+
 
 @dataclass
 class Head:
@@ -191,7 +194,7 @@ def start(nothing_left: None, short_tmp: Path) -> Iterator[Starter]:
         runs = runs or short_tmp / f"runs{len(heads)}"
         command = [*before, sys.executable, "-m", "orchestrator", "run", "--config", str(ROOT / "cluster.yaml")]
         process = subprocess.Popen(
-            [*command, "--run-dir", str(runs), *arguments],
+            [*command, "--run-dir", str(runs), *(() if "--resume" in arguments else PATIENT), *arguments],
             cwd=cwd,
             env={**os.environ, "TMPDIR": str(short_tmp), **(environment or {})},
             stdin=subprocess.DEVNULL,

@@ -37,7 +37,7 @@ def test_ten_workers_survive_sizes_far_too_big_for_every_cap(start: Starter, sho
     witness = short_tmp / "the-head-loaded-torch"
     (short_tmp / "sitecustomize.py").write_text(_TELL_TALE.format(witness=witness))
     watched = {"PYTHONPATH": str(short_tmp)}
-    head = start("--rehearse", "--duration", "10s", "--json", *TOO_BIG, *GUIDES, environment=watched)
+    head = start("--rehearse", "--duration", "20s", "--json", *TOO_BIG, *GUIDES, environment=watched)
     code, out, err = head.finish()
     assert not witness.exists()
     assert code == 0, out + err
