@@ -51,7 +51,7 @@ class Signal:
     lie: float = 1.0
     noise: float = 0.0
     stuck_share: float | None = None
-    """What is said for ever, as a share of what the largest size needs."""
+    """What is always said, as a share of what the largest size needs."""
     garbage: bool = False
     peaks: bool = False
     garbage_peaks: bool = False
@@ -75,7 +75,7 @@ class Try(NamedTuple):
 
 @dataclass
 class Loop:
-    """Somebody's loop: asks for a size, runs the step, says how it went."""
+    """A user's loop: asks for a size, runs the step, says how it went."""
 
     bounds: Bounds
     workload: Workload

@@ -169,7 +169,7 @@ def test_rules_of_today_do_what_their_authors_wrote() -> None:
     [("accelerate", 0.742, 0.898), ("toma", 0.641, 0.852), ("guide", 0.709, 0.888), ("aimd", 0.884, 0.937)],
 )
 def test_the_worlds_are_as_hard_as_they_were(name: str, precious: float, saturating: float) -> None:
-    """A seed draws the same worlds each time; whoever changes how hard they are must change these scores."""
+    """A seed draws the same worlds each time; a change of how hard they are changes these scores."""
     worlds.cache_clear()
     for regime, signal, rate_per_s, expected in (
         ("precious", BLIND, 10_000.0, precious),
