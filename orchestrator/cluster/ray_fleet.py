@@ -110,9 +110,9 @@ class RayFleet:
         return self._address
 
     def count_cards(self, node: str) -> int:
-        count = ray.remote(_count_cards).options(num_cpus=0, label_selector={NODE_LABEL: node}).remote()
+        cards = ray.remote(visible_cards).options(num_cpus=0, label_selector={NODE_LABEL: node}).remote()
         try:
-            return int(ray.get(count, timeout=_PROBE_TIMEOUT_S))
+            return len(ray.get(cards, timeout=_PROBE_TIMEOUT_S))
         except GetTimeoutError as error:
             raise PreflightError(
                 [f"{node} started no process in {_PROBE_TIMEOUT_S:.0f} s; see what holds it: ray status"]
@@ -196,10 +196,6 @@ class RayFleet:
         if report.device is not None and not flight.given_up:
             self._pids[flight.slot] = report.device.pid
         return SliceReported(report=report)
-
-
-def _count_cards() -> int:
-    return len(visible_cards())
 
 
 def _cause_of_death(pid: int, address: str) -> DeathCause | None:

@@ -77,12 +77,13 @@ class CpuDevice:
         threads = threads_for(spec.workers_on_host)
         torch.set_num_threads(threads)
         self.torch_device = torch.device("cpu")
-        cpuinfo = _cpuinfo()
+        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
         name = re.search(r"^model name.*?: *(.*)", cpuinfo, re.MULTILINE)
         self.torch_dtype = _usable_dtype(spec.workload.dtype, cpuinfo)
         before_bytes = _data_bytes()
         self._emergency = EmergencyProduct(spec.memory.emergency_size, self.torch_device)
-        _warm_up(self.torch_dtype)
+        # The kernel library builds what it keeps, so that this is charged to the context and not to the cap.
+        torch.mm(*(torch.ones((512, 512), dtype=self.torch_dtype),) * 2)
         gc.collect()
         self._opened_bytes = self._base_bytes = _data_bytes()
         context_bytes = max(0, self._base_bytes - before_bytes)
@@ -230,16 +231,3 @@ def _usable_dtype(name: str, cpuinfo: str) -> torch.dtype:
         fast_bf16 = any(word in cpuinfo for word in ("avx512_bf16", "amx_bf16", " bf16"))
         return torch.bfloat16 if fast_bf16 else torch.float32
     return _DTYPES[name]
-
-
-def _warm_up(dtype: torch.dtype) -> None:
-    """Make the kernel library build what it keeps, so that it is charged to the context and not to the cap."""
-    left = torch.ones((512, 512), dtype=dtype)
-    torch.mm(left, left)
-
-
-def _cpuinfo() -> str:
-    try:
-        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

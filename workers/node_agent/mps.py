@@ -149,7 +149,7 @@ def start(daemon: Daemon) -> Daemon:
         raise MpsError(f"{CONTROL} could not be started: {error}") from None
     _children[process.pid] = process
     started = Daemon(folder=daemon.folder, pid=process.pid, started=start_time(process.pid))
-    if _wait_for(lambda: process.poll() is not None or _listens(pipes), _START_S) and process.poll() is None:
+    if _wait_for(lambda: process.poll() is not None or _answers(str(pipes)), _START_S) and process.poll() is None:
         return started
     why = f"ended with status {process.returncode}" if process.poll() is not None else "does not answer"
     said: list[str] = []
@@ -199,12 +199,8 @@ def _wait_for(ask: Callable[[], bool], within_s: float) -> bool:
     return found
 
 
-def _listens(pipes: Path) -> bool:
-    return (pipes / _PID_FILE).exists() and _answers(str(pipes))
-
-
 def _answers(pipe_directory: str) -> bool:
-    return _tell(pipe_directory, "get_server_list", _ANSWER_S)
+    return (Path(pipe_directory) / _PID_FILE).exists() and _tell(pipe_directory, "get_server_list", _ANSWER_S)
 
 
 def _tell(pipe_directory: str, command: str, timeout_s: float) -> bool:

@@ -19,7 +19,6 @@ from orchestrator.core.memory_broker.leases import NO_BOOKS, Books, Claimant, le
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import Phase, Slot
 from workers.messages import WorkerState
-from workers.settings import WorkerSpec
 
 #: Assumed for a context until one on the card was measured, as in `workers/devices/cuda.py`.
 _CONTEXT_BYTES: Final = 512 * 2**20
@@ -35,7 +34,8 @@ class MemoryBroker:
     """The books of one run's leases, by the machine that cards belong to."""
 
     def __init__(self, plans: Mapping[str, SlotPlan]) -> None:
-        self._specs = {name: plan.spec for name, plan in plans.items() if _heeds_leases(plan.spec)}
+        shared = (plan.spec for plan in plans.values() if plan.spec.card_budget_bytes > plan.spec.budget_bytes)
+        self._specs = {spec.slot: spec for spec in shared if spec.policy != "classic" and spec.device == "cuda"}
         nodes = Counter(plan.spec.node for plan in plans.values())
         self._machines: defaultdict[str, list[str]] = defaultdict(list)
         self._machine_of: dict[str, str] = {}
@@ -141,11 +141,6 @@ class MemoryBroker:
             memory=None if report is None else report.memory,
             starving=report is not None and report.state is WorkerState.EMERGENCY,
         )
-
-
-def _heeds_leases(spec: WorkerSpec) -> bool:
-    """Whether the worker shares a card, and has a policy that looks at how much it may hold."""
-    return spec.policy != "classic" and spec.device == "cuda" and spec.card_budget_bytes > spec.budget_bytes
 
 
 def _is_expected(slot: Slot, now_s: float) -> bool:
