@@ -128,7 +128,10 @@ def up(
     if not execute:
         typer.echo(command.script(node))
         return
-    raise typer.Exit(nodes.execute(command))
+    code = nodes.execute(command)
+    for line in command.remarks if code == 0 else ():
+        typer.echo(line)
+    raise typer.Exit(code)
 
 
 @app.command()

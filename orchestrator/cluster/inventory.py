@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orchestrator.cluster.ray_fleet import NODE_LABEL, in_a_line
+from orchestrator.cluster.ray_fleet import NODE_LABEL, in_a_line, status_command
 from orchestrator.core.fleet import NodeAnswer
 from workers.host.facts import MachineFacts
 from workers.host.machine import look_around
@@ -56,7 +56,7 @@ def _answer(
     try:
         facts, unreachable = ray.get(ref, timeout=max(0.1, deadline_s - time.monotonic()))
     except GetTimeoutError:
-        return NodeAnswer(name=name, address=address, error="nothing came back in time; see: ray status")
+        return NodeAnswer(name=name, address=address, error=f"nothing came back in time; see: {status_command()}")
     except RayError as error:
         return NodeAnswer(name=name, address=address, error=in_a_line(error))
     clock: tuple[float, float] | None = None

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from orchestrator.cluster.ray_fleet import NODE_LABEL, in_a_line
+from orchestrator.cluster.ray_fleet import NODE_LABEL, in_a_line, status_command
 from workers.node_agent.protocol import AgentClient, AgentError, AgentOrders, AgentOutcome
 
 #: A process that starts, one before it that ends, a daemon that starts: each has its own, shorter patience.
@@ -92,7 +92,7 @@ def _outcome(orders: AgentOrders, ref: Any) -> AgentOutcome:  # noqa: ANN401 - R
     try:
         return ray.get(ref, timeout=0)  # type: ignore[no-any-return]  # what `NodeAgentActor.outcome` returns
     except GetTimeoutError:
-        return orders.failed(f"nothing came back in {_OUTCOME_S:.0f} s; see what holds it: ray status")
+        return orders.failed(f"nothing came back in {_OUTCOME_S:.0f} s; see what holds it: {status_command()}")
     except RayError as error:
         return orders.failed(in_a_line(error))
 

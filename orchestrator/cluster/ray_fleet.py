@@ -5,6 +5,7 @@ Needs a connection (`connect.py`, `local_cluster.py`) and decides nothing: every
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -115,7 +116,7 @@ class RayFleet:
             return len(ray.get(cards, timeout=_PROBE_TIMEOUT_S))
         except GetTimeoutError as error:
             raise PreflightError(
-                [f"{node} started no process in {_PROBE_TIMEOUT_S:.0f} s; see what holds it: ray status"]
+                [f"{node} started no process in {_PROBE_TIMEOUT_S:.0f} s; see what holds it: {status_command()}"]
             ) from error
 
     def place(self, reservation: Reservation, spec: WorkerSpec) -> None:
@@ -196,6 +197,12 @@ class RayFleet:
         if report.device is not None and not flight.given_up:
             self._pids[flight.slot] = report.device.pid
         return SliceReported(report=report)
+
+
+def status_command() -> str:
+    """Return the command that shows what is reserved on the connected cluster: `ray status` needs the mode as well."""
+    address = ray.get_runtime_context().gcs_address
+    return f"RAY_AUTH_MODE={os.environ['RAY_AUTH_MODE']} ray status --address={address}"
 
 
 def _cause_of_death(pid: int, address: str) -> DeathCause | None:

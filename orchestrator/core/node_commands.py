@@ -38,7 +38,17 @@ class NodeCommand:
         """All that is to be typed on the PC, commented; itself a valid shell script."""
         where = "the head" if self.is_head else "joins the head"
         steps = [f"# on {node} ({where}), inside the project's environment (. .venv/bin/activate)", *self.token_steps]
-        return "\n".join([*steps, self.line])
+        return "\n".join([*steps, *(f"# {line}" for line in self.remarks), self.line])
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What the user should know of what Ray prints when the command has run."""
+        if not self.is_head:
+            return ()
+        return (
+            'ignore Ray\'s "To add another node": a node that is started so has no label and is not used;',
+            "for every other PC type here: python -m orchestrator up NODE",
+        )
 
 
 def node_command(config: Config, node: str, head_address: str) -> NodeCommand:

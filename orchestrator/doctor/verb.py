@@ -232,7 +232,7 @@ def check_token(auth: str, *, is_needed: bool) -> Finding:
     except OSError:
         if is_needed:
             return fail(f"there is none in {path}", hint="copy that file from the head; mode 600")
-        return skip("none yet; a cluster needs one, and `python -m orchestrator up NODE` makes it")
+        return skip("none yet; a cluster needs one: run what `python -m orchestrator up NODE` prints")
     if mode & 0o077:
         return warn(f"{path} can be read by other users of this PC", fix=f"chmod 600 {path}")
     return ok(f"{path}, for this user alone")

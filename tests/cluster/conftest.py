@@ -232,6 +232,13 @@ alive = [names[a["Address"]["NodeID"]] for a in actors().values() if a["State"] 
 print(json.dumps({name: alive.count(name) for name in set(alive)}))
 """
 
+_STATUS_COMMAND = """
+from orchestrator.cluster.connect import connected
+with connected("auto", "token"):
+    from orchestrator.cluster.ray_fleet import status_command
+    print(status_command())
+"""
+
 
 class ByHand:
     """A user's shell on a PC, with a home and a Ray of its own."""
@@ -265,6 +272,9 @@ class ByHand:
     def ask_ray(self) -> dict[str, int]:
         environment = {"RAY_AUTH_MODE": "token"}
         return dict(json.loads(self._run([sys.executable, "-c", _ASK_RAY], **environment).splitlines()[-1]))
+
+    def status_command(self) -> str:
+        return self._run([sys.executable, "-c", _STATUS_COMMAND]).splitlines()[-1]
 
     def _run(self, command: list[str], **environment: str) -> str:
         done = subprocess.run(

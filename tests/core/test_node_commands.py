@@ -77,6 +77,7 @@ def test_the_script_says_where_makes_the_token_and_starts_last() -> None:
         assert where in lines[0]
         assert lines[-1] == command.line
         assert all(line.startswith("#") for line in lines[:2])
+        assert ("python -m orchestrator up NODE" in lines[-2]) is command.is_head  # and not what Ray prints
 
 
 @settings(deadline=None, max_examples=50)

@@ -34,6 +34,7 @@ def test_nodes_started_by_hand_run_what_is_planned_and_a_missing_one_is_named_or
     assert "node=pc2" in error
     assert f"--address={own_address(by_hand)}" in error
     assert token.read_text() not in out + err + error
+    assert "Total Usage" in by_hand.type(by_hand.status_command())
 
     awaiting = ("--wait-for-nodes", *by_hand.arguments)
     head = start("--duration", "5", "--json", *awaiting, environment=by_hand.environment)
