@@ -42,7 +42,7 @@ OPTIONS = {
     },
     "plan": {"--config", "-c", "--set", "--json", "--help"},
     "up": {"node", "--config", "-c", "--set", "--head-address", "--exec", "--help"},
-    "stop": {"--config", "-c", "--set", "--node", "--help"},
+    "stop": {"--config", "-c", "--set", "--run-dir", "--node", "--help"},
     "runs": {"--config", "-c", "--set", "--run-dir", "--json", "--help"},
     "report": {"run_id", "--config", "-c", "--set", "--run-dir", "--text", "--json", "--help"},
     "limits": {"--clear", "--card", "--workload", "--json", "--help"},

@@ -6,7 +6,6 @@ Does not implement the verbs, nor decide how an error reaches the user (`main.py
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import os
 import shutil
@@ -135,12 +134,24 @@ def up(
 
 
 @app.command()
-def stop(config: opt.ConfigPath = "cluster.yaml", overrides: opt.Overrides = None, node: opt.NodeToEnd = None) -> None:
-    """End the runs under way on this machine as Ctrl-C would."""
+def stop(
+    config: opt.ConfigPath = "cluster.yaml",
+    overrides: opt.Overrides = None,
+    run_dir: opt.RunDir = None,
+    node: opt.NodeToEnd = None,
+) -> None:
+    """End the runs of a run folder that are under way on this machine, as Ctrl-C would."""
     from orchestrator.cli import nodes  # noqa: PLC0415 - only this verb needs it
 
-    ended_runs = nodes.stop_runs(load_config(config, overrides or []).run.dir)
-    for line in itertools.chain(ended_runs, () if node is None else nodes.stop_node(node)):
+    folder = _loaded(config, overrides, {"run.dir": run_dir}).run.dir
+    try:
+        for line in nodes.stop_runs(folder, wait=node is not None):
+            typer.echo(line)
+    except UsageError as none_there:
+        if node is None:
+            raise
+        typer.echo(str(none_there))
+    for line in () if node is None else nodes.stop_node(node):
         typer.echo(line)
 
 

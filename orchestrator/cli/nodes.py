@@ -7,13 +7,14 @@ by process id. Does not touch any other Ray on the machine.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,6 +27,9 @@ from orchestrator.watch.archive import NOTE_NAME, head_of
 
 #: How long processes get to end by themselves before they are killed.
 _GRACE_S = 10.0
+
+#: How long a run gets to end before its node is ended under it: its slices run out, and it writes its summary.
+_RUN_ENDS_S = 60.0
 
 
 def command_for(config: Config, node: str, head_address: str | None) -> NodeCommand:
@@ -55,22 +59,40 @@ def execute(command: NodeCommand) -> int:
     return subprocess.run([ray, *command.argv[1:]], env=environment, check=False).returncode  # noqa: S603
 
 
-def stop_runs(run_dir: str) -> Iterator[str]:
-    """Ask every run under way in `run_dir` to end, as Ctrl-C would; yield a line for each."""
-    found = False
+def stop_runs(run_dir: str, *, wait: bool = False) -> Iterator[str]:
+    """Ask every run under way in `run_dir` to end, as Ctrl-C would; yield a line for each, and with `wait` await it.
+
+    Raises:
+        UsageError: None is under way there. It names those of this user that are under way elsewhere.
+    """
+    asked = []
     for note in sorted(Path(run_dir).glob(f"*/{NOTE_NAME}")):
         process = head_of(note.parent)
         if process is None:
             continue
-        found = True
+        asked.append(process)
         try:
             process.send_signal(signal.SIGINT)
         except psutil.Error as error:
             yield f"run {note.parent.name} cannot be asked to end: {error}"
         else:
             yield f"asked run {note.parent.name} (process {process.pid}) to end"
-    if not found:
-        yield f"no run is under way in {run_dir}"
+    if not asked:
+        raise UsageError("\n".join([f"no run is under way in {Path(run_dir).absolute()}", *_runs_elsewhere()]))
+    if wait:
+        yield f"waiting up to {_RUN_ENDS_S:.0f} s until it has ended"
+        _await_end(asked, _RUN_ENDS_S)
+
+
+def _runs_elsewhere() -> Iterator[str]:
+    """Yield a line for each run under way on this machine: the head of a run keeps its note open."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # another user's, or gone
+            folders = {Path(file.path).parent for file in process.open_files() if Path(file.path).name == NOTE_NAME}
+            for folder in folders:
+                if head_of(folder) == process:
+                    place = shlex.quote(str(folder.parent))
+                    yield f"run {folder.name} is under way; to end it: python -m orchestrator stop --run-dir {place}"
 
 
 def stop_node(node: str) -> Iterator[str]:
@@ -81,15 +103,23 @@ def stop_node(node: str) -> Iterator[str]:
             if process.environ().get(NODE_MARK) == node and process.pid != os.getpid():
                 family.add(process)
                 family.update(process.children(recursive=True))
+    if not family:
+        yield f"no process of node {node} runs here"
+        return
+    yield f"ending {len(family)} processes of node {node}; those that still run after {_GRACE_S:.0f} s are killed"
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in family:
             with suppress(psutil.Error):  # it ended by itself
                 if not _has_ended(process):
                     process.send_signal(number)
-        deadline_s = time.monotonic() + _GRACE_S
-        while time.monotonic() < deadline_s and not all(map(_has_ended, family)):
-            time.sleep(0.05)
-    yield f"ended {len(family)} processes of node {node}" if family else f"no process of node {node} runs here"
+        _await_end(family, _GRACE_S)
+    yield f"ended {len(family)} processes of node {node}"
+
+
+def _await_end(processes: Iterable[psutil.Process], patience_s: float) -> None:
+    deadline_s = time.monotonic() + patience_s
+    while time.monotonic() < deadline_s and not all(map(_has_ended, processes)):
+        time.sleep(0.05)
 
 
 def _has_ended(process: psutil.Process) -> bool:

@@ -46,7 +46,7 @@ class NodeCommand:
         if not self.is_head:
             return ()
         return (
-            'ignore Ray\'s "To add another node": a node that is started so has no label and is not used;',
+            'ignore Ray\'s "Next steps": they set neither the label nor the environment that a node here needs;',
             "for every other PC type here: python -m orchestrator up NODE",
         )
 

@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import secrets
+import shlex
 import stat
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -60,8 +61,10 @@ def owned(folder: Path) -> Iterator[None]:
             os.truncate(descriptor, 0)
             os.write(descriptor, note.encode("ascii"))
         except BlockingIOError as error:
-            text = f"another process works on run {folder.name}; end it first: python -m orchestrator stop"
-            raise UsageError(text) from error
+            raise UsageError(
+                f"another process works on run {folder.name}; end it first: "
+                f"python -m orchestrator stop --run-dir {shlex.quote(str(folder.parent))}"
+            ) from error
         except OSError as error:
             raise _unwritable(folder, error) from error
         yield

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,8 +20,9 @@ import pytest
 from orchestrator.cli.nodes import command_for, execute, stop_node, stop_runs
 from orchestrator.config.schema import Config
 from orchestrator.core.node_commands import NODE_MARK
+from orchestrator.errors import UsageError
 from tests.core.scene import REFERENCE
-from tests.scene import PATIENCE_S
+from tests.scene import PATIENCE_S, ROOT
 
 #: A name no other process on this machine is marked with.
 NODE = f"test-{os.getpid()}"
@@ -60,6 +62,13 @@ def recorded(runs: Path, pid: object, name: str = "run-1") -> Path:
     return folder
 
 
+def none_in(folder: Path) -> bool:
+    """Say whether `stop_runs` finds none, and says where it has looked."""
+    with pytest.raises(UsageError, match=rf"^no run is under way in {re.escape(str(folder))}(\n|$)"):
+        list(stop_runs(str(folder)))
+    return True
+
+
 def head(start: Starter) -> subprocess.Popen[str]:
     process = start([sys.executable, "-c", INTERRUPTIBLE])
     assert process.stdout is not None
@@ -90,14 +99,14 @@ def test_a_run_that_is_over_is_not_under_way(start: Starter, tmp_path: Path, why
     else:
         long_ago = time.time() - 3600
         os.utime(folder / "head.json", (long_ago, long_ago))
-    assert list(stop_runs(str(tmp_path))) == [f"no run is under way in {tmp_path}"]
+    assert none_in(tmp_path)
     assert (process.poll() is None) == (why != "its head has ended")
 
 
 def test_no_run_interrupts_itself_and_where_none_was_none_is_under_way(tmp_path: Path) -> None:
     recorded(tmp_path, os.getpid())
-    for folder in (tmp_path, tmp_path / "nowhere"):
-        assert list(stop_runs(str(folder))) == [f"no run is under way in {folder}"]
+    assert none_in(tmp_path)
+    assert none_in(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(
@@ -119,7 +128,7 @@ def test_a_note_that_no_head_wrote_signals_no_process(
     signalled: list[tuple[int, int]] = []
     monkeypatch.setattr(psutil.Process, "send_signal", lambda self, number: signalled.append((self.pid, number)))
     (recorded(tmp_path, 0) / "head.json").write_bytes(content)
-    assert list(stop_runs(str(tmp_path))) == [f"no run is under way in {tmp_path}"]
+    assert none_in(tmp_path)
     assert signalled == []
 
 
@@ -144,6 +153,34 @@ def test_a_head_that_may_not_be_signalled_is_told_and_the_others_end(
     assert mine.wait(PATIENCE_S) == 7
 
 
+def test_a_run_with_another_folder_is_named_with_the_command_that_ends_it(start: Starter, tmp_path: Path) -> None:
+    folder = tmp_path / "my runs" / "run-1"
+    folder.mkdir(parents=True)
+    body = f"from orchestrator.run.run_dir import owned\nfrom pathlib import Path\nwith owned(Path({str(folder)!r})):"
+    process = start([sys.executable, "-c", body + INTERRUPTIBLE.replace("\n", "\n  ")])
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    # As typed, in a folder without a configuration of its own.
+    typed = [sys.executable, "-m", "orchestrator", "stop", "-c", str(ROOT / "cluster.yaml")]
+    told = subprocess.run(typed, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert told.returncode == 2
+    first, *others = told.stderr.splitlines()
+    assert first == f"no run is under way in {tmp_path / 'runs'}"
+    (line,) = (line for line in others if str(tmp_path) in line)  # other runs of this machine are named, too
+    command = shlex.split(line.partition("end it: ")[2])
+    assert command[:4] == ["python", "-m", "orchestrator", "stop"]
+    done = subprocess.run([*typed, *command[4:]], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert (done.returncode, done.stdout) == (0, f"asked run run-1 (process {process.pid}) to end\n")
+    assert process.wait(PATIENCE_S) == 7
+
+
+def test_a_node_is_ended_only_after_its_run(start: Starter, tmp_path: Path) -> None:
+    process = head(start)
+    recorded(tmp_path, process.pid)
+    assert [line.split()[0] for line in stop_runs(str(tmp_path), wait=True)] == ["asked", "waiting"]
+    assert process.poll() is not None
+
+
 def sleeper(start: Starter, **environment: str) -> subprocess.Popen[str]:
     process = start(["sleep", "60"], **environment)
     deadline = time.monotonic() + PATIENCE_S
@@ -154,10 +191,20 @@ def sleeper(start: Starter, **environment: str) -> subprocess.Popen[str]:
     return process
 
 
+def ended_by_stop() -> int:
+    """End the node, and return how many processes that were: it is said before they are asked, and at the end."""
+    lines = stop_node(NODE)
+    found = int(next(lines).split()[1])
+    environments = (process.info["environ"] or {} for process in psutil.process_iter(["environ"]))
+    assert any(environment.get(NODE_MARK) == NODE for environment in environments)
+    assert list(lines) == [f"ended {found} processes of node {NODE}"]
+    return found
+
+
 def test_the_marked_processes_of_a_node_are_ended_and_no_others(start: Starter) -> None:
     marked = [sleeper(start, **{NODE_MARK: NODE}) for _ in range(2)]
     others = [sleeper(start), sleeper(start, **{NODE_MARK: f"{NODE}-2"}), sleeper(start, OTHER=NODE)]
-    assert list(stop_node(NODE)) == [f"ended 2 processes of node {NODE}"]
+    assert ended_by_stop() == 2
     assert [process.poll() is None for process in marked] == [False] * 2
     assert [process.poll() for process in others] == [None] * 3
 
@@ -166,7 +213,7 @@ def test_the_children_of_a_marked_process_end_with_it_even_without_the_mark(star
     parent = start(["/bin/sh", "-c", f"env -u {NODE_MARK} sleep 60 & echo $!; wait"], **{NODE_MARK: NODE})
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
-    assert list(stop_node(NODE)) == [f"ended 2 processes of node {NODE}"]
+    assert ended_by_stop() == 2
     assert parent.poll() is not None
     with contextlib.suppress(psutil.NoSuchProcess):
         assert child.status() == psutil.STATUS_ZOMBIE
@@ -180,8 +227,7 @@ def test_a_marked_process_that_will_not_end_is_killed_after_its_time(
     stubborn = start(["/bin/sh", "-c", f'trap "{trap}" TERM; sleep 60 & echo ready; wait; wait'], **{NODE_MARK: NODE})
     assert stubborn.stdout is not None
     stubborn.stdout.readline()
-    (line,) = stop_node(NODE)
-    assert line == f"ended 2 processes of node {NODE}"
+    assert ended_by_stop() == 2
     assert stubborn.poll() == status
 
 
