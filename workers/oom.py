@@ -101,7 +101,7 @@ _TEXTS: Final = tuple(
         ),
         (
             FailureKind.DEFINITE,
-            r"(?:CUDA|HIP) (?:error: )?out of memory",
+            r"(?:CUDA|HIP|XPU|MPS backend) (?:error: )?out of memory|PT_DEVMEM Allocation failed",
             r"CUDA driver error: out of memory|CUDA_ERROR_OUT_OF_MEMORY",
             # cudaMallocAsync says so after "Allocation on device" and its number.
             r"would exceed allowed memory\. \(out of memory\)",

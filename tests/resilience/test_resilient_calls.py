@@ -440,6 +440,8 @@ loss: float = bare("m") + with_options("m", rate=0.2)
 rows: list[int] = Trainer().step([1]) + Trainer.step(Trainer(), [1])
 size: int | None = bare.batch_size or Trainer().step.batch_size or AdaptiveSize(4).next()
 bare.reset()
+resilient(max, 8, lambda: 4)
+resilient(None, 8, lambda: "4")  # wrong
 bare(64, "m")  # wrong
 bare(3)  # wrong
 with_options("m", rate="fast")  # wrong

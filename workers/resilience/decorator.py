@@ -5,7 +5,7 @@
 
     train(model)          # not train(512, model)
 
-The calling convention is that of accelerate's `find_executable_batch_size`.
+The calling convention is that of accelerate's `find_executable_batch_size`, and so are the first three arguments.
 
 Covers the decorator and the types of what it returns. Which functions it accepts is in `calling.py`, the course of a
 call in `retry.py`. Caps no memory, loads neither torch nor Ray, and works for every function that raises an
@@ -78,17 +78,29 @@ class Decorator(Protocol):
 
     @overload
     def __call__(
-        self, function: None = None, starting_batch_size: int = 128, **options: Unpack[Options]
+        self,
+        function: None = None,
+        starting_batch_size: int = 128,
+        reduce_batch_size_fn: Callable[[], int] | None = None,
+        **options: Unpack[Options],
     ) -> Decorator: ...
 
     @overload
     def __call__(  # type: ignore[overload-overlap]  # a first argument that is a number is no owner
-        self, function: Callable[Concatenate[int, P], R], starting_batch_size: int = 128, **options: Unpack[Options]
+        self,
+        function: Callable[Concatenate[int, P], R],
+        starting_batch_size: int = 128,
+        reduce_batch_size_fn: Callable[[], int] | None = None,
+        **options: Unpack[Options],
     ) -> Resilient[P, R]: ...
 
     @overload
     def __call__(
-        self, function: Callable[Concatenate[S, int, P], R], starting_batch_size: int = 128, **options: Unpack[Options]
+        self,
+        function: Callable[Concatenate[S, int, P], R],
+        starting_batch_size: int = 128,
+        reduce_batch_size_fn: Callable[[], int] | None = None,
+        **options: Unpack[Options],
     ) -> ResilientMethod[S, P, R]: ...
 
 
@@ -97,9 +109,10 @@ def _as_decorator(function: Callable[..., object]) -> Decorator:
 
 
 @_as_decorator
-def resilient(
+def resilient(  # noqa: PLR0913 - accelerate's three, and options with names
     function: Callable[..., Any] | None = None,
     starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
     *,
     smallest_batch_size: int = 1,
     multiple_of: int = 1,
@@ -118,6 +131,9 @@ def resilient(
         function: Takes the batch size as its first argument; a method, known by the name `self` or `cls` of its first
             parameter, as its second. Left out, a decorator is returned.
         starting_batch_size: The largest that is ever tried, and where the first call begins.
+        reduce_batch_size_fn: Called without arguments after each out-of-memory; returns the next size, which must be
+            smaller. Then sizes never grow back, no call waits, and `multiple_of` and `failures_per_minute` mean
+            nothing.
         smallest_batch_size: If this one fails, so does the call.
         multiple_of: Sizes are multiples of this, apart from the two above.
         failures_per_minute: Never more failed attempts within any 60 s, over all calls; a call that has to go on waits.
@@ -136,20 +152,22 @@ def resilient(
             whole number.
         ValueError: The options leave no size to try.
     """
-    rules = Rules(
-        name="resilient" if function is None else name_of(function),
-        starting_batch_size=starting_batch_size,
-        smallest_batch_size=smallest_batch_size,
-        multiple_of=multiple_of,
-        failures_per_minute=failures_per_minute,
-        max_wait_s=max_wait_s,
-        on_retry=on_retry,
-    )
-    decorate = functools.partial(_wrapped, rules=rules, remember=remember)
-    return decorate if function is None else decorate(function)
+    options: dict[str, Any] = {
+        "starting_batch_size": starting_batch_size,
+        "reduce_batch_size_fn": reduce_batch_size_fn,
+        "smallest_batch_size": smallest_batch_size,
+        "multiple_of": multiple_of,
+        "failures_per_minute": failures_per_minute,
+        "max_wait_s": max_wait_s,
+        "on_retry": on_retry,
+    }
+    rules = Rules(name="resilient" if function is None else name_of(function), **options)
+    if function is None:
+        return functools.partial(resilient, **options, remember=remember)
+    return _wrapped(function, rules, remember)
 
 
-def _wrapped(function: Callable[..., R], /, *, rules: Rules, remember: bool | str) -> Resilient[..., R]:
+def _wrapped(function: Callable[..., R], rules: Rules, remember: bool | str) -> Resilient[..., R]:
     shape = shape_of(function)
     workload = workload_fingerprint(function) if remember is True else remember or None
     states = _States(replace(rules, name=shape.name, workload=workload))

@@ -37,6 +37,9 @@ _POLL_S: Final = 0.5
 
 _SIZES_TOLD: Final = 8
 
+#: What accelerate's `find_executable_batch_size` says then; its callers may look for these words.
+_NOTHING_LEFT: Final = "No executable batch size found, reached zero."
+
 _MINUTE_S: Final = 60.0
 
 _log = logging.getLogger(__name__)
@@ -78,6 +81,7 @@ class Rules:
     name: str
     """The function's, for messages."""
     starting_batch_size: int
+    reduce_batch_size_fn: Callable[[], int] | None = None
     smallest_batch_size: int = 1
     multiple_of: int = 1
     failures_per_minute: int = 6
@@ -203,6 +207,8 @@ class Attempts:
 
     def _choose(self, course: _Course) -> tuple[int, Look | None]:
         """Return the size of the next attempt and what memory looks like before it; wait if nothing may run now."""
+        if self._rules.reduce_batch_size_fn is not None:
+            return self._reduced(course, self._rules.reduce_batch_size_fn), look()
         smallest = self._rules.smallest_batch_size
         while True:
             before = look()
@@ -219,6 +225,15 @@ class Attempts:
                 _log.warning("%s waits for memory, %.0f s at the most: %s", self._rules.name, left_s, reason)
             self._rules.sleep(min(_POLL_S, left_s))
             course.waited_s += min(_POLL_S, left_s)
+
+    def _reduced(self, course: _Course, reduce: Callable[[], int]) -> int:
+        """Return the size that the caller's function chooses after a failure; before one, the last that it chose."""
+        if course.tried:
+            size = reduce()
+            if not self._rules.smallest_batch_size <= size < course.tried[-1]:
+                raise self._given_up(course)
+            self._start = size
+        return self._start
 
     def _is_worth_a_try(self, course: _Course) -> bool:
         """Whether to try the smallest size now although the last call gave up there.
@@ -250,11 +265,12 @@ class Attempts:
         tried = tuple(course.tried)
         sizes = ("… " if len(tried) > _SIZES_TOLD else "") + ", ".join(str(size) for size in tried[-_SIZES_TOLD:])
         failure = "" if course.failure is None else f" ({course.failure.text})"
-        lower = f", or lower smallest_batch_size={rules.smallest_batch_size}" if rules.smallest_batch_size > 1 else ""
+        smallest = rules.smallest_batch_size
+        end = f", or lower smallest_batch_size={smallest}" if smallest > 1 else f". {_NOTHING_LEFT}"
         return OutOfBatchError(
             f"{rules.name} ran out of memory at its smallest batch size too; tried {sizes}{failure}. Free memory that "
             f"this process or another one holds (on a card nvidia-smi tells), or make the model or one item "
-            f"smaller{lower}",
+            f"smaller{end}",
             tried,
         )
 
