@@ -99,7 +99,7 @@ def _node_joined(slot: Slot, _: NodeJoined, moment: Moment) -> Transition:
         slot,
         placed=True,
         state=HeadState.STARTING,
-        reason="its process is starting",
+        reason="its process starts and loads torch",
         deaths_at_s=restart_policy.recent(slot.deaths_at_s, moment),
     )
     slot, command = dispatch.begin(slot, moment, new_process=again)

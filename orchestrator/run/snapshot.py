@@ -85,6 +85,12 @@ def _is_at_work(slot: Slot) -> bool:
     return not isinstance(slot.state, HeadState)  # without a process, its last throughput no longer holds
 
 
+def _reason(slot: Slot, now_s: float) -> str:
+    """Return the slot's reason; of a first process that is awaited, also for how long it has been."""
+    waited_s = 0 if slot.working_since_s is None else int(now_s - slot.working_since_s)
+    return f"{slot.reason}, {waited_s} s so far" if waited_s and slot.state is HeadState.STARTING else slot.reason
+
+
 def _peak_pct(tflops: float | None, device: DeviceInfo | None, sm_clock_mhz: int | None) -> float | None:
     """Return the share of what the card is rated for at its present clock; `None` where no rating is known."""
     if tflops is None or device is None or device.kind != "cuda":
@@ -151,7 +157,7 @@ def row(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
         gpu_uuid=device.uuid if device is not None else None,
         device=device.kind if device is not None else plan.spec.device,
         state=slot.state,
-        reason=slot.reason,
+        reason=_reason(slot, now_s),
         policy=plan.spec.policy,
         dtype=device.dtype if device is not None else plan.spec.workload.dtype,
         tflops=tflops,

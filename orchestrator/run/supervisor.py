@@ -149,6 +149,7 @@ class Supervisor:
             now_unix_s=self.clock.unix_s(),
             elapsed_s=min(elapsed_s, self.facts.duration_s),
             duration_s=self.facts.duration_s,
+            starting_s=None if self._counting_since_s is not None else now_s - self._began_s,
             nodes_planned=tuple(self.config.nodes),
             nodes_seen=self._nodes.seen(),
             rows=SlotRows(self._plans, self._slots, self._meters, now_s),

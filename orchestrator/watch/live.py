@@ -18,10 +18,10 @@ from rich.live import Live
 from rich.text import Text
 
 from orchestrator.core.slot import SlotState
-from orchestrator.watch.cells import clock, glyphs_for
+from orchestrator.watch.cells import glyphs_for
 from orchestrator.watch.events import EventLog
 from orchestrator.watch.model import Snapshot
-from orchestrator.watch.phrases import closing_lines, tflops_words
+from orchestrator.watch.phrases import closing_lines, tflops_words, time_words
 from orchestrator.watch.store import RunStore
 from orchestrator.watch.table import health_table
 
@@ -146,6 +146,7 @@ class PlainLines:
         self._states: dict[str, SlotState] = {}
         self._notices: frozenset[str] = frozenset()
         self._progress_due_s = PROGRESS_EVERY_S
+        self._passed_s = 0.0
         self._gone = False
 
     def update(self, snapshot: Snapshot) -> None:
@@ -162,8 +163,12 @@ class PlainLines:
             if notice not in self._notices:
                 self._say(f"{at} ! {self._glyphs.clean(notice)}")
         self._notices = frozenset(snapshot.notices)
-        if snapshot.elapsed_s >= self._progress_due_s:
-            self._progress_due_s = (snapshot.elapsed_s // PROGRESS_EVERY_S + 1) * PROGRESS_EVERY_S
+        passed_s = snapshot.elapsed_s if snapshot.starting_s is None else snapshot.starting_s
+        if passed_s < self._passed_s:
+            self._progress_due_s = PROGRESS_EVERY_S  # the planned time has begun
+        self._passed_s = passed_s
+        if passed_s >= self._progress_due_s:
+            self._progress_due_s = (passed_s // PROGRESS_EVERY_S + 1) * PROGRESS_EVERY_S
             self._say(self._progress(snapshot))
 
     def close(self, snapshot: Snapshot) -> None:
@@ -175,7 +180,7 @@ class PlainLines:
     def _progress(self, snapshot: Snapshot) -> str:
         counts = ", ".join(f"{count} {state}" for state, count in snapshot.state_counts.items())
         return (
-            f"{clock(snapshot.elapsed_s)} of {clock(snapshot.duration_s)}  "
+            f"{time_words(snapshot)}  "
             f"nodes {len(snapshot.nodes_seen)}/{len(snapshot.nodes_planned)}  {counts or 'no workers yet'}  "
             f"{tflops_words(snapshot.tflops_total, self._glyphs)}  oom {snapshot.counts.oom_count}"
         )

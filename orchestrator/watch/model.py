@@ -179,6 +179,8 @@ class Snapshot:
     elapsed_s: float
     duration_s: float
     """Planned length of the run."""
+    starting_s: float | None = None
+    """How long workers have been starting; `None` once the planned time has begun."""
     nodes_planned: tuple[str, ...]
     nodes_seen: tuple[str, ...]
     rows: Sequence[Row]

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from orchestrator.config.duration import format_duration
-from orchestrator.watch.cells import Glyphs, decimals_for, number, share_pct, whole
+from orchestrator.watch.cells import Glyphs, clock, decimals_for, number, share_pct, whole
 from orchestrator.watch.model import Row, Snapshot, natural_order
 from workers.messages import StepCounts
 
@@ -24,6 +24,13 @@ def counted(count: int, noun: str, nouns: str | None = None) -> str:
 def tflops_words(tflops: float | None, glyphs: Glyphs) -> str:
     """Return a throughput with its unit."""
     return f"{number(tflops, decimals_for((tflops,))) or glyphs.missing} TFLOP/s"
+
+
+def time_words(snapshot: Snapshot) -> str:
+    """Return how far the run is: "00:10 of 05:00", or how long it has been starting, which does not count."""
+    if snapshot.starting_s is not None:
+        return f"starting for {clock(snapshot.starting_s)}, then {clock(snapshot.remaining_s)} of work"
+    return f"{clock(snapshot.elapsed_s)} of {clock(snapshot.duration_s)}"
 
 
 def fault_lines(faults: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

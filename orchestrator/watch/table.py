@@ -5,6 +5,7 @@ Pure: no I/O, no clock, no state. Does not cover what a cell shows (`columns`) n
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from rich.text import Span, Text
 from orchestrator.watch.cells import UNICODE, Glyphs, clock, flow
 from orchestrator.watch.columns import KEPT_LONGEST_FIRST, NEVER_DROPPED, Column, columns_for
 from orchestrator.watch.model import STATE_STYLES, Brief, Row, Snapshot, trouble, worst_first
-from orchestrator.watch.phrases import tflops_words, totals
+from orchestrator.watch.phrases import tflops_words, time_words, totals
 from workers.messages import WorkerState
 
 _GAP_CELLS = 2
@@ -26,6 +27,9 @@ _SLOT_CELLS = 6
 _PROGRESS_CELLS = 16
 _ROWS_BEFORE_SUMS = 8
 """The line of sums goes when the terminal has room for fewer lines of rows than that."""
+
+_REASONS_OF_ROOM = 4
+"""Where not all rows fit, every fourth line may be a reason: the worst rows are of no use without theirs."""
 
 #: Tells users what the table cannot show: GDDR6X gets hot long before the die does.
 _HIDDEN_TEMPERATURE = "VRAM temperature: not reported by GeForce"
@@ -43,11 +47,21 @@ class _Layout:
     total_cells: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Drawn:
+    """The line of a row, and what the line under it says; no reason where it says nothing."""
+
+    line: Text
+    slot: str
+    reason: str
+    style: str
+
+
 def health_table(snapshot: Snapshot, width: int, height: int | None = None, glyphs: Glyphs = UNICODE) -> Group:
     """Return the health table, worst slot first.
 
     Columns are left out, the least important first, until a line has `width` cells. The best rows are summed up in a
-    last line where not all fit into `height` lines; `None` shows all of them.
+    last line where not all fit into `height` lines; `None` shows all of them. Rows go before reasons.
     """
     notices = _notices(snapshot.notices, width, None if height is None else max(1, height // 5), glyphs)
     header = [*_header(snapshot, width, glyphs), *notices, Text()]
@@ -61,11 +75,11 @@ def health_table(snapshot: Snapshot, width: int, height: int | None = None, glyp
     cells = [{column.name: column.cell(row) for column in columns} for row in rows]
     layout = _layout(columns, cells, width, glyphs)
     titles = _titles(layout, glyphs)
-    blocks = [_row_lines(row, shown, layout, width, glyphs) for row, shown in zip(rows, cells, strict=True)]
+    drawn = [_drawn(row, shown, layout, glyphs) for row, shown in zip(rows, cells, strict=True)]
     room = None if height is None else height - len(header) - len(titles)
     if room is not None and room < len(footer) + _ROWS_BEFORE_SUMS:
         footer = []
-    body = _fitting(slots, blocks, None if room is None else room - len(footer), glyphs)
+    body = _body(slots, drawn, None if room is None else room - len(footer), glyphs)
     return _group([*header, *titles, *body, *footer], width)
 
 
@@ -87,10 +101,13 @@ def _header(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
         Text(f"nodes {seen}/{planned}", "bold" if seen >= planned else "bold red"),
         *(Text(f"{count} {state}", STATE_STYLES[state]) for state, count in snapshot.state_counts.items()),
         Text(tflops_words(snapshot.tflops_total, glyphs), "bold"),
-        Text(f"{clock(snapshot.elapsed_s)} of {clock(snapshot.duration_s)}"),
-        Text.assemble((bar, "green"), f" {int(share * 100)} %"),
-        Text(f"{clock(snapshot.remaining_s)} left"),
+        Text(time_words(snapshot)),
     ]
+    if snapshot.starting_s is None:
+        segments += [
+            Text.assemble((bar, "green"), f" {int(share * 100)} %"),
+            Text(f"{clock(snapshot.remaining_s)} left"),
+        ]
     return flow(segments, width, glyphs.separator)
 
 
@@ -181,27 +198,49 @@ def _tail(text: str, width: int, glyphs: Glyphs) -> str:
     return glyphs.ellipsis + text
 
 
-def _row_lines(row: Row, cells: dict[str, Text | None], layout: _Layout, width: int, glyphs: Glyphs) -> list[Text]:
+def _drawn(row: Row, cells: dict[str, Text | None], layout: _Layout, glyphs: Glyphs) -> _Drawn:
     line = _line(cells, layout, glyphs)
     reason = glyphs.clean(row.reason)
-    if layout.reason_cells is not None:
-        return [line.append("  ").append(glyphs.shorten(reason, layout.reason_cells))]
     quiet = row.state in _QUIET_STATES
-    if not reason or (quiet and not trouble(row)):
-        return [line]
-    style = "bold red" if quiet else STATE_STYLES[row.state]
-    return [line, Text(glyphs.shorten(f"  {glyphs.branch} {reason}", width), style)]
+    if layout.reason_cells is not None:
+        line.append("  ").append(glyphs.shorten(reason, layout.reason_cells))
+        reason = ""
+    elif quiet and not trouble(row):
+        reason = ""
+    slot = glyphs.shorten(glyphs.clean(row.slot), layout.widths["slot"])
+    return _Drawn(line=line, slot=slot, reason=reason, style="bold red" if quiet else STATE_STYLES[row.state])
 
 
-def _fitting(slots: Sequence[Brief], blocks: Sequence[list[Text]], room: int | None, glyphs: Glyphs) -> list[Text]:
-    if room is None or sum(map(len, blocks)) <= room:
-        return [line for block in blocks for line in block]
-    shown: list[Text] = []
-    count = 0
-    while count < len(blocks) - 1 and (not shown or len(shown) + len(blocks[count]) < room):
-        shown += blocks[count]
-        count += 1
+def _body(slots: Sequence[Brief], drawn: Sequence[_Drawn], room: int | None, glyphs: Glyphs) -> list[Text]:
+    """Return the rows, each with its reason under it, that fit into `room` lines.
+
+    While all rows fit, the best rows lose their reasons first. Else the best rows are summed up in the last line.
+    """
+    reasons = [(row.reason, row.style) for row in drawn]
+    is_new = (bool(now[0]) and now != before for before, now in zip([("", ""), *reasons], reasons, strict=False))
+    reasons_so_far = list(itertools.accumulate(is_new))
+    if room is None or len(drawn) + reasons_so_far[-1] <= room:
+        return _with_reasons(drawn, len(drawn), glyphs)
+    if len(slots) <= room:
+        return _with_reasons(drawn, room - len(slots), glyphs)
+    most = max(1, room // _REASONS_OF_ROOM)
+    lines = (count + min(most, reasons) for count, reasons in enumerate(reasons_so_far, start=1))
+    count = max(1, sum(taken < room for taken in lines))
     states = Counter(slot.state for slot in slots[count:])
     by_state = ", ".join(f"{number} {state}" for state, number in states.items())
     hidden = f" {next(iter(states))}" if len(states) == 1 else f": {by_state}"
-    return [*shown, Text(f"{glyphs.ellipsis} and {states.total()} more{hidden}", "dim")]
+    more = Text(f"{glyphs.ellipsis} and {states.total()} more{hidden}", "dim")
+    return [*_with_reasons(drawn[:count], most, glyphs), more]
+
+
+def _with_reasons(drawn: Sequence[_Drawn], most: int, glyphs: Glyphs) -> list[Text]:
+    """Return the rows; neighbours with the same reason share one line of it. `most` reasons are shown."""
+    lines: list[Text] = []
+    for (reason, style), same in itertools.groupby(drawn, lambda row: (row.reason, row.style)):
+        rows = list(same)
+        lines += [row.line for row in rows]
+        if reason and most > 0:
+            most -= 1
+            whose = f"{rows[0].slot} to {rows[-1].slot}: " if len(rows) > 1 else ""
+            lines.append(Text(f"  {glyphs.branch} {whose}{reason}", style))
+    return lines

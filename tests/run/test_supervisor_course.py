@@ -58,6 +58,11 @@ def test_the_planned_time_begins_with_the_slowest_worker(new_run: RunMaker) -> N
     (counting,) = run.events("counting")
     assert counting["startup_s"] == pytest.approx(30, abs=0.2)
     assert rows["pc1/0"].counts.steps_ok > rows["pc2/0"].counts.steps_ok > 19 * STEPS_PER_S
+    awaited = [shown for shown in run.recorder.shown if shown.starting_s is not None]
+    assert max(shown.starting_s or 0.0 for shown in awaited) == pytest.approx(30, abs=0.5)
+    assert all(shown.elapsed_s == 0.0 for shown in awaited)
+    reasons = [row.reason for row in run.shown("pc2/0") if row.state is HeadState.STARTING]
+    assert any(reason.endswith(", 29 s so far") for reason in reasons)
 
 
 def test_a_worker_that_does_not_come_up_holds_the_run_back_for_the_start_timeout_only(

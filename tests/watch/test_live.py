@@ -129,6 +129,21 @@ def test_plain_lines_say_changes_once_and_progress_every_ten_seconds(monkeypatch
     ]
 
 
+def test_plain_lines_report_progress_while_workers_start_and_from_the_planned_beginning_again() -> None:
+    stream = io.StringIO()
+    plain = PlainLines(stream)
+    for starting_s in (0.0, 9.9, 10.1, 20.1, 24.0):
+        plain.update(make_snapshot(make_row(), elapsed_s=0.0, starting_s=starting_s))
+    for elapsed_s in (0.0, 9.0, 10.0):
+        plain.update(make_snapshot(make_row(), elapsed_s=elapsed_s))
+
+    assert [line.partition("  ")[0] for line in stream.getvalue().splitlines()[1:]] == [
+        "starting for 00:10, then 00:30 of work",
+        "starting for 00:20, then 00:30 of work",
+        "00:10 of 00:30",
+    ]
+
+
 def test_plain_lines_end_with_the_totals() -> None:
     stream = io.StringIO()
     rows = (make_row(), make_row(slot="pc2/0", node="pc2", tflops=None, steps_ok=0))

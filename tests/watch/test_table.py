@@ -141,6 +141,41 @@ def test_a_reason_gets_its_own_line_when_narrow_unless_all_is_well() -> None:
     assert "all is well" not in text
 
 
+@pytest.mark.parametrize("alike", [True, False], ids=["alike", "different"])
+def test_a_terminal_of_80x24_shows_all_rows_of_the_reference_pair_and_the_worst_reasons(alike: bool) -> None:
+    slots = [*(f"pc1/{index}" for index in range(7)), *(f"pc2/{index}" for index in range(3))]
+    states = (HeadState.QUARANTINED, WorkerState.BACKOFF, WorkerState.BACKOFF)
+    rows = [
+        make_row(
+            slot=slot,
+            state=HeadState.STARTING if alike else states[index % 3],
+            reason="its process starts" if alike else f"the reason of {slot}",
+        )
+        for index, slot in enumerate(slots)
+    ]
+
+    lines = table_of(make_snapshot(*rows, starting_s=12.0, elapsed_s=0.0), 80, 23)
+
+    assert sorted(line.split()[0] for line in lines if line.startswith("pc")) == slots
+    reasons = [line.split(maxsplit=1)[1] for line in lines if "└" in line]
+    if alike:
+        assert reasons == ["pc1/0 to pc2/2: its process starts"]
+    else:
+        assert reasons == [f"the reason of {slot}" for slot in ("pc1/0", "pc1/3", "pc1/6", "pc2/2")]
+        assert len(lines) == 23
+    assert "starting for 00:12, then 00:30 of work" in "\n".join(lines)
+
+
+def test_where_not_all_rows_fit_the_worst_keep_their_reasons() -> None:
+    rows = [make_row(slot=f"a/{index}", state=WorkerState.BACKOFF, reason=f"{index}") for index in range(20)]
+
+    lines = table_of(make_snapshot(*rows), 80, 23)
+
+    assert [line for line in lines if "└" in line] == ["  └ 0", "  └ 1", "  └ 2"]
+    assert "… and 10 more BACKOFF" in lines
+    assert len(lines) == 23
+
+
 @pytest.mark.parametrize("height", [5, 10, 12, 24, 50])
 def test_seventy_rows_end_in_a_line_that_counts_the_rest(height: int | None) -> None:
     rows = [make_row(slot=f"pc1/{index}") for index in range(69)]
