@@ -12,7 +12,13 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final, TypeAlias
 
+from workers.units import MIB
+
 Scalar: TypeAlias = str | int | float | bool | None
+
+#: What a CUDA context is assumed to take until it is measured, or where nothing can measure it: 676 MiB on an H200
+#: (docs/results/2026-11-20-h200-rehearsal.md). Older cards and drivers took about 300 MB (pytorch #20532, #107667).
+ASSUMED_CONTEXT_BYTES: Final = 676 * MIB
 
 #: Two figures of memory are the same up to one part in so many. The measured context of a process, and with it the cap,
 #: differs by some MiB from start to start; the total of a machine's RAM by less, from kernel to kernel.

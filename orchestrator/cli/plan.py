@@ -9,27 +9,36 @@ from typing import Any
 from orchestrator.config.schema import Config
 from orchestrator.core.budget import NodeBudget, node_budget
 from orchestrator.watch.cells import aligned
+from orchestrator.watch.phrases import counted
+from workers.settings import ASSUMED_CONTEXT_BYTES
 from workers.units import GIB
 
-#: Beside an RTX 3090 or 3070 a CUDA context takes about this much (pytorch #20532, #107667); the worker measures it.
-_USUAL_CONTEXT_BYTES = 300 * 2**20
-
-_HEADINGS = ("worker", "card", "GPU fraction", "CPUs", "threads", "budget", "cap about", "duty", "size", "batch")
-_WORDS = {"worker", "card"}
+_HEADINGS = ("worker", "card", "type", "Ray GPU", "CPUs", "budget", "cap about", "duty", "size", "batch")
+_WORDS = {"worker", "card", "type"}
 
 
 def plan_json(config: Config) -> str:
     """Return the plan as one JSON object."""
     nodes = [_node(budget, config) for budget in _budgets(config)]
-    return json.dumps({"schema": 1, "compute_share_mode": config.compute_share_mode, "nodes": nodes}, indent=2)
+    common = {
+        "compute_share_mode": config.compute_share_mode,
+        "workload": config.workload.name,
+        "policy": config.memory.policy,
+    }
+    return json.dumps({"schema": 1, **common, "nodes": nodes}, indent=2)
 
 
 def plan_text(config: Config) -> str:
     """Return the plan as a table for people."""
     budgets = _budgets(config)
     rows = [_HEADINGS, *(row for budget in budgets for row in _rows(_node(budget, config)))]
-    note = "The cap is the budget less the CUDA context, about 0.3 GiB; each worker measures its own."
-    return "\n".join([*aligned(rows, _WORDS), "", *map(_sum_line, budgets), note])
+    kind = f"{config.workload.name} with the policy {config.memory.policy}"
+    context = f"the CUDA context, about {ASSUMED_CONTEXT_BYTES / GIB:.2f} GiB"
+    notes = (
+        f"Each worker runs {kind}, and an equal share of its PC's cores as threads.",
+        f"The cap is the budget less {context}; each worker measures its own.",
+    )
+    return "\n".join([*aligned(rows, _WORDS), "", *map(_sum_line, budgets), "", *notes])
 
 
 def _rows(node: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -37,9 +46,9 @@ def _rows(node: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
         yield (
             worker["slot"],
             "CPU" if worker["card"] is None else f"{node['gpu']} #{worker['card']}",
+            worker["dtype"],
             f"{worker['gpu_fraction']:.4f}",
             str(worker["cpus"]),
-            f"cores/{len(node['workers'])}",
             f"{worker['budget_bytes'] / GIB:.2f} GiB",
             f"{worker['cap_about_bytes'] / GIB:.2f} GiB",
             "–" if worker["duty"] is None else f"{worker['duty']:.0%}",  # noqa: RUF001 - the sign for an unknown value
@@ -56,7 +65,9 @@ def _sum_line(budget: NodeBudget) -> str:
     each = f"{budget.workers_per_card} x {budget.budget_bytes / GIB:.2f} GiB = {budget.card_budget_bytes / GIB:.2f} GiB"
     share = budget.workers_per_card * budget.gpu_fraction
     holder = "a card holds" if budget.gpus else "its memory holds"
-    words = [f"{budget.node}: {budget.workers} workers, {budget.cpus_total} CPUs, {holder} {each}"]
+    words = [
+        f"{budget.node}: {counted(budget.workers, 'worker')}, {counted(budget.cpus_total, 'CPU')}, {holder} {each}"
+    ]
     if budget.card_allowed_bytes is not None and budget.card_total_bytes is not None:
         words.append(
             f"of {budget.card_allowed_bytes / GIB:.2f} GiB allowed ({budget.card_total_bytes / GIB:.2f} GiB shown)"
@@ -78,7 +89,7 @@ def _node(budget: NodeBudget, config: Config) -> dict[str, Any]:
             "threads": None,
             "budget_bytes": budget.budget_bytes,
             "cap_bytes": None,
-            "cap_about_bytes": max(0, budget.budget_bytes - (_USUAL_CONTEXT_BYTES if budget.gpus else 0)),
+            "cap_about_bytes": max(0, budget.budget_bytes - (ASSUMED_CONTEXT_BYTES if budget.gpus else 0)),
             "duty": budget.duty,
             "size": budget.size,
             "batch": budget.batch,

@@ -30,8 +30,8 @@ def numbers(config: Config) -> dict[str, Any]:
 def test_every_worker_of_the_reference_pair_is_one_line_of_the_table() -> None:
     table = plan_text(REFERENCE).split("\n\n")[0].splitlines()
     assert [line.split()[0] for line in table] == ["worker", *SLOTS]
-    assert " ".join(table[1].split()) == "pc1/0 rtx-3090 #0 0.1428 8 cores/7 3.33 GiB 3.04 GiB 60% 8192 128"
-    assert " ".join(table[-1].split()) == "pc2/2 rtx-3070 #0 0.3333 4 cores/3 1.50 GiB 1.21 GiB 70% 4096 128"
+    assert " ".join(table[1].split()) == "pc1/0 rtx-3090 #0 fp16 0.1428 8 3.33 GiB 2.67 GiB 60% 8192 128"
+    assert " ".join(table[-1].split()) == "pc2/2 rtx-3070 #0 fp16 0.3333 4 1.50 GiB 0.84 GiB 70% 4096 128"
 
 
 def test_the_sums_of_the_reference_pair_are_the_guides() -> None:
@@ -42,13 +42,31 @@ def test_the_sums_of_the_reference_pair_are_the_guides() -> None:
     assert ["0.9996 of its Ray GPU" in sums[0], "0.9999 of its Ray GPU" in sums[1]] == [True, True]
 
 
+def test_the_workers_of_the_reference_pair_fit_80_cells_and_their_kind_is_told() -> None:
+    table, _, notes = plan_text(REFERENCE).split("\n\n")
+    assert max(map(len, table.splitlines())) <= 80
+    assert "runs matmul with the policy adaptive" in notes
+    mine = Config.model_validate(
+        {
+            **one_node(workers=1, dtype="bf16").model_dump(),
+            "workload": {"name": "mlp:Mlp"},
+            "memory": {"policy": "classic"},
+        }
+    )
+    table, sums, notes = plan_text(mine).split("\n\n")
+    assert table.splitlines()[1].split()[3] == "bf16"
+    assert sums.startswith("pc1: 1 worker, 1 CPU, ")
+    assert "runs mlp:Mlp with the policy classic" in notes
+    assert (numbers(mine)["workload"], numbers(mine)["policy"]) == ("mlp:Mlp", "classic")
+
+
 def test_the_table_is_the_same_to_the_letter_in_a_terminal_of_any_width(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "20")
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert plan_text(one_node(workers=2)).split("\n\n")[0].splitlines() == [
-        "worker  card     GPU fraction  CPUs  threads    budget  cap about  duty  size  batch",
-        "pc1/0   card #0        0.5000     1  cores/2  1.00 GiB   0.71 GiB  100%  4096    128",
-        "pc1/1   card #0        0.5000     1  cores/2  1.00 GiB   0.71 GiB  100%  4096    128",
+        "worker  card     type  Ray GPU  CPUs    budget  cap about  duty  size  batch",
+        "pc1/0   card #0  fp16   0.5000     1  1.00 GiB   0.34 GiB  100%  4096    128",
+        "pc1/1   card #0  fp16   0.5000     1  1.00 GiB   0.34 GiB  100%  4096    128",
     ]
 
 
@@ -76,9 +94,9 @@ def test_workers_of_two_cards_are_shown_on_theirs() -> None:
 def test_a_node_without_cards_has_no_card_no_context_and_no_total() -> None:
     config = one_node(gpu="cpu", gpus=0)
     text = plan_text(config)
-    assert text.splitlines()[1].split()[:3] == ["pc1/0", "CPU", "0.0000"]
+    assert text.splitlines()[1].split()[:4] == ["pc1/0", "CPU", "fp16", "0.0000"]
     assert "its memory holds 3 x 1.00 GiB = 3.00 GiB" in text
-    assert "Ray GPU" not in text
+    assert "of its Ray GPU" not in text
     (node,) = numbers(config)["nodes"]
     assert (node["card_total_bytes"], node["card_allowed_bytes"], node["workers"][0]["card"]) == (None, None, None)
     assert node["workers"][0]["cap_about_bytes"] == GIB

@@ -243,7 +243,7 @@ def test_no_verb_shows_the_token_or_writes_it_down(desk: Desk) -> None:
         (["plan", "--json"], 0),
         (["up", "pc1"], 0),
         (["up", "pc2"], 0),
-        (["stop"], 0),
+        (["stop"], 2),
         (["run"], 3),
         (["run", "--json"], 3),
     ):

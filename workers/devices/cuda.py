@@ -19,7 +19,7 @@ import torch
 from workers.devices.common import EmergencyProduct, alone_on, threads_for
 from workers.messages import DeviceInfo, IncompatibleError, MemoryInfo
 from workers.nvml import queries
-from workers.settings import WorkerSpec
+from workers.settings import ASSUMED_CONTEXT_BYTES, WorkerSpec
 from workers.units import MIB
 from workers.verification import repeat
 from workers.verification.freivalds import freivalds, least_scratch
@@ -36,10 +36,6 @@ _WARM_UP_SIZE = 4096
 
 #: So many rows at a time are checked there: row by row it would be many thousand launches.
 _WARM_UP_ROWS = 256
-
-#: Charged when nothing on this machine can measure the context. Reports of 2020-2024 put it near 300 MB
-#: (pytorch #20532, #107667); newer cards and drivers take more, so this is on the safe side.
-_ASSUMED_CONTEXT_BYTES = 512 * 2**20
 
 #: Set by the actor under MPS, before CUDA starts.
 _MPS_LIMIT = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
@@ -269,4 +265,4 @@ def _context_bytes(card: str, used_before_bytes: int | None) -> tuple[int, str]:
         # Others may take or free memory meanwhile, workers that were opened before among them.
         if _LEAST_CONTEXT_BYTES <= grown <= _LARGEST_CONTEXT_BYTES:
             return grown, "measured: growth of the card's use"
-    return _ASSUMED_CONTEXT_BYTES, "assumed: NVML does not report it"
+    return ASSUMED_CONTEXT_BYTES, "assumed: NVML does not report it"

@@ -19,9 +19,7 @@ from orchestrator.core.memory_broker.leases import NO_BOOKS, Books, Claimant, le
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import Phase, Slot
 from workers.messages import WorkerState
-
-#: Assumed for a context until one on the card was measured, as in `workers/devices/cuda.py`.
-_CONTEXT_BYTES: Final = 512 * 2**20
+from workers.settings import ASSUMED_CONTEXT_BYTES
 
 #: A share is kept free so long for a process that was sent for: loading torch and opening the card take some seconds.
 _EXPECTED_S: Final = 30.0
@@ -90,7 +88,7 @@ class MemoryBroker:
             if slot.device is not None:
                 contexts[cards[name]] = max(contexts.get(cards[name], 0), slot.device.context_bytes)
         claimants = [
-            self._claimant(slot, cards[name], contexts.get(cards[name], _CONTEXT_BYTES))
+            self._claimant(slot, cards[name], contexts.get(cards[name], ASSUMED_CONTEXT_BYTES))
             for name, slot in sharing.items()
             if _is_expected(slot, now_s)
         ]
