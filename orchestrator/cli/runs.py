@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,16 +24,13 @@ from orchestrator.watch.archive import StoredEvent, StoredRun, read_events, read
 from orchestrator.watch.cells import UNICODE, Glyphs, aligned, clock, share_pct, whole
 from orchestrator.watch.folders import Listed, list_runs, summary_of
 from orchestrator.watch.model import Snapshot
-from orchestrator.watch.phrases import closing_lines, counted, fault_lines
+from orchestrator.watch.phrases import closing_lines, counted, fault_lines, section
 from orchestrator.watch.records import STORE_NAME
 from orchestrator.watch.summary import SCHEMA, snapshot_from_summary, summary_dict, summary_text
 from orchestrator.watch.table import health_table
 
-_LINES_MOST = 30
-"""Of each kind. A run with many errors has thousands; the last ones show how it ended."""
-
 _FALLEN = frozenset({HeadState.RESTARTING, HeadState.QUARANTINED, HeadState.LOST})
-_TOLD = ("state", "node_left", "node_joined", "workload_error")
+_TOLD = ("state", "node_left", "node_joined", "workload_error", "run_ended")
 
 _TITLES = ("run", "started", "mode", "outcome", "exit", "worked", "workers", "steps ok", "good %", "OOM", "restarts")
 #: Of a run in `runs --json`.
@@ -75,9 +72,10 @@ def report_text(folder: Path, width: int, glyphs: Glyphs = UNICODE) -> str:
         lines = [*_header(run, glyphs), *_table(snapshot, width, glyphs)]
         if (lost := snapshot.steps_lost_upper_bound) is not None:
             lines.append(f"{counted(snapshot.counts.steps_ok, 'good step')} counted, at most {whole(lost)} lost")
-        lines += _section("what happened", _happenings(events), glyphs)
-        lines += _section("errors of the workload", _errors(events), glyphs)
-        lines += _section("injected faults", fault_lines(run.faults), glyphs)
+        lines += section("what fell short", _missed(run, events), glyphs)
+        lines += section("what happened", _happenings(events), glyphs)
+        lines += section("errors of the workload", _errors(events), glyphs)
+        lines += section("injected faults", fault_lines(run.faults), glyphs)
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -214,6 +212,12 @@ def _happenings(events: Sequence[StoredEvent]) -> Iterator[str]:
             yield f"{when}  {details.get('node')}  {'has left' if event.event == 'node_left' else 'joined'}"
 
 
+def _missed(run: StoredRun, events: Sequence[StoredEvent]) -> Iterator[str]:
+    ends = [event.details.get("missed") for event in events if event.event == "run_ended"]
+    if run.outcome == "degraded" and ends and isinstance(ends[-1], list):
+        yield from map(str, ends[-1])
+
+
 def _errors(events: Sequence[StoredEvent]) -> Iterator[str]:
     for event in events:
         if event.event == "workload_error":
@@ -226,15 +230,6 @@ def _last_words(traceback: str) -> str:
     inside = [index for index, line in enumerate(lines) if line.startswith((" ", "Traceback"))]
     behind = lines[inside[-1] + 1 :] if inside else lines
     return behind[0] if behind else "an error without words"
-
-
-def _section(title: str, said: Iterable[str], glyphs: Glyphs) -> list[str]:
-    lines = [f"  {glyphs.clean(line)}" for line in said]
-    if not lines:
-        return []
-    hidden = len(lines) - _LINES_MOST
-    more = [f"  {glyphs.ellipsis} {hidden} before these, in events.jsonl"] if hidden > 0 else []
-    return ["", title, *more, *lines[-_LINES_MOST:]]
 
 
 def _moment(unix_s: float) -> datetime | None:

@@ -34,6 +34,7 @@ from typing import Any, TypeAlias
 from orchestrator.core import dispatch, restart_policy, slice_results, step_accounting
 from orchestrator.core.fleet import SliceFailed, SliceReported
 from orchestrator.core.slot import (
+    STALE,
     CardQuarantined,
     Close,
     Command,
@@ -148,7 +149,7 @@ def _time_passed_while_working(slot: Slot, _: Tick, moment: Moment) -> Transitio
         why = f"{what} for {overdue_s:.0f} s; its process was ended"
         return restart_policy.died(slot, why, moment, before=(Restart(),))
     if slot.ready and overdue_s > rules.stale_after_s:
-        return replace(slot, reason=f"STALE: its slice is {overdue_s:.0f} s overdue"), ()
+        return _stale(slot, overdue_s), ()
     return slot, ()
 
 
@@ -160,8 +161,13 @@ def _drain(slot: Slot, _: Drain, __: Moment) -> Transition:
     return _stopped(slot)  # nothing runs, or it is not known whether anything does
 
 
-def _close(slot: Slot, _: Close, __: Moment) -> Transition:
-    return _stopped(slot)
+def _close(slot: Slot, _: Close, moment: Moment) -> Transition:
+    overdue_s = dispatch.overdue_s(slot, moment)
+    return _stopped(_stale(slot, overdue_s) if slot.ready and overdue_s > 0 else slot)
+
+
+def _stale(slot: Slot, overdue_s: float) -> Slot:
+    return replace(slot, reason=f"{STALE}: its slice is {overdue_s:.0f} s overdue")
 
 
 def _stopped(slot: Slot) -> Transition:

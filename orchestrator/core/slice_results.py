@@ -6,7 +6,7 @@ process is replaced in `restart_policy.py`.
 
 from __future__ import annotations
 
-from orchestrator.core import dispatch, restart_policy, step_accounting
+from orchestrator.core import dispatch, restart_policy, step_accounting, verdict
 from orchestrator.core.fleet import SliceFailed, SliceFailure, SliceReported
 from orchestrator.core.leak_detector import observed
 from orchestrator.core.slot import (
@@ -76,6 +76,8 @@ def _accepted(slot: Slot, flight: Flight, report: Report, moment: Moment) -> Tra
         device=report.device if report.device is not None else slot.device,
         resume=report.resume if report.resume is not None else slot.resume,
         counts=slot.counts + report.counts,
+        since_s=moment.now_s if slot.since_s is None and report.state is not WorkerState.WARMING else slot.since_s,
+        worked_s=slot.worked_s + (0.0 if moment.ends_at_s is None else verdict.worked_s(report)),
         errors_in_a_row=slot.errors_in_a_row + 1 if report.error is not None else 0,
         leak=observed(slot.leak, report),
     )

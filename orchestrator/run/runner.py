@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -21,6 +22,7 @@ from rich.console import Console
 
 from orchestrator.config.load import dump_config
 from orchestrator.core.chaos.plan import ChaosPlan, check
+from orchestrator.core.verdict import outcome_of
 from orchestrator.errors import NoClusterError, OrchestratorError, UsageError
 from orchestrator.run import fake_sensors, fault_injection, node_setup, preflight, resume, run_dir
 from orchestrator.run.clock import Clock
@@ -31,13 +33,14 @@ from orchestrator.run.resume import Past
 from orchestrator.run.supervisor import Supervisor
 from orchestrator.run.terminal import Interrupts, Screen, own_screen
 from orchestrator.watch.archive import StoredRun
+from orchestrator.watch.cells import glyphs_for
 from orchestrator.watch.events import EventLog
 from orchestrator.watch.live import LiveTable, Outlets, PlainLines, Watcher
 from orchestrator.watch.model import Snapshot
-from orchestrator.watch.phrases import fault_lines
+from orchestrator.watch.phrases import fault_lines, section
 from orchestrator.watch.records import STORE_NAME, RunFacts
 from orchestrator.watch.store import RunStore
-from orchestrator.watch.summary import exit_code_for, failure_dict, summary_dict, summary_text, write_summary
+from orchestrator.watch.summary import failure_dict, summary_dict, summary_text, write_summary
 from workers.host.processes import start_time
 from workers.learned_limits.store import LimitStore
 
@@ -176,7 +179,8 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
                 clock=clock,
             )
             snapshot = record.supervisor.run()
-    return record.ended(snapshot, settled.config.run.min_success_rate, interrupted=interrupts.asked)
+            missed = () if interrupts.asked else record.supervisor.shortfalls()
+    return record.ended(snapshot, missed, interrupted=interrupts.asked)
 
 
 @dataclass(kw_only=True)
@@ -237,20 +241,21 @@ class _Record:
             for line in lines:
                 _say(line, self.screen.err)
 
-    def ended(self, snapshot: Snapshot, min_success_rate: float, *, interrupted: bool) -> int:
-        """Write the summary of a run that came to its end, and return its exit code."""
-        incomplete = self.outlets.incomplete or self.past.incomplete
-        outcome, code = exit_code_for(snapshot, min_success_rate, interrupted=interrupted, incomplete=incomplete)
-        summary = self._summary(snapshot, outcome, code)
-        self.outlets.events.write("run_ended", outcome=outcome, exit_code=code)
+    def ended(self, snapshot: Snapshot, missed: Sequence[str], *, interrupted: bool) -> int:
+        """Write the summary of a run that came to its end, with what it missed, and return its exit code."""
+        outcome, code = outcome_of(missed, interrupted=interrupted)
+        notices = tuple(dict.fromkeys((*snapshot.notices, *missed)))
+        summary = self._summary(replace(snapshot, notices=notices), outcome, code)
+        self.outlets.events.write("run_ended", outcome=outcome, exit_code=code, missed=list(missed))
         place = self._write(summary)
         self.outlets.store.incomplete |= self.outlets.events.incomplete
         self.outlets.store.end(outcome, code, None, summary["faults"])
         self._ended = True
         if self.options.json and self.options.judge is None:
             _say(summary_text(summary), self.screen.out)
-        faults = fault_lines(summary["faults"])
-        self.tell(*(["Injected faults:"] if faults else []), *(f"  {line}" for line in faults))
+        glyphs = glyphs_for(self.screen.err.encoding)
+        self.tell(*section("injected faults", fault_lines(summary["faults"]), glyphs))
+        self.tell(*section("what fell short", missed, glyphs))
         self.tell(f"Outcome: {outcome}. Summary: {place}")
         return code
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from orchestrator.config.schema import Config
-from orchestrator.core import circuit_breaker, dispatch, lifecycle
+from orchestrator.core import circuit_breaker, dispatch, lifecycle, verdict
 from orchestrator.core import slot as slots
 from orchestrator.core.fleet import Fleet, SliceEnded, SliceFailed, SliceFailure, SliceReported
 from orchestrator.core.memory_broker.broker import MemoryBroker
@@ -27,7 +27,7 @@ from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.node_watch import NodeWatch
 from orchestrator.run.resume import Past, rules_of
 from orchestrator.run.snapshot import Meter, Recorder, SlotRows
-from orchestrator.watch.live import Outlets
+from orchestrator.watch.live import GAPS, Outlets
 from orchestrator.watch.model import Snapshot
 from orchestrator.watch.records import RunFacts
 from workers.messages import Directive
@@ -115,6 +115,7 @@ class Supervisor:
         self._first_ready_s: float | None = None
         self._counting_since_s: float | None = None
         self._ends_at_s: float | None = None
+        self._ended_s: float | None = None
         self._done_at_s = {"look at nodes": float("-inf"), "show": float("-inf"), "save": self._began_s}
 
     def run(self) -> Snapshot:
@@ -157,6 +158,14 @@ class Supervisor:
             restart_count=self._restarts,
             steps_lost_upper_bound=self._steps_lost,
         )
+
+    def shortfalls(self) -> tuple[str, ...]:
+        """Why the run, which has ended, is degraded; empty if it is good."""
+        ended_s = self.clock.monotonic_s() if self._ended_s is None else self._ended_s
+        rate = self.config.run.min_success_rate
+        incomplete = self.outlets.incomplete or self.past.incomplete
+        found = verdict.shortfalls(self._slots.values(), self._counting_since_s, ended_s, rate)
+        return (*found, *((GAPS,) * incomplete))
 
     def _over(self) -> bool:
         if self.interrupted():
@@ -345,6 +354,7 @@ class Supervisor:
                 self.fleet.abandon(name)
 
     def _drain(self) -> None:
+        self._ended_s = self.clock.monotonic_s()
         for name in self._slots:
             self._feed(name, slots.Drain())
         self._send_out()

@@ -31,6 +31,8 @@ _REDRAW_MOST_S = 1.0
 """A table of many slots is drawn less often: putting it in order costs more, and no person follows it."""
 PROGRESS_EVERY_S = 10.0
 
+GAPS = "the records of this run have gaps: they could not be written for a while"
+
 _REASON_CELLS = 400
 """A log may have long lines, but not a whole traceback in one."""
 
@@ -71,7 +73,7 @@ class Outlets:
     def problems(self) -> tuple[str, ...]:
         """One sentence for each sink that cannot be written now, or lacks records of a time when it could not."""
         now = tuple(text for text in (self.store.problem, self.events.problem) if text is not None)
-        return now or (("the records of this run have gaps: they could not be written for a while",) * self.incomplete)
+        return now or ((GAPS,) * self.incomplete)
 
     @property
     def incomplete(self) -> bool:

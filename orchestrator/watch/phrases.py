@@ -6,7 +6,7 @@ Pure. Does not cover the table's cells, nor outcome and exit code: those are the
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -14,6 +14,9 @@ from orchestrator.config.duration import format_duration
 from orchestrator.watch.cells import Glyphs, clock, decimals_for, number, share_pct, whole
 from orchestrator.watch.model import Row, Snapshot, natural_order
 from workers.messages import StepCounts
+
+_LINES_MOST = 30
+"""Of a section. A run with many errors has thousands; the last ones show how it ended."""
 
 
 def counted(count: int, noun: str, nouns: str | None = None) -> str:
@@ -52,6 +55,16 @@ def fault_lines(faults: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         f"{counts.total()} {kind}: {', '.join(said(kind, fate, count) for fate, count in counts.most_common())}"
         for kind, counts in sorted(fates.items())
     )
+
+
+def section(title: str, said: Iterable[str], glyphs: Glyphs) -> list[str]:
+    """Return lines under a title with a blank line before it; of many the last, and nothing of none."""
+    lines = [f"  {glyphs.clean(line)}" for line in said]
+    if not lines:
+        return []
+    hidden = len(lines) - _LINES_MOST
+    more = [f"  {glyphs.ellipsis} {hidden} before these, in events.jsonl"] if hidden > 0 else []
+    return ["", title, *more, *lines[-_LINES_MOST:]]
 
 
 def totals(snapshot: Snapshot) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from orchestrator.core.slot import HeadState
 from orchestrator.watch.model import Row, Snapshot, finite
 
 SCHEMA = 1
@@ -75,20 +74,6 @@ def failure_dict(error: str, exit_code: int, outcome: str = "failed") -> dict[st
     )
     unknown = {"run_id": None, "started_at": None, "duration_s": None, "workers_planned": None}
     return {**summary_dict(nothing, outcome, exit_code, "", error), **unknown}
-
-
-def exit_code_for(
-    snapshot: Snapshot, min_success_rate: float, *, interrupted: bool, incomplete: bool
-) -> tuple[str, int]:
-    """Return the verdict on a finished run, and the exit code that says it; `incomplete` records degrade it, too."""
-    if interrupted:
-        return "interrupted", 130
-    fallen = any(isinstance(state, HeadState) for state in snapshot.state_counts)  # no worker reports from it
-    counts, rate = snapshot.counts, snapshot.counts.success_rate
-    idle = any(row.counts.steps_ok == 0 for row in snapshot.rows)
-    if fallen or idle or incomplete or counts.verify_errors or rate is None or rate < min_success_rate:
-        return "degraded", 1
-    return "good", 0
 
 
 def summary_text(summary: Mapping[str, Any]) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from orchestrator.cli.runs import report_text
 from orchestrator.watch.archive import read_run
 from tests.fork_server import ForkServer
 from tests.run.scene import events_in
@@ -30,6 +32,19 @@ class Fine(Workload):
 class Faulty(Fine):
     def step(self, size, batch):
         raise ValueError("no such column")
+
+class Hungry(Fine):
+    def step(self, size, batch):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+class Wavering(Fine):
+    steps = 0
+
+    def step(self, size, batch):
+        self.steps += 1
+        if self.steps % 5 == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return super().step(size, batch)
 
 class Unbuildable(Fine):
     def __init__(self, context):
@@ -143,6 +158,32 @@ def test_a_defect_of_the_head_ends_the_run_and_the_record_says_what_was_lost(use
     assert [slot.steps_at_risk for slot in left.slots] == [0]
     assert summary["steps_lost_upper_bound"] == left.slots[0].counters["steps_lost_upper_bound"] > 0
     assert left.remaining_s > 50
+
+
+@pytest.mark.parametrize(
+    ("workload", "code", "said"),
+    [
+        ("mine:Fine", 0, None),
+        ("mine:Hungry", 1, r"  \w+/0: ended in EMERGENCY: .*; no good step"),
+        ("mine:Wavering", 1, r"  success rate 0\.\d{3} < run.min_success_rate 0.95"),
+    ],
+)
+def test_the_last_lines_and_the_report_say_what_fell_short(
+    user: UserFolder, workload: str, code: int, said: str | None
+) -> None:
+    done = user.type("--duration", "2s", "--workload", workload)
+    assert done.returncode == code, done.stdout + done.stderr
+    last = done.stderr.splitlines()
+    report = report_text(user.run_dir, 100).splitlines()
+    if said is None:
+        assert "what fell short" not in {*last, *report}
+        return
+    for lines in (last, report):
+        told = lines[lines.index("what fell short") + 1 :]
+        assert any(re.fullmatch(said, line) for line in told), told
+    assert last[-1].startswith("Outcome: degraded.")
+    assert {line.strip() for line in last} >= set(user.summary()["notices"])
+    assert any(re.fullmatch(said, f"  {notice}") for notice in user.summary()["notices"])
 
 
 @pytest.mark.parametrize("remember", [True, False])

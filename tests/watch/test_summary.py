@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from orchestrator.core.slot import HeadState, slot_state
 from orchestrator.watch.model import STATES_WORST_FIRST, Row, natural_order, worst_first
 from orchestrator.watch.summary import (
-    exit_code_for,
     failure_dict,
     snapshot_from_summary,
     summary_dict,
@@ -136,39 +135,6 @@ def test_a_failure_before_the_run_has_the_same_keys() -> None:
     assert failure["workers"] == []
     assert failure["success_rate"] is None
     assert failure["run_id"] is None
-
-
-GOOD = {"steps_ok": 100}
-
-
-@pytest.mark.parametrize(
-    ("changed", "interrupted", "expected"),
-    [
-        (GOOD, False, ("good", 0)),
-        (GOOD, True, ("interrupted", 130)),
-        ({"steps_ok": 95, "steps_oom": 5}, False, ("good", 0)),
-        ({"steps_ok": 94, "steps_oom": 6}, False, ("degraded", 1)),
-        ({"steps_ok": 94, "steps_error": 6}, False, ("degraded", 1)),
-        ({"steps_ok": 0}, False, ("degraded", 1)),
-        ({**GOOD, "verify_errors": 1}, False, ("degraded", 1)),
-        ({**GOOD, "state": HeadState.LOST}, False, ("degraded", 1)),
-        ({**GOOD, "state": HeadState.QUARANTINED}, False, ("degraded", 1)),
-        ({**GOOD, "state": HeadState.QUARANTINED}, True, ("interrupted", 130)),
-        ({**GOOD, "state": HeadState.RESTARTING}, False, ("degraded", 1)),
-        ({**GOOD, "state": HeadState.STARTING}, False, ("degraded", 1)),
-        ({**GOOD, "state": WorkerState.EMERGENCY}, False, ("good", 0)),
-        ({**GOOD, "state": WorkerState.STOPPED}, False, ("good", 0)),
-    ],
-)
-def test_exit_code(changed: dict[str, Any], interrupted: bool, expected: object) -> None:
-    snapshot = make_snapshot(make_row(**changed))
-    assert exit_code_for(snapshot, 0.95, interrupted=interrupted, incomplete=False) == expected
-
-
-def test_a_run_with_incomplete_records_is_degraded() -> None:
-    snapshot = make_snapshot(make_row(**GOOD))
-    assert exit_code_for(snapshot, 0.95, interrupted=False, incomplete=True) == ("degraded", 1)
-    assert exit_code_for(snapshot, 0.95, interrupted=True, incomplete=True) == ("interrupted", 130)
 
 
 def test_the_file_is_utf8_ends_in_a_newline_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
