@@ -140,7 +140,7 @@ def stop(
     run_dir: opt.RunDir = None,
     node: opt.NodeToEnd = None,
 ) -> None:
-    """End the runs of a run folder that are under way on this machine, as Ctrl-C would."""
+    """End the runs under way. They end as with Ctrl-C: those of one run folder, on this machine."""
     from orchestrator.cli import nodes  # noqa: PLC0415 - only this verb needs it
 
     folder = _loaded(config, overrides, {"run.dir": run_dir}).run.dir
@@ -178,7 +178,7 @@ def report(
     text: opt.AsText = False,
     json_output: opt.AsJson = False,
 ) -> None:
-    """Tell what happened in a run, also in one that is under way or whose head was killed."""
+    """Show one run: how it ended, its table, what happened. Also one that is under way or was killed."""
     from orchestrator.cli.runs import report_json, report_text  # noqa: PLC0415 - only this verb and the one before need it
 
     if text and json_output:
@@ -195,7 +195,7 @@ def limits(
     workload: opt.WorkloadLike = None,
     json_output: opt.AsJson = False,
 ) -> None:
-    """List what runs have learned about the sizes that fit a card, or forget it."""
+    """List what runs have learned, or delete it. These are the sizes that fit a card."""
     from orchestrator.cli import limits as verb  # noqa: PLC0415 - only this verb needs it
     from workers.learned_limits.store import LimitStore  # noqa: PLC0415
 
@@ -223,7 +223,7 @@ def burn(  # noqa: PLR0913 - one parameter for each option of the command
     fake_sensors: opt.FakeSensors = None,
     apply_power_limit: opt.ApplyPowerLimit = False,
 ) -> None:
-    """Validate every card in three phases, and say PASS or FAIL: caps and precision, heat, full load."""
+    """Validate every card: PASS or FAIL. In three phases: caps and precision, heat, full load."""
     from orchestrator.burn import phases, verb  # noqa: PLC0415 - `--help` should not wait
     from orchestrator.run import environment as environments  # noqa: PLC0415
     from orchestrator.run import runner  # noqa: PLC0415
@@ -254,7 +254,7 @@ def doctor(
     node: opt.NodeHere = None,
     json_output: opt.AsJson = False,
 ) -> None:
-    """Check every node of the running cluster, or this machine alone, and say how to put right what is wrong."""
+    """Check every node and say what to type. Without a cluster it checks this machine alone."""
     from orchestrator.doctor import verb  # noqa: PLC0415 - only this verb needs it
 
     raise typer.Exit(verb.doctor(config, overrides or [], node, json=json_output))
@@ -262,7 +262,7 @@ def doctor(
 
 @app.command()
 def init(output: opt.Output = "cluster.yaml", force: opt.Force = False) -> None:
-    """Write a commented configuration that fits every node of the running cluster, or this machine alone."""
+    """Write a cluster.yaml that fits the machines. Those are the nodes of the running cluster, or this one."""
     from orchestrator.cli.init import write_config  # noqa: PLC0415 - only this verb needs it
 
     for line in write_config(output, force=force):

@@ -47,11 +47,10 @@ def check(config: Config, fleet: Fleet, *, wait_for_nodes: bool) -> None:
 def without_cluster(config: Config, error: NoClusterError) -> NoClusterError:
     """Return the error with what to type: how to start a cluster, and how to run without one."""
     head = config.head_node
-    command = node_command(config, head, f"localhost:{config.cluster.port}").line
     return NoClusterError(
         f"{error}\n"
-        f"  start one:       on {head}, type: {command}\n"
-        f"                   (`python -m orchestrator up NODE` prints every step for each PC)\n"
+        f"  start one:       on {head}, type: python -m orchestrator up {head} --exec\n"
+        f"                   (without --exec it only prints the commands; for other PCs: up NODE)\n"
         f"  or go on without one:\n"
         f"    --rehearse     every node of the configuration as a small copy on this machine\n"
         f"    --local        this machine alone, with what it really has"

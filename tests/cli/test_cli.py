@@ -42,6 +42,7 @@ def test_what_needs_no_cluster_loads_neither_ray_nor_torch(arguments: list[str])
     assert (done.returncode, done.stderr) == (0, "[]\n")
     if arguments == ["--help"]:
         assert all(f"\n  {verb} " in done.stdout for verb in VERBS)
+        assert "..." not in done.stdout.partition("Commands:")[2], "a summary is cut"
 
 
 def test_without_a_verb_the_help_is_shown_as_a_usage_error(command: Command) -> None:
@@ -218,7 +219,7 @@ def test_a_run_without_a_cluster_is_one_object_and_leaves_its_summary(nowhere: P
     done = orchestrator("run", "-c", SHIPPED, "--json", "--run-dir", "records")
     found = only_object(done.stdout)
     assert (done.returncode, found["exit_code"], found["outcome"]) == (3, 3, "failed")
-    for words in ("no Ray cluster runs on this machine", "ray start --head", "--rehearse", "--local"):
+    for words in ("no Ray cluster runs on this machine", "orchestrator up pc1 --exec", "--rehearse", "--local"):
         assert words in found["error"]
     (folder,) = (nowhere / "records").iterdir()
     assert {"events.jsonl", "head.json", "summary.json"} <= {path.name for path in folder.iterdir()}
