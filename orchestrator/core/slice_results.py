@@ -84,7 +84,7 @@ def _accepted(slot: Slot, flight: Flight, report: Report, moment: Moment) -> Tra
     if report.verdict is Verdict.INCOMPATIBLE:
         return restart_policy.impossible(slot, report.reason, moment, worked_before=worked_before)
     if slot.errors_in_a_row >= moment.rules.max_workload_errors:
-        why = f"the workload failed {slot.errors_in_a_row} times in a row: {report.reason}"
+        why = f"{slot.errors_in_a_row} times in a row: {report.reason}"
         return restart_policy.quarantine(slot, why)
     if report.verdict is Verdict.CONTEXT_CORRUPTED:
         if report.device is None and report.counts.oom_count > 0:

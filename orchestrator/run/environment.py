@@ -36,7 +36,7 @@ _RAM_SHARE = 0.5
 #: How the user is told that a rehearsal's failures are real.
 _BY_KERNEL = "CPU, the caps enforced by the kernel"
 
-_STARTING = "Starting Ray on this machine, for this run alone ..."
+_STARTING = "Starting Ray on this machine, for this run alone; this takes some seconds ..."
 
 #: A CUDA context took 676 MiB on an H200; with less than this a worker of a rehearsal stays on the CPU.
 _LEAST_CARD_WORKER_GIB = 0.75

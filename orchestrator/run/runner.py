@@ -23,7 +23,7 @@ from rich.console import Console
 from orchestrator.config.load import dump_config
 from orchestrator.core.chaos.plan import ChaosPlan, check
 from orchestrator.core.verdict import outcome_of
-from orchestrator.errors import NoClusterError, OrchestratorError, UsageError
+from orchestrator.errors import NoClusterError, OrchestratorError, UsageError, one_line
 from orchestrator.run import fake_sensors, fault_injection, node_setup, preflight, resume, run_dir
 from orchestrator.run.clock import Clock
 from orchestrator.run.environment import Environment, Mode
@@ -45,6 +45,9 @@ from workers.host.processes import start_time
 from workers.learned_limits.store import LimitStore
 
 _SUMMARY_NAME = "summary.json"
+
+#: The end of a traceback, where the user's own code is; events.jsonl has all of it.
+_TRACEBACK_LINES = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,6 +258,9 @@ class _Record:
             _say(summary_text(summary), self.screen.out)
         glyphs = glyphs_for(self.screen.err.encoding)
         self.tell(*section("injected faults", fault_lines(summary["faults"]), glyphs))
+        if self.supervisor is not None and (error := self.supervisor.workload_error) is not None:
+            lines = error.rstrip().splitlines()[-_TRACEBACK_LINES:]
+            self.tell("", "last error of the workload", *(f"  {one_line(line)}" for line in lines))
         self.tell(*section("what fell short", missed, glyphs))
         self.tell(f"Outcome: {outcome}. Summary: {place}")
         return code

@@ -91,6 +91,9 @@ class Supervisor:
     """Whether an event that the lifecycle does not allow ends the run (tests), or is written to the event log and
     otherwise ignored."""
 
+    workload_error: str | None = field(default=None, init=False)
+    """The traceback of the last error of the workload."""
+
     def __post_init__(self) -> None:
         self._plans = {plan.reservation.slot: plan for plan in self.plans}
         self._rules = rules_of(self.config, self.past)
@@ -291,6 +294,7 @@ class Supervisor:
                         happened.name, slot=report.slot, worker_at_unix_s=happened.at_unix_s, **dict(happened.detail)
                     )
                 if report.error is not None:
+                    self.workload_error = report.error
                     self.outlets.events.write("workload_error", slot=report.slot, traceback=report.error)
             case SliceFailed(failure=failure) if failure is not SliceFailure.UNSENT:
                 self.outlets.events.write(

@@ -241,6 +241,6 @@ def _with_reasons(drawn: Sequence[_Drawn], most: int, glyphs: Glyphs) -> list[Te
         lines += [row.line for row in rows]
         if reason and most > 0:
             most -= 1
-            whose = f"{rows[0].slot} to {rows[-1].slot}: " if len(rows) > 1 else ""
+            whose = f"{rows[0].slot} to {rows[-1].slot} ({len(rows)}): " if len(rows) > 1 else ""
             lines.append(Text(f"  {glyphs.branch} {whose}{reason}", style))
     return lines

@@ -221,7 +221,7 @@ def test_errors_of_the_workload_in_a_row_end_in_quarantine_also_over_a_death(dea
         scene.feed(scene.failure())
         scene.feed(Tick())
     assert scene.deeds(scene.report(error="Traceback …", reason="boom", steps_error=1)) == [Abandon()]
-    assert scene.slot.reason == "the workload failed 3 times in a row: boom"
+    assert scene.slot.reason == "3 times in a row: boom"
     lost = LEAST if deaths == 0 else 2 * LEAST
     assert counters_of(scene.slot) == counters(steps_error=3, restarts=deaths, steps_lost_upper_bound=lost)
 

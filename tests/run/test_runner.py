@@ -129,6 +129,9 @@ def test_a_workload_that_always_fails_is_quarantined_and_its_traceback_is_in_the
     assert "no such column" in row["reason"]
     assert any("raise ValueError" in event["traceback"] for event in user.events("workload_error"))
     assert user.summary()["outcome"] == "degraded"
+    last = done.stderr.partition("\nlast error of the workload\n")[2].partition("\n\n")[0].splitlines()
+    assert any("mine.py" in line and "in step" in line for line in last), "the line of the user's file is shown"
+    assert last[-1] == "  ValueError: no such column"
 
 
 @pytest.mark.parametrize(
