@@ -57,6 +57,10 @@ def environment_of(stored: StoredRun) -> Environment:
     facts = stored.facts
     if stored.outcome == "running":
         raise UsageError(f"run {facts.run_id} is under way (process {facts.head_pid} on {facts.host})")
+    if stored.was_refused:
+        raise UsageError(
+            f"run {facts.run_id} ended before it began ({stored.error}); begin another: python -m orchestrator run"
+        )
     if not stored.is_resumable:
         raise UsageError(
             f"run {facts.run_id} has worked all of its {facts.duration_s:.0f} s (outcome: {stored.outcome}); "

@@ -83,9 +83,14 @@ class StoredRun:
         return max(0.0, self.facts.duration_s - self.elapsed_s)
 
     @property
+    def was_refused(self) -> bool:
+        """Whether an error ended it before its planned time began."""
+        return self.outcome == "failed" and self.elapsed_s == 0
+
+    @property
     def is_resumable(self) -> bool:
-        """Whether another head can continue it: it has ended in any way, and there is time left."""
-        return self.outcome != "running" and self.remaining_s >= LEAST_TO_RESUME_S
+        """Whether another head can continue it: it began, has ended in any way, and there is time left."""
+        return self.outcome != "running" and not self.was_refused and self.remaining_s >= LEAST_TO_RESUME_S
 
     @property
     def was_killed(self) -> bool:

@@ -113,6 +113,15 @@ def test_a_run_with_time_left_is_offered_and_its_folder_named_as_a_shell_takes_i
     assert hint in report_text(Path(typed) / RUN_ID, 100).splitlines()
 
 
+def test_a_run_that_was_refused_before_it_began_is_not_offered(tmp_path: Path) -> None:
+    store = RunStore(tmp_path / RUN_ID / STORE_NAME)
+    (tmp_path / RUN_ID).mkdir()
+    store.begin(FACTS)
+    store.end("failed", 3, "no cluster", [])
+    assert "resume" not in runs_text(tmp_path)
+    assert "resume" not in report_text(tmp_path / RUN_ID, 100)
+
+
 def test_an_empty_list_says_what_to_type(tmp_path: Path) -> None:
     assert "python -m orchestrator run" in runs_text(tmp_path / "nowhere")
     assert json.loads(runs_json(tmp_path / "nowhere")) == {"schema": 1, "runs": []}

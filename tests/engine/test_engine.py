@@ -144,6 +144,13 @@ class Unbuildable(Injected):
         raise LookupError("the dataset is not on this disk")
 
 
+class Starved(Injected):
+    """Never has enough memory."""
+
+    def step(self, size: int, batch: int) -> StepResult:
+        raise MemoryError
+
+
 class NoWorkload:
     """Has none of the methods."""
 
@@ -300,6 +307,13 @@ def injected(spec: WorkerSpec, injectors: list[OomInjector]) -> list[Report]:
     for Injected.injector in injectors:
         reports.append(slice_of(engine, len(reports)))
     return reports
+
+
+def test_an_out_of_memory_says_what_became_smaller(in_child: InChild) -> None:
+    reports = in_child(slices, spec_of(name=own(Starved), size=300, batch=64), [{"duration_s": 0.01}] * 2)
+    first, second = [report.reason for report in reports]
+    assert first == "out of memory at size 300, batch 64; down to size 256 and batch 48"
+    assert second == "out of memory at size 256, batch 48; down to batch 32"
 
 
 class TestWorkloadErrors:

@@ -152,7 +152,7 @@ def test_a_counter_that_is_no_count_is_none(folder: Path, store: RunStore, nonse
     assert (snapshot.steps_lost_upper_bound, snapshot.restart_count) == (12, 0)
 
 
-@pytest.mark.parametrize("elapsed_s", [29.0, 29.1])
+@pytest.mark.parametrize("elapsed_s", [0.0, 29.0, 29.1])
 @pytest.mark.parametrize("outcome", ["interrupted", "failed", "degraded", "good", "running"])
 def test_what_is_offered_to_be_resumed_is_what_resuming_accepts(
     folder: Path, store: RunStore, outcome: str, elapsed_s: float
@@ -160,11 +160,12 @@ def test_what_is_offered_to_be_resumed_is_what_resuming_accepts(
     slow = "run: {duration: 30s, slice_s: 1.5}\nnodes: {pc1: {gpu: cpu, gpus: 0, workers: 1, vram_per_worker_gib: 1}}\n"
     run = read_run(folder)
     run = replace(run, outcome=outcome, elapsed_s=elapsed_s, facts=replace(run.facts, config_yaml=slow, mode="local"))
-    assert run.is_resumable == (elapsed_s == 29.0 and outcome != "running")
+    was_refused = elapsed_s == 0 and outcome == "failed"
+    assert run.is_resumable == (elapsed_s < 29.1 and outcome != "running" and not was_refused)
     if run.is_resumable:
         assert environment_of(run).config.run.slice_s == 1.5
     elif outcome != "running":
-        with pytest.raises(UsageError, match="has worked all of its 30 s"):
+        with pytest.raises(UsageError, match="before it began" if was_refused else "has worked all of its 30 s"):
             environment_of(run)
 
 

@@ -182,8 +182,10 @@ def ask_after_oom(session: Session, stats: SliceStats, event: StepOom) -> Decisi
     decision = session.ask(event)
     if isinstance(decision, Run):
         again = (decision.size, decision.batch) == (event.size, event.batch)
-        words = "once more at" if again else "down to"
-        stats.settle(WorkerState.BACKOFF, f"out of memory at size {event.size}; {words} size {decision.size}")
+        changed = {"size": decision.size != event.size, "batch": decision.batch != event.batch}
+        words = " and ".join(f"{name} {getattr(decision, name)}" for name, differs in changed.items() if differs)
+        then = "once more the same" if again else f"down to {words}"
+        stats.settle(WorkerState.BACKOFF, f"out of memory at size {event.size}, batch {event.batch}; {then}")
         stats.event(
             "retry" if again else "backoff",
             from_size=event.size,
