@@ -31,7 +31,19 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize(
     "verb",
-    ["oom-storm", "overhead", "startup", "recovery", "soak", "kills", "head-kills", "rejoin", "pressure", "head"],
+    [
+        "oom-storm",
+        "overhead",
+        "startup",
+        "recovery",
+        "soak",
+        "kills",
+        "head-kills",
+        "rejoin",
+        "cuts",
+        "pressure",
+        "head",
+    ],
 )
 def test_every_verb_explains_itself(verb: str) -> None:
     done = typed(verb, "--help")

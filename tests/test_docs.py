@@ -41,7 +41,7 @@ OPTIONS = {
         "--yes-really", "--fake-sensors", "--apply-power-limit", "--help",
     },
     "plan": {"--config", "-c", "--set", "--json", "--help"},
-    "up": {"node", "--config", "-c", "--set", "--head-address", "--exec", "--help"},
+    "up": {"node", "--config", "-c", "--set", "--head-address", "--exec", "--stay", "--service", "--help"},
     "stop": {"--config", "-c", "--set", "--run-dir", "--node", "--help"},
     "runs": {"--config", "-c", "--set", "--run-dir", "--json", "--help"},
     "report": {"run_id", "--config", "-c", "--set", "--run-dir", "--text", "--json", "--help"},

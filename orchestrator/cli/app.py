@@ -116,17 +116,31 @@ def up(
     overrides: opt.Overrides = None,
     head_address: opt.HeadAddress = None,
     execute: opt.Execute = False,
+    stay: opt.Stay = False,
+    service: opt.Service = False,
 ) -> None:
     """Print the exact commands that make a PC a node of the cluster."""
     from orchestrator.cli import nodes  # noqa: PLC0415 - only this verb needs it
+    from orchestrator.cli.service import install  # noqa: PLC0415
+    from orchestrator.cli.stay import keep  # noqa: PLC0415
 
+    if service and (execute or stay):
+        raise UsageError("--service excludes --exec and --stay: the unit that it writes does both")
+    if stay and not execute:
+        raise UsageError("--stay keeps a node that this command starts: it needs --exec")
     loaded = load_config(config, overrides or [])
     if node not in loaded.nodes:
         raise UsageError(f"{config} has no node {node!r}; valid: {', '.join(loaded.nodes)}")
     command = nodes.command_for(loaded, node, head_address)
+    if service:
+        for line in install(command, config, overrides or [], head_address):
+            typer.echo(line)
+        return
     if not execute:
         typer.echo(command.script(node))
         return
+    if stay:
+        raise typer.Exit(keep(command))
     code = nodes.execute(command)
     for line in command.remarks if code == 0 else ():
         typer.echo(line)

@@ -46,17 +46,30 @@ def command_for(config: Config, node: str, head_address: str | None) -> NodeComm
 
 def execute(command: NodeCommand) -> int:
     """Run the token steps and `ray start`; return its exit status. `UsageError` where Ray is not installed."""
+    code = get_token(command)
+    if code != 0:
+        return code
+    argv, environment = ray_start(command)
+    return subprocess.run(argv, env=environment, check=False).returncode  # noqa: S603
+
+
+def get_token(command: NodeCommand) -> int:
+    """Run the token steps until one fails; return the exit status of the last one."""
     # The steps are ours, without anything the user typed but the head's quoted address.
     for step in command.token_steps:
         if not step.startswith("#"):
             done = subprocess.run(["/bin/sh", "-c", step], env=_path_with_ray(), check=False)  # noqa: S603
             if done.returncode != 0:
                 return done.returncode
+    return 0
+
+
+def ray_start(command: NodeCommand) -> tuple[list[str], dict[str, str]]:
+    """Return the arguments and the environment of `ray start`; `UsageError` where Ray is not installed."""
     ray = shutil.which(command.argv[0], path=_path_with_ray()["PATH"])
     if ray is None:
         raise UsageError("the command `ray` is not installed beside this Python; install ray, then try again")
-    environment = {**_path_with_ray(), **command.environment}
-    return subprocess.run([ray, *command.argv[1:]], env=environment, check=False).returncode  # noqa: S603
+    return [ray, *command.argv[1:]], {**_path_with_ray(), **command.environment}
 
 
 def stop_runs(run_dir: str, *, wait: bool = False) -> Iterator[str]:
@@ -97,32 +110,43 @@ def _runs_elsewhere() -> Iterator[str]:
 
 def stop_node(node: str) -> Iterator[str]:
     """End the Ray processes on this PC that `up NODE` started, with their children; yield a line for each."""
+    family = processes_of(node)
+    if not family:
+        yield f"no process of node {node} runs here"
+        return
+    yield f"ending {len(family)} processes of node {node}; those that still run after {_GRACE_S:.0f} s are killed"
+    end(family, _GRACE_S)
+    yield f"ended {len(family)} processes of node {node}"
+
+
+def processes_of(node: str) -> set[psutil.Process]:
+    """Return what `up NODE` started on this PC, with the children, except this very process."""
     family: set[psutil.Process] = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # another user's, or gone
             if process.environ().get(NODE_MARK) == node and process.pid != os.getpid():
                 family.add(process)
                 family.update(process.children(recursive=True))
-    if not family:
-        yield f"no process of node {node} runs here"
-        return
-    yield f"ending {len(family)} processes of node {node}; those that still run after {_GRACE_S:.0f} s are killed"
+    return family
+
+
+def end(processes: Iterable[psutil.Process], grace_s: float) -> None:
+    """End processes; kill those that do not end by themselves within `grace_s`."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        for process in family:
+        for process in processes:
             with suppress(psutil.Error):  # it ended by itself
-                if not _has_ended(process):
+                if not has_ended(process):
                     process.send_signal(number)
-        _await_end(family, _GRACE_S)
-    yield f"ended {len(family)} processes of node {node}"
+        _await_end(processes, grace_s)
 
 
 def _await_end(processes: Iterable[psutil.Process], patience_s: float) -> None:
     deadline_s = time.monotonic() + patience_s
-    while time.monotonic() < deadline_s and not all(map(_has_ended, processes)):
+    while time.monotonic() < deadline_s and not all(map(has_ended, processes)):
         time.sleep(0.05)
 
 
-def _has_ended(process: psutil.Process) -> bool:
+def has_ended(process: psutil.Process) -> bool:
     """Say whether it has ended, or is a zombie (in a container the parent often does not reap it)."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE

@@ -61,6 +61,8 @@ HeadAddress = Annotated[
     Text, Option(help="How other PCs reach the head. Default: what is configured, else this PC.", metavar="HOST[:PORT]")
 ]
 Execute = Annotated[bool, Option("--exec", help="Run the commands instead of printing them.")]
+Stay = Annotated[bool, Option("--stay", help="With --exec: keep the node, and start it again whenever it has ended.")]
+Service = Annotated[bool, Option("--service", help="Write and start a systemd user unit that does so, and print it.")]
 NodeToEnd = Annotated[Text, Option(help="Also end the Ray node that `up NODE` started on this PC.", metavar="NODE")]
 NodeHere = Annotated[Text, Option(help="Which node of the configuration this PC is.", metavar="NODE")]
 

@@ -38,14 +38,19 @@ def connected(address: str, auth_mode: str) -> Iterator[Fleet]:
         NoClusterError: There is none, it cannot be reached, or it does not let us in.
     """
     found = head_address(address)
-    host, _, port = found.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=_REACH_S).close()
-    except (OSError, ValueError) as error:
-        raise NoClusterError(f"the Ray head at {found} cannot be reached ({error})") from error
+    reach(found)
     has_token = use_user_token(auth_mode)
     with driver(found, has_token=has_token) as fleet:
         yield fleet
+
+
+def reach(address: str) -> None:
+    """Return if something listens at `host:port`; `NoClusterError` if not."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_REACH_S).close()
+    except (OSError, ValueError) as error:
+        raise NoClusterError(f"the Ray head at {address} cannot be reached ({error})") from error
 
 
 @contextlib.contextmanager

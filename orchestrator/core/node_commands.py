@@ -23,6 +23,7 @@ NODE_MARK = "ORCHESTRATOR_NODE"
 class NodeCommand:
     """How one PC joins: its environment, its `ray start`, and what comes before."""
 
+    head_address: str
     environment: dict[str, str]
     argv: tuple[str, ...]
     is_head: bool
@@ -70,6 +71,7 @@ def node_command(config: Config, node: str, head_address: str) -> NodeCommand:
     token = config.cluster.auth == "token"
     environment = {NODE_MARK: node, "RAY_AUTH_MODE": "token" if token else "disabled"}
     return NodeCommand(
+        head_address=head_address,
         environment=environment,
         argv=argv,
         is_head=is_head,

@@ -224,7 +224,9 @@ def test_a_marked_process_that_will_not_end_is_killed_after_its_time(
     start: Starter, monkeypatch: pytest.MonkeyPatch, trap: str, grace_s: float, status: int
 ) -> None:
     monkeypatch.setattr("orchestrator.cli.nodes._GRACE_S", grace_s)
-    stubborn = start(["/bin/sh", "-c", f'trap "{trap}" TERM; sleep 60 & echo ready; wait; wait'], **{NODE_MARK: NODE})
+    stubborn = start(
+        ["/bin/sh", "-c", f'trap "{trap}" TERM; sleep 60 & echo ready; while :; do wait; done'], **{NODE_MARK: NODE}
+    )
     assert stubborn.stdout is not None
     stubborn.stdout.readline()
     assert ended_by_stop() == 2

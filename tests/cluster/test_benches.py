@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from benches.two_pcs import missing
 
 from tests.bench_command import bench
 
@@ -70,3 +71,15 @@ def test_rejoin() -> None:
     (cycle,) = result["rounds"]
     assert cycle["ratio"] == pytest.approx(cycle["steps_per_s"] / cycle["quiet_steps_per_s"])
     assert 0 < cycle["lost_after_s"] < cycle["back_after_s"]
+
+
+def test_cuts() -> None:
+    """A short cut leaves the node as it is. After a long one Ray has declared it dead, and it is replaced."""
+    if (why := missing()) is not None:
+        pytest.skip(f"two PCs of namespaces cannot be made here: {why}")
+    result = bench("cuts", "--seconds", "5", "75", "--workers", "1")
+    assert [(row["event"], row["is_back"], row["is_new_node"]) for row in result["rounds"]] == [
+        ("cut of 5 s", True, False),
+        ("cut of 75 s", True, True),
+        ("raylet killed", True, True),
+    ]

@@ -1,0 +1,136 @@
+"""Decides when the Ray node of a PC is started, asked about and replaced, so that it comes back by itself. Pure.
+
+One turn takes what the PC sees of its node and of the head, and returns what is to be done. Does not start or end
+anything, and does not look (`cli/stay.py` does).
+
+Ray declares a node dead that it has not reached for a while. Such a node can never be a member again, and neither can
+one whose head has begun a new cluster: both are replaced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+#: The pause after a first failure. It doubles with each further one, up to the second number.
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 60.0
+
+#: A node that was up for so long has not failed in a row.
+_STEADY_S = 60.0
+
+#: A start on a loaded machine takes half a minute. `ray start` itself waits without an end for a head that is silent.
+_START_S = 180.0
+
+#: From one question to the head to the next, if it has no answer.
+_ASK_EVERY_S = 3.0
+
+
+class Phase(Enum):
+    """What the PC is doing about its node."""
+
+    DOWN = auto()
+    STARTING = auto()
+    UP = auto()
+
+
+class Action(Enum):
+    """What is to be done now."""
+
+    WAIT = auto()
+    START = auto()
+    ASK = auto()
+    """Ask the head whether this node is a live member of its cluster."""
+    END = auto()
+    """End what runs of the node; it is started again later."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What the PC sees of its node and of the head."""
+
+    now_s: float
+    is_reachable: bool
+    """A connection to the head can be opened. The head itself always can."""
+    is_starting: bool = False
+    """`ray start` is at work."""
+    is_running: bool = False
+    """All processes that the node needs are alive."""
+    is_asking: bool = False
+    """The head was asked and has not answered yet."""
+    is_member: bool | None = None
+    """The head's answer, in the turn after it came; else `None`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """What is known of the node from one turn to the next."""
+
+    phase: Phase = Phase.DOWN
+    since_s: float = 0.0
+    """When the phase began."""
+    due_s: float = float("-inf")
+    """Before this moment the node is not started, and the head is not asked."""
+    failures: int = 0
+    """How often in a row it could not be started, or ended soon after."""
+    in_doubt: bool = False
+    """The head was out of reach, and has not said since that the node is a member."""
+
+    @property
+    def pause_s(self) -> float:
+        """How long it is left alone after its last failure."""
+        return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(self.failures - 1, 10)) if self.failures else 0.0
+
+
+def turn(node: Node, look: Look) -> tuple[Node, Action]:
+    """Return what is known after a look, and what is to be done."""
+    match node.phase:
+        case Phase.DOWN:
+            return _while_down(node, look)
+        case Phase.STARTING:
+            return _while_starting(node, look)
+        case Phase.UP:
+            return _while_up(node, look)
+
+
+def _while_down(node: Node, look: Look) -> tuple[Node, Action]:
+    if look.is_running:  # it was there before this program
+        return _up(node, look, in_doubt=True), Action.WAIT
+    if not look.is_reachable:  # what failed before may well work once the head is back
+        return replace(node, due_s=look.now_s), Action.WAIT
+    if look.now_s < node.due_s:
+        return node, Action.WAIT
+    return replace(node, phase=Phase.STARTING, since_s=look.now_s), Action.START
+
+
+def _while_starting(node: Node, look: Look) -> tuple[Node, Action]:
+    if not look.is_starting:
+        return (_up(node, look), Action.WAIT) if look.is_running else (_failed(node, look), Action.END)
+    if not look.is_reachable:
+        return replace(node, phase=Phase.DOWN, since_s=look.now_s), Action.END
+    if look.now_s - node.since_s > _START_S:
+        return _failed(node, look), Action.END
+    return node, Action.WAIT
+
+
+def _while_up(node: Node, look: Look) -> tuple[Node, Action]:
+    if not look.is_running or (node.in_doubt and look.is_member is False):
+        return _failed(node, look), Action.END
+    if not look.is_reachable:
+        return replace(node, in_doubt=True), Action.WAIT
+    if look.is_member:
+        return replace(node, in_doubt=False), Action.WAIT
+    if not node.in_doubt or look.is_asking or look.now_s < node.due_s:
+        return node, Action.WAIT
+    return replace(node, due_s=look.now_s + _ASK_EVERY_S), Action.ASK
+
+
+def _up(node: Node, look: Look, *, in_doubt: bool = False) -> Node:
+    return replace(node, phase=Phase.UP, since_s=look.now_s, due_s=look.now_s, in_doubt=in_doubt)
+
+
+def _failed(node: Node, look: Look) -> Node:
+    was_steady = node.phase is Phase.UP and look.now_s - node.since_s >= _STEADY_S
+    failures = 1 if was_steady else node.failures + 1
+    failed = Node(since_s=look.now_s, failures=failures)
+    return replace(failed, due_s=look.now_s + failed.pause_s)

@@ -1,0 +1,92 @@
+"""The systemd unit of a node: what `up NODE --service` writes, and what it says where there is no systemd."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from orchestrator.cli.service import unit_text
+from tests.scene import PATIENCE_S, ROOT, orchestrator
+
+#: Stands in for systemctl, because nothing may really be enabled here: notes what it is asked, and is content.
+CONTENT = '#!/bin/sh\necho "$@" >> "$0.asked"\n'
+
+HEAD = ("--head-address", "10.0.0.1")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A home with a token."""
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("secret")
+    return tmp_path
+
+
+def service(home: Path, systemctl: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    tool = home / "bin" / "systemctl"
+    tool.parent.mkdir(exist_ok=True)
+    tool.write_text(systemctl)
+    tool.chmod(0o700)
+    path = f"{tool.parent}:/usr/bin:/bin"
+    return orchestrator("up", "pc2", "--service", *arguments, HOME=str(home), PATH=path, XDG_CONFIG_HOME="")
+
+
+def test_the_unit_is_written_enabled_started_and_explained(home: Path) -> None:
+    done = service(home, CONTENT, *HEAD, "--set", "nodes.pc2.workers=1")
+    assert done.returncode == 0, done.stderr
+    unit = home / ".config" / "systemd" / "user" / "orchestrator-pc2.service"
+    (line,) = [line for line in unit.read_text().splitlines() if line.startswith("ExecStart=")]
+    assert shlex.split(line.removeprefix("ExecStart=")) == [
+        *(sys.executable, "-m", "orchestrator", "up", "pc2", "--exec", "--stay"),
+        *("--config", str(ROOT / "cluster.yaml"), "--set", "nodes.pc2.workers=1", *HEAD),
+    ]
+    asked = (home / "bin" / "systemctl.asked").read_text().splitlines()
+    assert [words.split()[1] for words in asked] == ["show-environment", "daemon-reload", "enable", "restart"]
+    assert str(unit) in done.stdout
+    assert unit.read_text() in done.stdout
+    for command in ("journalctl --user", "systemctl --user stop", "disable --now", "loginctl enable-linger"):
+        assert command in done.stdout
+
+
+def test_without_a_systemd_of_the_user_nothing_is_written_and_the_command_to_type_is_named(home: Path) -> None:
+    done = service(home, "#!/bin/sh\necho Failed to connect to bus >&2; exit 1\n", *HEAD)
+    assert done.returncode == 2
+    assert "no systemd on this PC (Failed to connect to bus)" in done.stderr
+    command = done.stderr.splitlines()[-1]
+    assert command.startswith("nohup ")
+    assert command.endswith(f"up pc2 --exec --stay --config {ROOT / 'cluster.yaml'} {' '.join(HEAD)} > pc2.log &")
+    assert not (home / ".config").exists()
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+def test_systemd_takes_the_unit_whatever_is_in_the_command_and_the_path(tmp_path: Path) -> None:
+    folder = tmp_path / "50 % of 'it'"
+    folder.mkdir()
+    unit = tmp_path / "orchestrator-pc2.service"
+    words = [sys.executable, "-m", "orchestrator", "--set", 'nodes.pc2.card="50 %z of $HOME\\n"', "a'b"]
+    unit.write_text(unit_text("pc2", words, str(folder)))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--user", "--man=no", str(unit)],
+        env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert [line for line in done.stderr.splitlines() if unit.name in line] == []
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [(["--stay"], "needs --exec"), (["--service", "--exec"], "--service excludes --exec")]
+)
+def test_options_that_do_not_go_together_are_refused(options: list[str], words: str) -> None:
+    done = orchestrator("up", "pc2", *options)
+    assert done.returncode == 2
+    assert words in done.stderr

@@ -1,0 +1,134 @@
+"""`up NODE --exec --stay` over a real Ray: a node that has ended comes back, in the cluster that its head has then."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from orchestrator.core.node_commands import NODE_MARK
+from tests.cluster.conftest import ByHand, descendants
+from tests.scene import PATIENCE_S, ROOT, wait_for
+
+pytestmark = pytest.mark.ray
+
+
+def ray_process(node: str, name: str) -> psutil.Process | None:
+    """A process of Ray that `up` started for a node."""
+    for process in descendants():
+        with contextlib.suppress(psutil.NoSuchProcess):  # since it was listed
+            if process.name() == name and process.environ().get(NODE_MARK) == node:
+                return process
+    return None
+
+
+def session_of(node: str) -> str | None:
+    """The Ray session that a node's raylet belongs to: each cluster has its own."""
+    raylet = ray_process(node, "raylet")
+    words = [] if raylet is None else raylet.cmdline()
+    return next((word for word in words if word.startswith("--session-name=")), None)
+
+
+class Kept:
+    """A running `up NODE --exec --stay`."""
+
+    def __init__(self, by_hand: ByHand, node: str, said: Path) -> None:
+        self.node, self._said = node, said
+        command = [sys.executable, "-m", "orchestrator", "up", node, "--exec", "--stay", *by_hand.arguments]
+        with said.open("w") as stream:
+            self.process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, **by_hand.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+            )
+
+    def said(self) -> str:
+        return self._said.read_text()
+
+    def wait_until_up(self, times: int) -> None:
+        """Wait until the node has come up so many times."""
+
+        def is_up() -> bool:
+            assert self.process.poll() is None, self.said()
+            ups = [line for line in self.said().splitlines() if f"{self.node}: up," in line and "up, but" not in line]
+            return len(ups) >= times
+
+        try:
+            wait_for(is_up, f"node that is up for the {times}. time")
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.said()}") from None
+
+
+@pytest.fixture
+def keep(by_hand: ByHand, short_tmp: Path) -> Iterator[Callable[[str], Kept]]:
+    """Keep a node; what is kept ends before the test's other nodes."""
+    kept: list[Kept] = []
+
+    def started(node: str) -> Kept:
+        kept.append(Kept(by_hand, node, short_tmp / f"{node}-{len(kept)}.log"))
+        return kept[-1]
+
+    yield started
+    for each in kept:
+        each.process.terminate()
+        each.process.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize(("node", "victim"), [("pc1", "gcs_server"), ("pc2", "raylet")])
+def test_a_node_whose_process_is_killed_is_started_again_until_it_is_stopped(
+    by_hand: ByHand, keep: Callable[[str], Kept], node: str, victim: str
+) -> None:
+    if node != "pc1":
+        by_hand.type_what_up_prints("pc1")
+    kept = keep(node)
+    kept.wait_until_up(1)
+    killed = ray_process(node, victim)
+    assert killed is not None
+    killed.kill()
+    kept.wait_until_up(2)
+    again = ray_process(node, victim)
+    assert again is not None
+    assert again.pid != killed.pid
+    assert "Ray has ended on this PC" in kept.said()
+
+    second = keep(node)
+    assert second.process.wait(PATIENCE_S) == 2
+    assert f"process {kept.process.pid} keeps {node} already" in second.said()
+    assert again.is_running()
+
+    by_hand.stop_node(node)
+    assert kept.process.wait(PATIENCE_S) == 130, kept.said()
+    assert ray_process(node, victim) is None
+
+
+def test_a_node_joins_the_new_cluster_of_a_head_that_was_stopped_and_started_and_ctrl_c_ends_it(
+    by_hand: ByHand, keep: Callable[[str], Kept]
+) -> None:
+    by_hand.type_what_up_prints("pc1")
+    kept = keep("pc2")
+    kept.wait_until_up(1)
+    before = session_of("pc1")
+    assert session_of("pc2") == before
+
+    by_hand.stop_node("pc1")
+    wait_for(lambda: "cannot be reached" in kept.said(), "node that waits for the head")
+    # On one machine Ray takes pc2's raylet for a head that still runs, if it has this note of the old one.
+    (Path(by_hand.environment["RAY_TMPDIR"]) / "ray" / "ray_current_cluster").unlink()
+    by_hand.type_what_up_prints("pc1")
+    kept.wait_until_up(2)
+    assert session_of("pc2") == session_of("pc1") != before
+
+    kept.process.send_signal(signal.SIGINT)
+    assert kept.process.wait(PATIENCE_S) == 130, kept.said()
+    assert ray_process("pc2", "raylet") is None
+    assert ray_process("pc1", "raylet") is not None

@@ -1,0 +1,169 @@
+"""When a PC's Ray node is started, asked about and replaced: the rules of `rejoin.py` in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from orchestrator.core.rejoin import Action, Look, Node, Phase, turn
+
+
+@dataclass
+class PC:
+    """A PC whose `ray start` takes 3 s and whose head answers at once; one turn a second."""
+
+    starts: Callable[[float], bool] = lambda _now_s: True
+    """Whether a start that begins at this moment ends well."""
+    is_plugged: bool = True
+    is_running: bool = False
+    is_member: bool = True
+    node: Node = field(default_factory=Node)
+    now_s: float = 1000.0
+    started_s: list[float] = field(default_factory=list)
+    actions: list[Action] = field(default_factory=list)
+    _ready_s: float | None = None
+    _answer: bool | None = None
+
+    def pass_s(self, seconds: float) -> list[Action]:
+        """Let time pass; return what was done in it, waiting apart."""
+        before, end_s = len(self.actions), self.now_s + seconds
+        while self.now_s < end_s:
+            self._turn()
+            self.now_s += 1.0
+        return self.actions[before:]
+
+    def _turn(self) -> None:
+        if self._ready_s is not None and self.is_plugged and self.now_s >= self._ready_s:
+            self.is_running = self.is_member = self.starts(self.started_s[-1])
+            self._ready_s = None
+        look = Look(
+            now_s=self.now_s,
+            is_reachable=self.is_plugged,
+            is_starting=self._ready_s is not None,
+            is_running=self.is_running,
+            is_member=self._answer,
+        )
+        self.node, action = turn(self.node, look)
+        self._answer = None
+        if action is Action.START:
+            assert not self.is_running, "two nodes of one name"
+            self.started_s.append(self.now_s)
+            self._ready_s = self.now_s + 3.0
+        elif action is Action.ASK:
+            self._answer = self.is_member
+        elif action is Action.END:
+            self.is_running, self._ready_s = False, None
+        if action is not Action.WAIT:
+            self.actions.append(action)
+
+
+def joined(**kinds: object) -> PC:
+    pc = PC(**kinds)  # type: ignore[arg-type]
+    assert pc.pass_s(5) == [Action.START]
+    assert pc.node.phase is Phase.UP
+    return pc
+
+
+def test_a_node_is_started_once_the_head_can_be_reached_and_then_left_alone() -> None:
+    pc = PC(is_plugged=False)
+    assert pc.pass_s(600) == []
+    pc.is_plugged = True
+    assert pc.pass_s(600) == [Action.START]
+    assert pc.node.phase is Phase.UP
+
+
+def test_after_a_cut_that_the_head_has_not_noticed_the_node_is_asked_about_and_stays() -> None:
+    pc = joined()
+    pc.is_plugged = False
+    assert pc.pass_s(25) == []
+    pc.is_plugged = True
+    assert pc.pass_s(600) == [Action.ASK]
+    assert pc.is_running
+
+
+def test_a_node_that_the_head_no_longer_knows_is_replaced_at_once_even_while_it_runs() -> None:
+    """It was declared dead, or the head has begun a new cluster."""
+    pc = joined()
+    pc.is_plugged = False
+    pc.pass_s(75)
+    pc.is_member, pc.is_plugged = False, True
+    assert pc.pass_s(10) == [Action.ASK, Action.END, Action.START]
+    assert pc.node.phase is Phase.UP
+
+
+def test_a_head_that_does_not_answer_is_asked_again_and_the_node_stays() -> None:
+    pc = joined()
+    pc.is_plugged = False
+    pc.pass_s(5)
+    pc.is_plugged, pc.is_member = True, None  # type: ignore[assignment]  # no answer
+    assert set(pc.pass_s(60)) == {Action.ASK}
+    assert pc.node.in_doubt
+    pc.is_member = True
+    pc.pass_s(5)
+    assert not pc.node.in_doubt
+
+
+@pytest.mark.parametrize("away_s", [0, 300])
+def test_a_node_that_has_ended_is_started_again_as_soon_as_the_head_can_be_reached(away_s: int) -> None:
+    pc = joined()
+    pc.pass_s(3600)
+    pc.is_running, pc.is_plugged = False, away_s == 0
+    assert Action.START not in pc.pass_s(away_s)
+    pc.is_plugged = True
+    assert Action.START in pc.pass_s(3)
+
+
+def test_the_pause_between_starts_that_fail_doubles_up_to_a_minute_and_begins_anew_after_a_steady_minute() -> None:
+    repaired_s = float("inf")
+    pc = PC(starts=lambda now_s: now_s >= repaired_s)
+    pc.pass_s(600)
+    pauses_s = [after - before - 3.0 for before, after in zip(pc.started_s, pc.started_s[1:], strict=False)]
+    assert pauses_s[:9] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
+
+    repaired_s = pc.now_s
+    pc.pass_s(70)
+    assert pc.node.phase is Phase.UP
+    pc.is_running = False  # too early for a first failure
+    assert Action.START not in pc.pass_s(30)
+    pc.pass_s(30 + 5 + 120)
+    assert pc.node.phase is Phase.UP
+    pc.is_running = False
+    assert Action.START in pc.pass_s(3)
+
+
+def test_the_heads_return_ends_a_pause() -> None:
+    pc = PC(starts=lambda _now_s: False)
+    pc.pass_s(200)
+    assert pc.node.phase is Phase.DOWN
+    pc.is_plugged = False
+    pc.pass_s(2)
+    pc.is_plugged = True
+    assert pc.pass_s(1) == [Action.START]
+
+
+def test_a_start_into_which_a_cut_falls_is_ended_and_is_no_failure() -> None:
+    """`ray start` would wait without an end."""
+    pc = PC()
+    pc.pass_s(2)
+    pc.is_plugged = False
+    assert pc.pass_s(600) == [Action.END]
+    pc.is_plugged = True
+    assert pc.pass_s(5) == [Action.START]
+    assert pc.node.phase is Phase.UP
+    assert pc.node.failures == 0
+
+
+def test_a_start_that_hangs_is_ended_and_tried_again() -> None:
+    pc = PC()
+    pc.pass_s(1)
+    pc._ready_s = float("inf")
+    assert pc.pass_s(240) == [Action.END, Action.START]
+
+
+def test_a_node_that_runs_already_is_kept_if_the_head_counts_it_in() -> None:
+    pc = PC(is_running=True)
+    assert pc.pass_s(600) == [Action.ASK]
+    stranger = PC(is_running=True, is_member=False)
+    assert stranger.pass_s(600) == [Action.ASK, Action.END, Action.START]
