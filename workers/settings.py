@@ -106,7 +106,8 @@ class ThermalSettings:
     """
 
     warm_c: float | None = 70.0
-    """From here the card is WARM; a word only. The guides boost below. `None`: off."""
+    """From here the card is WARM, and its duty may be reduced if it warms fast. The guides boost below, with all of the
+    time. `None`: off."""
     hot_c: float | None = 78.0
     """From here the duty is reduced (guides). `None`: it never is."""
     critical_c: float | None = 83.0

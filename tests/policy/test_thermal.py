@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import pickle
 from collections.abc import Iterable, Iterator
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
+from tests.scene import ROOT
 from workers.policy.thermal.alarms import CALM_S, SLOW_MEMORY
 from workers.policy.thermal.governor import ThermalBand, ThermalDecision, ThermalGovernor, ThermalState
 from workers.readings import THROTTLE_ALARMS, SensorReading, Throttle
@@ -105,18 +108,53 @@ def test_a_first_critical_reading_pauses_at_once_and_until_below_75() -> None:
 
 def test_the_words_have_the_numbers() -> None:
     played = Played()
-    assert played.see(62).reason == "62 C"
+    assert played.see(62).reason == "62 C, BOOST"
+    assert played.see(72).reason.startswith("72 C, MAINTAIN")
+    assert Played().see(72).reason == "72 C, MAINTAIN"
     assert played.see(85).reason == "paused at 85 C, goes on below 75 C"
     assert played.see(None).reason == "paused at 85 C, goes on below 75 C"
     played = Played()
     for _ in range(60):
         decision = played.see(82.0)
-    assert decision.reason == f"82 C, duty {decision.duty:.0%} to hold 81.5 C"
+    assert decision.reason == f"82 C, REDUCE, duty {decision.duty:.0%} to hold 81.5 C"
     for _ in range(2000):
         decision = played.see(82.9)
     assert decision.duty == pytest.approx(SHIPPED.smallest_duty)
     assert "smallest duty of 5%" in decision.reason
     assert Played().see(None).reason == "temperature unknown"
+
+
+def curve(points: list[list[float]], at_s: float) -> float:
+    """Return the value of a script's curve, linear between its points."""
+    for (from_s, low), (to_s, high) in itertools.pairwise(points):
+        if from_s <= at_s < to_s:
+            return low + (high - low) * (at_s - from_s) / (to_s - from_s)
+    return points[-1][1]
+
+
+def test_the_shipped_script_of_heat_throttles_no_card_below_70_and_pauses_it_from_83() -> None:
+    card = json.loads((ROOT / "scripts" / "heat.json").read_text(encoding="utf-8"))["cards"][0]
+    played, seen = Played(), set()
+    for second in range(3 * card["repeat_s"]):
+        at_s = second % card["repeat_s"]
+        told_c = round(curve(card["temperature_c"], at_s))
+        named = next(names for from_s, names in reversed(card["throttle"]) if from_s <= at_s)
+        bits = sum(Throttle[name] for name in named)
+        decision = played.see(told_c, bits=bits)
+        seen.add(decision.paused)
+        assert decision.duty == 1.0 or told_c >= SHIPPED.warm_c, (second, decision)
+        assert decision.duty < 1.0 or told_c < SHIPPED.critical_c, (second, decision)
+    assert seen == {True, False}
+
+
+def test_a_complaint_of_a_cool_card_counts_until_it_has_stayed_away() -> None:
+    played = Played()
+    for _ in range(10):
+        played.see(60, bits=int(Throttle.POWER_BRAKE))
+    calming = [played.see(60) for _ in range(int(CALM_S))]
+    assert calming[0].duty < 0.6
+    assert all("power brake" in decision.reason for decision in calming if decision.duty < 1.0)
+    assert calming[-1].duty == 1.0
 
 
 def test_a_pause_that_others_prolong_ends_at_the_smallest_duty() -> None:

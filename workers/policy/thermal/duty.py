@@ -60,6 +60,9 @@ _PRESS_PER_C_S: Final = 0.002
 _ALARM_STEP: Final = 0.8
 _ALARM_PER_S: Final = 0.05
 
+#: What the law may take of the duty at most while the card is cool. It shows once the card is warm.
+_LEAST_WHILE_COOL: Final = 0.5
+
 #: How much of a reading that stands out counts for the margin, and for how long it is remembered.
 _STANDS_OUT: Final = 1.3
 _MOST_STANDING_OUT_C: Final = 3.0
@@ -157,6 +160,15 @@ def restarted(state: DutyState, bounds: DutyBounds) -> DutyState:
     slowly, as the temperature changes.
     """
     return replace(state, log_duty=math.log(bounds.smallest_duty), back_to_log_duty=state.log_duty)
+
+
+def while_cool(state: DutyState) -> DutyState:
+    """Return the state of a card so cool that it is used all of the time whatever the law says.
+
+    What the brakes have taken meanwhile keeps a card that warms fast from going too high, but too much of it would be
+    missing for minutes.
+    """
+    return replace(state, log_duty=max(math.log(_LEAST_WHILE_COOL), state.log_duty))
 
 
 def _followed(state: DutyState, temperature_c: float, passed_s: float) -> DutyState:

@@ -8,12 +8,13 @@ critical one pauses at once.
 
 Bands, by the guides' numbers::
 
-    NORMAL    < 70 C    all of the time
-    WARM      70 to 78  the duty stays, or grows back if it was reduced
-    HOT       78 to 83  the duty settles where the temperature stays below 83, at 81.5 as a rule
+    NORMAL    < 70 C    BOOST: all of the time
+    WARM      70 to 78  MAINTAIN: the duty stays, or grows back if it was reduced; less if the card warms fast
+    HOT       78 to 83  REDUCE: the duty settles where the temperature stays below 83, at 81.5 as a rule
     CRITICAL  >= 83     paused until below 75
 
-A complaint of the hardware (`THROTTLE_ALARMS`) counts as HOT at least, and takes duty as long as it stands.
+A complaint of the hardware (`THROTTLE_ALARMS`) counts as HOT at least, and takes duty as long as it stands. One below
+70 C has another cause than the die's heat: for `CALM_S` after it the duty only grows back.
 """
 
 from __future__ import annotations
@@ -78,6 +79,10 @@ class ThermalState:
     """When that was."""
     critical_at_s: float = -math.inf
     """When the temperature was critical last."""
+    cool: bool = False
+    """Whether the card may be used all of the time, whatever the law says: it is below `warm_c`."""
+    complained_at_s: float = -math.inf
+    """When the hardware complained last below `warm_c`."""
 
 
 class ThermalGovernor:
@@ -134,6 +139,13 @@ class ThermalGovernor:
                 state.duty, bounds, temperature_c, at_s, paused=paused, alarmed=known.complains
             )
             state = replace(state, duty=duty)
+        if temperature_c is not None:
+            below = self._settings.warm_c is not None and temperature_c < self._settings.warm_c
+            complained_at_s = at_s if below and known.complains else state.complained_at_s
+            cool = below and at_s - complained_at_s >= alarm_rules.CALM_S
+            state = replace(state, cool=cool, complained_at_s=complained_at_s)
+            if cool:
+                state = replace(state, duty=duty_law.while_cool(state.duty))
         state = replace(state, alarms=known)
         return state, self._decision(state, alarms)
 
@@ -159,24 +171,31 @@ class ThermalGovernor:
 
     def _decision(self, state: ThermalState, alarms: tuple[ThermalAlarm, ...]) -> ThermalDecision:
         band = state.band
-        duty = 0.0 if band is ThermalBand.CRITICAL else state.duty.duty
+        duty = 0.0 if band is ThermalBand.CRITICAL else 1.0 if state.cool else state.duty.duty
         if state.alarms.complains and band is not ThermalBand.CRITICAL:
             band = ThermalBand.HOT
-        return ThermalDecision(band=band, duty=duty, reason=self._reason(state, duty), alarms=alarms)
+        return ThermalDecision(band=band, duty=duty, reason=self._reason(state, band, duty), alarms=alarms)
 
-    def _reason(self, state: ThermalState, duty: float) -> str:
+    def _reason(self, state: ThermalState, band: ThermalBand | None, duty: float) -> str:
         settings = self._settings
         told = "temperature unknown" if state.temperature_c is None else f"{state.temperature_c:.0f} C"
-        words = told
+        words = told = told if band is None else f"{told}, {_action(band, duty)}"
         if state.band is ThermalBand.CRITICAL:
-            words = f"paused at {told}, goes on below {self._resume_c:g} C"
+            words = f"paused at {state.temperature_c:.0f} C, goes on below {self._resume_c:g} C"
         elif duty <= 1.001 * settings.smallest_duty < 1.0:
-            words = f"{told} at the smallest duty of {duty:.0%}: other work heats the card, or its cooling fails"
+            words = f"{told} to the smallest duty of {duty:.0%}: other work heats the card, or its cooling fails"
         elif duty < 1.0 and state.temperature_c is not None:
             words = f"{told}, duty {duty:.0%} to hold {duty_law.aim_c(state.duty, self._bounds):.1f} C"
         elif duty < 1.0:
             words = f"{told}, duty {duty:.0%}"
         return "; ".join((words, *state.alarms.standing))
+
+
+def _action(band: ThermalBand, duty: float) -> str:
+    """Return the guides' word for what is done."""
+    if band in {ThermalBand.HOT, ThermalBand.CRITICAL}:
+        return "REDUCE"
+    return "BOOST" if band is ThermalBand.NORMAL and duty >= 1.0 else "MAINTAIN"
 
 
 _OFF: Final = ThermalDecision(band=None, duty=1.0, reason="thermal limits are off")
