@@ -2,8 +2,8 @@
 
 Each node of the configuration becomes a raylet with its label and the CPUs and GPUs it declares. All of it lives
 below one temporary folder, so another Ray of the same user is neither seen nor touched. What is ended at the end are
-descendants of this process, by process id. Uses Ray's own `Node`, as `ray start` does: the command line would also
-start a dashboard, an autoscaler and a client server, and write down this cluster as the user's current one.
+descendants of this process, by process id. All of it listens on loopback alone. `private_node.py` says what Ray
+processes a node has; `ray start` would also write down this cluster as the user's current one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -32,8 +32,18 @@ _LONGEST_FOLDER = 35
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
-#: What a rehearsal sets for its processes, and puts back.
-_ENVIRONMENT = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN", "MALLOC_ARENA_MAX")
+#: What a rehearsal sets for its processes, and puts back; `None`: it must not be set.
+_ENVIRONMENT = {
+    # The driver connects to loopback as it is told, and not to this machine's address in its network.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # Without the agent that prepares them (`private_node.py`) there are no runtime environments.
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_RUNTIME_ENV_HOOK": None,
+    "RAY_JOB_CONFIG_JSON_ENV_VAR": None,
+}
+
+#: Set elsewhere, and put back as well.
+_ALSO_SET = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN", "MALLOC_ARENA_MAX")
 
 _START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 10.0
@@ -50,7 +60,7 @@ def rehearsed(plans: Sequence[RayletPlan]) -> Iterator[Fleet]:
     usual = tempfile.gettempdir()
     short = usual if len(usual) <= _LONGEST_FOLDER else "/tmp"  # noqa: S108 - mkdtemp makes it private
     folder = Path(tempfile.mkdtemp(prefix="orch-", dir=short))
-    saved = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    saved = {name: os.environ.get(name) for name in (*_ENVIRONMENT, *_ALSO_SET)}
     # Cleans up if this process is killed; out of reach of the terminal's Ctrl-C.
     reaper = subprocess.Popen(  # noqa: S603 - our own file, with a folder we made
         [sys.executable, "-I", orphan_reaper.__file__, str(folder)],
@@ -62,6 +72,7 @@ def rehearsed(plans: Sequence[RayletPlan]) -> Iterator[Fleet]:
     )
     raylets = Raylets(plans, folder)
     try:
+        _set_environment(_ENVIRONMENT)
         use_private_token(folder)
         # For workers on the CPU: with one heap for all threads, what a worker releases is really given back, and what
         # one thread frees another can use (glibc, mallopt(3), M_ARENA_MAX). Too late once a process runs.
@@ -76,10 +87,14 @@ def rehearsed(plans: Sequence[RayletPlan]) -> Iterator[Fleet]:
         _end_descendants(except_pids={*before, reaper.pid})
         shutil.rmtree(folder, ignore_errors=True)
         reaper.communicate("bye\n")
-        for name, value in saved.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        _set_environment(saved)
+
+
+def _set_environment(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 def _await_nodes(fleet: Fleet, names: set[str]) -> None:

@@ -1,9 +1,8 @@
 """Cleans up after a rehearsal whose head was killed. Runs as a process of its own; standard library only.
 
-The kernel ends raylets and GCS with the head, and workers end with their raylet. Ray's agents do not: they spend a
-minute on reaching a GCS that is gone, and may have been started while the head was ending. So when the head's pipe
-closes without a `bye`, this process finds the processes that work in the rehearsal's private folder, ends them by
-process id until nothing is left, and removes the folder.
+The kernel ends raylets and GCS with the head, and workers end with their raylet, unless they hang or were started while
+the head was ending. So when the head's pipe closes without a `bye`, this process finds the processes that work in the
+rehearsal's private folder, ends them by process id until nothing is left, and removes the folder.
 
     python orphan_reaper.py FOLDER        standard input: `bye` from a head that ends well
 """
@@ -22,7 +21,7 @@ from pathlib import Path
 #: Ray's processes, by the file they execute. Other programs that use the folder, such as a shell, are left alone.
 _PROGRAMS = ("python", "raylet", "gcs_server")
 
-#: Raylets die with the head at once; an agent that one of them was just starting shows within a second or so.
+#: Raylets die with the head at once; a worker that one of them was just starting shows within a second or so.
 _QUIET_S = 2.0
 _PATIENCE_S = 60.0
 _LOOK_EVERY_S = 0.1
@@ -39,7 +38,7 @@ def main(folder: str) -> None:
             quiet_since_s = time.monotonic()
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        # Again and again: an agent that is being ended may still write.
+        # Again and again: a process that is being ended may still write.
         shutil.rmtree(folder, ignore_errors=True)
         time.sleep(_LOOK_EVERY_S)
 
@@ -47,7 +46,7 @@ def main(folder: str) -> None:
 def _at_work_in(folder: str) -> Iterator[int]:
     """Yield the processes of Ray that have the folder in their command line, or a file of it open.
 
-    Both, because Ray's workers and agents overwrite their command line with a title of their own, `ray::…`. A
+    Both, because Ray's workers overwrite their command line with a title of their own, `ray::…`. A
     notebook of the user that only reads a log has neither.
     """
     for entry in Path("/proc").iterdir():

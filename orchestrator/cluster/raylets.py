@@ -1,6 +1,6 @@
 """The raylets of a rehearsal: started, ended as a power cut would end them, and started again.
 
-Uses Ray's own `Node`, as `ray start` does (see `local_cluster.py` for why). Neither connects to the cluster nor cleans
+Each is a `PrivateNode`. Neither connects to the cluster nor cleans
 up what a raylet leaves behind (`local_cluster.py` does).
 """
 
@@ -54,14 +54,16 @@ class Raylets:
     def start(self, name: str) -> None:
         """Start the raylet of one node, and wait until its processes run; `NoClusterError` where Ray cannot."""
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-        from ray._private.node import Node  # noqa: PLC0415 - ray reads the token settings when it is imported
-        from ray._private.parameter import RayParams  # noqa: PLC0415
+        from ray._private.parameter import RayParams  # noqa: PLC0415 - ray reads its settings when it is imported
+
+        from orchestrator.cluster.private_node import LOOPBACK, PrivateNode  # noqa: PLC0415 - imports ray
 
         plan, is_head = self._plans[name], not self._nodes
         params = RayParams(
             labels={"node": plan.name},
             num_cpus=plan.cpus,
             num_gpus=plan.gpus,
+            node_ip_address=LOOPBACK,
             gcs_address=None if is_head else self.gcs_address,
             temp_dir=str(self._folder / "ray"),
             object_store_memory=_OBJECT_STORE_BYTES,
@@ -69,13 +71,12 @@ class Raylets:
             min_worker_port=0,
             max_worker_port=0,
             dashboard_agent_listen_port=0,
-            include_dashboard=False,
             include_log_monitor=False,  # type: ignore[arg-type]  # Ray tests its truth
             no_monitor=True,
         )
         try:
             # spawn_reaper makes the kernel end these processes with this one, even after kill -9.
-            self._nodes[name] = Node(params, head=is_head, shutdown_at_exit=False, spawn_reaper=True)
+            self._nodes[name] = PrivateNode(params, head=is_head, shutdown_at_exit=False, spawn_reaper=True)
         except Exception as error:  # Ray raises many types here
             raise NoClusterError(f"Ray could not start a node for {name} on this machine: {error}") from error
 
