@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 from bdb import BdbQuit
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -38,6 +39,8 @@ class InProcessFleet:
     """See `orchestrator.core.fleet.Fleet`."""
 
     def __init__(self, node: str, *, cpus: float, gpus: float) -> None:
+        # torch says this on the user's terminal where numpy is not installed; nothing here needs it.
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
         self._node = NodeFact(name=node, node_id="this process", address="localhost", cpus=cpus, gpus=gpus)
         self._specs: dict[str, WorkerSpec] = {}
         self._run_slice: dict[str, Callable[[Directive], Report]] = {}

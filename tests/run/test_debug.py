@@ -52,7 +52,7 @@ class Terminal:
         (folder / "ray.py").write_text("raise ImportError('--debug works without Ray')\n", encoding="utf-8")
         config = ("--config", str(ROOT / "cluster.yaml"), "--run-dir", str(self.runs))
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "orchestrator", "run", *config, *arguments],
+            [sys.executable, "-m", "orchestrator", "run", *config, *arguments],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), "TERM": "dumb"},
             stdin=theirs,
@@ -135,6 +135,7 @@ def test_a_breakpoint_in_a_workload_stops_shows_a_variable_and_goes_on(stopped: 
     assert stopped.wait() == 0, stopped.shown
     assert "local/0 RUNNING" in stopped.shown
     assert "Outcome: good" in stopped.shown
+    assert "Warning" not in stopped.shown, "a library talks on the user's terminal"
     summary = stopped.summary()
     assert summary["outcome"] == "good"
     (row,) = summary["workers"]
