@@ -21,8 +21,8 @@ _BAR_CELLS = 10
 #: Names of the columns, the most important first. A narrow terminal drops them from the end; the first few stay.
 KEPT_LONGEST_FIRST = (
     "slot", "state", "size", "tflops", "vram", "oom", "baseline", "temperature", "verify", "success", "heartbeat",
-    "card", "vram_bar", "throttle", "duty", "power", "peak", "reason", "dtype", "restarts", "card_memory", "clock",
-    "memory_temperature",
+    "card", "vram_bar", "throttle", "duty", "power", "peak", "reason", "dtype", "restarts", "card_memory",
+    "utilisation", "clock", "memory_temperature",
 )  # fmt: skip
 NEVER_DROPPED = KEPT_LONGEST_FIRST[:4]
 
@@ -98,6 +98,7 @@ def columns_for(rows: Sequence[Row], glyphs: Glyphs) -> tuple[Column, ...]:
             "used/all",
             figures("device_used_bytes", "device_total_bytes", decimals=1, times=1 / GIB),
         ),
+        Column("utilisation", "card", "busy %", figures("utilisation_pct")),
         Column("oom", "OOM", "/emerg", _oom),
         Column("success", "good", "%", _success),
         Column("duty", "duty %", "ask/got", figures("duty_requested", "duty_measured", times=100)),

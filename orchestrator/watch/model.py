@@ -94,6 +94,8 @@ class Row:
     power_w: float | None = None
     power_limit_w: float | None = None
     sm_clock_mhz: int | None = None
+    utilisation_pct: float | None = None
+    """Share of a short time in which any program's kernel ran on the card: NVML does not divide it among workers."""
     fan_pct: float | None = None
     throttle_pct: float | None = None
     heartbeat_age_s: float | None = None

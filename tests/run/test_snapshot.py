@@ -30,7 +30,7 @@ MEMORY = MemoryInfo(
     peak_bytes=3,
     alloc_retries=7,
 )
-SENSORS = SensorReading(temperature_c=61.0, margin_c=22.0, power_w=250.0, sm_clock_mhz=1700, fan_pct=40.0)
+SENSORS = SensorReading(temperature_c=61.0, margin_c=22.0, power_w=250.0, sm_clock_mhz=1700, utilisation_pct=97.0)
 
 
 def report(**changes: Any) -> Report:  # noqa: ANN401 - any field
@@ -181,7 +181,8 @@ def test_a_row_shows_the_counters_of_the_slot_and_the_facts_of_the_last_report()
         "power_w": 250.0,
         "power_limit_w": None,
         "sm_clock_mhz": 1700,
-        "fan_pct": 40.0,
+        "utilisation_pct": 97.0,
+        "fan_pct": None,
         "throttle_pct": None,
     }
     told = shown.to_dict()

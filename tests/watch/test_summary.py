@@ -32,7 +32,7 @@ def test_the_keys_of_a_row_are_those_of_the_design() -> None:
         "allocated_bytes reserved_bytes claim_bytes cap_bytes budget_bytes device_used_bytes device_total_bytes "
         "steps_ok steps_oom steps_error success_rate oom_count alloc_retries emergency_count restarts duty_requested "
         "duty_measured temperature_c temperature_of margin_c memory_temperature_c power_w power_limit_w sm_clock_mhz "
-        "fan_pct throttle_pct verify_checks verify_errors heartbeat_age_s"
+        "utilisation_pct fan_pct throttle_pct verify_checks verify_errors heartbeat_age_s"
     )
 
 
