@@ -97,10 +97,11 @@ class _Here:
         """Look at the processes and, from every PC but the head's own, at the head."""
         is_member = None
         if self._start is not None and self._start.poll() is not None:
-            if self._start.returncode != 0:
+            if self._start.returncode == 0:
+                self._find()
+            else:  # what it has started all the same is no node
                 self._failure = f"`ray start` has failed: {self._last_words()}"
             self._start = None
-            self._find()
         if self._question is not None and self._question.poll() is not None:
             is_member = _ANSWERS.get(self._question.returncode)
             if is_member is False:
@@ -121,7 +122,8 @@ class _Here:
         if action is Action.START:
             self.end()  # a worker whose raylet has died may still hold its card
             argv, environment = nodes.ray_start(self._command)
-            self._reports.truncate(0)
+            self._reports.seek(0)
+            self._reports.truncate()
             self._failure = _ENDED
             self._start = subprocess.Popen(  # noqa: S603 - the command that `up` prints
                 argv,

@@ -100,6 +100,8 @@ def test_a_head_that_does_not_answer_is_asked_again_and_the_node_stays() -> None
     pc.is_plugged, pc.is_member = True, None  # type: ignore[assignment]  # no answer
     assert set(pc.pass_s(60)) == {Action.ASK}
     assert pc.node.in_doubt
+    at_work = Look(now_s=pc.now_s + 60.0, is_reachable=True, is_running=True, is_asking=True)
+    assert turn(pc.node, at_work)[1] is Action.WAIT, "one question at a time"
     pc.is_member = True
     pc.pass_s(5)
     assert not pc.node.in_doubt

@@ -1,0 +1,133 @@
+"""What `up NODE --exec --stay` does with processes, a socket for the head, and a stand-in for Ray.
+
+The stand-in is a script that leaves a process of the raylet's name behind, or fails; `tests/cluster/nodes` has Ray.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from orchestrator.cli.nodes import processes_of, stop_node
+from tests.scene import PATIENCE_S, ROOT, wait_for
+
+#: A name no other process on this machine is marked with.
+NODE = f"stay-{os.getpid()}"
+
+KEEP = """
+import sys
+from orchestrator.cli.stay import keep
+from orchestrator.core.node_commands import NODE_MARK, NodeCommand
+node, address, script = sys.argv[-3:]
+how = dict(environment={NODE_MARK: node}, argv=("sh", script), is_head=False, token_steps=())
+sys.exit(keep(NodeCommand(head_address=address, **how)))
+"""
+
+
+class Kept:
+    def __init__(self, folder: Path, address: str) -> None:
+        self._output = folder / "said"
+        with self._output.open("w") as stream:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", KEEP, "--stay", NODE, address, str(folder / "ray")],
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+            )
+
+    def says(self, words: str, times: int = 1) -> None:
+        wait_for(lambda: self.said().count(words) >= times, f"{words!r} of {self.process.args}")
+
+    def said(self) -> str:
+        return self._output.read_text()
+
+    def ended(self) -> tuple[int, str]:
+        return self.process.wait(PATIENCE_S), self.said()
+
+
+@pytest.fixture
+def keep(tmp_path: Path) -> Iterator[Callable[[str], Kept]]:
+    """Keep a node whose `ray start` is a shell script."""
+    shutil.copy(shutil.which("sleep") or "sleep", tmp_path / "raylet")
+    kept: list[Kept] = []
+
+    def started(script: str, address: str = "127.0.0.1:1") -> Kept:
+        (tmp_path / "ray").write_text(script)
+        kept.append(Kept(tmp_path, address))
+        return kept[-1]
+
+    yield started
+    list(stop_node(NODE))
+    for each in kept:
+        each.process.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def head() -> Iterator[str]:
+    """The address of something that listens, as a head does."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def raylet() -> psutil.Process:
+    (found,) = [process for process in processes_of(NODE) if process.name() == "raylet"]
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_it_waits_for_the_head_until_it_is_asked_to_end(keep: Callable[..., Kept], number: int) -> None:
+    kept = keep("exit 1")
+    kept.says(f"{NODE}: waiting: the Ray head at 127.0.0.1:1 cannot be reached")
+    kept.process.send_signal(number)
+    code, said = kept.ended()
+    assert code == 130
+    assert [line.split(" ", 1)[-1].split(":")[0] for line in said.splitlines()] == [NODE, NODE], "one line, and the end"
+
+
+def test_a_raylet_that_is_killed_is_started_again_and_stop_ends_it_and_its_keeper(
+    keep: Callable[..., Kept], head: str, tmp_path: Path
+) -> None:
+    kept = keep(f"{tmp_path}/raylet 600 &", head)
+    kept.says("up, a member")
+    first = raylet()
+    first.kill()
+    kept.says("up, a member", times=2)
+    assert raylet() != first
+    assert "Ray has ended on this PC" in kept.said()
+    list(stop_node(NODE))
+    assert kept.ended()[0] == 130
+    assert processes_of(NODE) == set()
+
+
+def test_why_a_start_has_failed_is_said_and_what_it_left_is_ended(
+    keep: Callable[..., Kept], head: str, tmp_path: Path
+) -> None:
+    kept = keep(f"{tmp_path}/raylet 600 & echo; echo the port is in use; echo; exit 1", head)
+    kept.says("`ray start` has failed: the port is in use; next try after 2 s")
+    assert len([process for process in processes_of(NODE) if process.name() == "raylet"]) <= 1
+
+
+def test_a_node_that_runs_is_kept_and_a_second_keeper_is_refused(
+    keep: Callable[..., Kept], head: str, tmp_path: Path
+) -> None:
+    kept = keep(f"{tmp_path}/raylet 600 &", head)
+    kept.says("up, a member")
+    second = keep(f"{tmp_path}/raylet 600 &", head)
+    code, said = second.ended()
+    assert code != 0
+    assert f"process {kept.process.pid} keeps {NODE} already" in said
+    kept.process.kill()
+    kept.process.wait(PATIENCE_S)
+    before = raylet()
+    third = keep("exit 1", head)
+    third.says("up, but it is not sure")
+    assert raylet() == before
