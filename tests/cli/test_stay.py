@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,8 +35,8 @@ sys.exit(keep(NodeCommand(head_address=address, **how)))
 
 
 class Kept:
-    def __init__(self, folder: Path, address: str) -> None:
-        self._output = folder / "said"
+    def __init__(self, folder: Path, address: str, number: int) -> None:
+        self._output = folder / f"said-{number}"
         with self._output.open("w") as stream:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", KEEP, "--stay", NODE, address, str(folder / "ray")],
@@ -62,7 +63,7 @@ def keep(tmp_path: Path) -> Iterator[Callable[[str], Kept]]:
 
     def started(script: str, address: str = "127.0.0.1:1") -> Kept:
         (tmp_path / "ray").write_text(script)
-        kept.append(Kept(tmp_path, address))
+        kept.append(Kept(tmp_path, address, len(kept)))
         return kept[-1]
 
     yield started
@@ -87,6 +88,7 @@ def raylet() -> psutil.Process:
 def test_it_waits_for_the_head_until_it_is_asked_to_end(keep: Callable[..., Kept], number: int) -> None:
     kept = keep("exit 1")
     kept.says(f"{NODE}: waiting: the Ray head at 127.0.0.1:1 cannot be reached")
+    time.sleep(2.5)  # two more looks
     kept.process.send_signal(number)
     code, said = kept.ended()
     assert code == 130
@@ -125,9 +127,13 @@ def test_a_node_that_runs_is_kept_and_a_second_keeper_is_refused(
     code, said = second.ended()
     assert code != 0
     assert f"process {kept.process.pid} keeps {NODE} already" in said
+    assert kept.said().count("up, a member") == 1, "a line for each change"
     kept.process.kill()
     kept.process.wait(PATIENCE_S)
     before = raylet()
     third = keep("exit 1", head)
     third.says("up, but it is not sure")
     assert raylet() == before
+    third.process.send_signal(signal.SIGTERM)
+    assert third.ended()[0] == 130
+    assert processes_of(NODE) == set()
