@@ -155,6 +155,9 @@ class MemoryInfo:
     """Highest `allocated_bytes` of the slice."""
     alloc_retries: int
     """Times the allocator had to flush its pool to satisfy a request, since the process began."""
+    kept_bytes: int | None = None
+    """What the process still held after the workload's last `release`, beyond what it held when it was opened; `None`
+    before the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -124,6 +124,14 @@ _TEXTS: Final = tuple(
 )
 
 
+#: How the refused request stands in the text of an out-of-memory: torch's caching allocator ("Tried to allocate 20.00
+#: GiB"), its CPU allocator ("you tried to allocate 400 bytes"), cudaMallocAsync ("Requested : 1.00 GiB"), and NumPy.
+_REQUEST: Final = re.compile(
+    r"(?:tried to allocate|requested *:|unable to allocate) +([0-9.]+) ?([KMGTP]?i?B|bytes)", re.IGNORECASE
+)
+_UNIT_BYTES: Final = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """What an exception means. Holds strings only, so it keeps no frame and no tensor alive, and it pickles."""
@@ -133,6 +141,8 @@ class Failure:
     """The rule that matched: `type torch.OutOfMemoryError`, `code 700 (cudaErrorIllegalAddress)`, `text "…"`."""
     text: str
     """First line of the message of the exception that decided, at most 300 characters; its type if it has none."""
+    requested_bytes: int | None = None
+    """What was asked for and refused, as its message says, rounded as there; `None` if it does not say."""
 
 
 def classify(exc: BaseException, handled: BaseException | None = None) -> Failure:
@@ -151,7 +161,9 @@ def classify(exc: BaseException, handled: BaseException | None = None) -> Failur
     for link in _chain(exc, handled):
         kind, evidence = _judge(link)
         if _GRAVITY.index(kind) > _GRAVITY.index(verdict.kind):
-            verdict = Failure(kind=kind, evidence=evidence, text=_first_line(link))
+            verdict = Failure(
+                kind=kind, evidence=evidence, text=_first_line(link), requested_bytes=_requested_bytes(_message(link))
+            )
     return verdict
 
 
@@ -211,6 +223,14 @@ def _judge_text(message: str) -> tuple[FailureKind, str]:
         if found := pattern.search(message):
             return kind, f'text "{found[pattern.groups]}"'
     return _NO_RULE
+
+
+def _requested_bytes(message: str) -> int | None:
+    found = _REQUEST.search(message)
+    try:
+        return None if found is None else int(float(found[1]) * _UNIT_BYTES.get(found[2][0].upper(), 1))
+    except (ValueError, OverflowError):  # 1.2.3, or more digits than a float has: no request of any allocator
+        return None
 
 
 def _torch_type(exc: BaseException, name: str) -> type | None:

@@ -21,7 +21,7 @@ from workers.settings import FailureKind
 
 #: What each kind is in the words of torch's allocator, of cuBLAS, of CUDA, and of a wrong shape.
 _ERRORS: Final = {
-    FailureKind.DEFINITE: (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 2.00 GiB."),
+    FailureKind.DEFINITE: (torch.OutOfMemoryError, "CUDA out of memory."),
     FailureKind.PROBABLE: (
         RuntimeError,
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",

@@ -1,8 +1,9 @@
-"""Whether a worker's memory grows from slice to slice although its work stays the same. Pure.
+"""Whether a worker's process holds more and more memory that its work does not need. Pure.
 
-Uses the resident memory of the process, and on a card also what its tensors hold. Both vary with the work, so the
-lowest value of the last reports is compared with the highest of the first ones after the work last changed. Measures
-nothing (the worker does) and ends nothing (`lifecycle.py`).
+Whatever the size of the steps is, what the process keeps after a release is no longer needed. Beside that it uses the
+resident memory of the process, and on a card also what its tensors hold. Both vary with the work, so the lowest value
+of the last reports is compared with the highest of the first ones after the work last changed. Measures nothing (the
+worker does) and ends nothing (`lifecycle.py`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class LeakWatch:
     base_bytes: int | None = None
     """Highest of the reports that set the scale."""
     recent_bytes: tuple[int, ...] = ()
+    kept_bytes: int | None = None
+    """What the process kept after its last release; `None` before the first."""
 
     @property
     def growth_bytes(self) -> int | None:
@@ -38,6 +41,14 @@ class LeakWatch:
         if self.base_bytes is None or len(self.recent_bytes) < _RECENT:
             return None
         return min(self.recent_bytes) - self.base_bytes
+
+    def leaked_bytes(self, limit_bytes: int | None, kept_limit_bytes: float) -> int | None:
+        """Return what is not needed if it is too much: by one limit for growth, and by another for what is kept."""
+        if limit_bytes is None:
+            return None
+        if (self.kept_bytes or 0) >= min(limit_bytes, kept_limit_bytes):
+            return self.kept_bytes
+        return self.growth_bytes if (self.growth_bytes or 0) >= limit_bytes else None
 
 
 #: Nothing is known yet.
@@ -49,16 +60,17 @@ def observed(watch: LeakWatch, report: Report) -> LeakWatch:
     held_bytes = _held_bytes(report)
     if held_bytes is None:
         return watch
+    kept_bytes = None if report.memory is None else report.memory.kept_bytes
     work = (report.incarnation, report.size, report.batch, report.claim_bytes)
     if work != watch.work:
-        return LeakWatch(work=work)
+        return LeakWatch(work=work, kept_bytes=kept_bytes)
     seen = watch.seen + 1
     base_bytes, recent_bytes = watch.base_bytes, watch.recent_bytes
     if seen > _SETTLING + _BASE:
         recent_bytes = (*recent_bytes, held_bytes)[-_RECENT:]
     elif seen > _SETTLING:
         base_bytes = max(held_bytes, base_bytes or 0)
-    return LeakWatch(work=work, seen=seen, base_bytes=base_bytes, recent_bytes=recent_bytes)
+    return LeakWatch(work=work, seen=seen, base_bytes=base_bytes, recent_bytes=recent_bytes, kept_bytes=kept_bytes)
 
 
 def _held_bytes(report: Report) -> int | None:

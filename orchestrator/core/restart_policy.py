@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from typing import Final
 
 from orchestrator.core import step_accounting
 from orchestrator.core.fleet import DeathCause
@@ -25,6 +26,9 @@ from orchestrator.core.slot import (
 )
 from workers.messages import WorkerState
 from workers.units import MIB
+
+#: A process that keeps too much so soon after it was started is no better than one that dies.
+_AT_ONCE_S: Final = 5.0
 
 
 def died(slot: Slot, why: str, moment: Moment, *, before: tuple[Command, ...] = ()) -> Transition:
@@ -49,14 +53,16 @@ def no_memory_for_context(slot: Slot, why: str, moment: Moment) -> Transition:
 
 
 def leaked(slot: Slot, growth_bytes: int, moment: Moment) -> Transition:
-    """Replace a process that takes more and more memory. Not a death: it did its work."""
+    """Replace a process that keeps more and more memory. Not a death, unless it did so at once: it did its work."""
+    if slot.working_since_s is not None and moment.now_s - slot.working_since_s < _AT_ONCE_S:
+        return died(slot, leak_words(growth_bytes), moment, before=(Restart(),))
     slot, why = replace(_restarted(slot), ending=True), f"{leak_words(growth_bytes)}; its process was replaced"
     return _pausing(slot, HeadState.RESTARTING, why, moment.now_s), (Forget(), Restart())
 
 
 def leak_words(growth_bytes: int) -> str:
     """Say how much the memory of a process grew."""
-    return f"its memory grew by {growth_bytes / MIB:.0f} MiB while its work stayed the same"
+    return f"its process keeps {growth_bytes / MIB:.0f} MiB that its work does not need"
 
 
 def impossible(slot: Slot, why: str, moment: Moment, *, worked_before: bool) -> Transition:

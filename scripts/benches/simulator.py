@@ -14,11 +14,12 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol
 
 from workers.units import GIB
 
@@ -81,7 +82,7 @@ class World:
 
     def need_bytes(self, size: int, step: int, *, blocks: bool) -> int:
         """Return what the given step (counted from 0) needs at this size, failed or not."""
-        need = self.job.need_bytes(size) * self.wobble[step % _DRAWS]
+        need = self.job.need_bytes(size) * self.wobble[step % len(self.wobble)]
         if not blocks:
             return math.ceil(need)
         if self.workspace[size // WORKSPACE_ITEMS]:
@@ -89,7 +90,7 @@ class World:
         return math.ceil(need / BLOCK_BYTES) * BLOCK_BYTES
 
     def largest_that_fits(self, available_bytes: int, step: int, *, blocks: bool) -> int:
-        wobble = self.wobble[step % _DRAWS]
+        wobble = self.wobble[step % len(self.wobble)]
         if not blocks:
             return self.job.largest_within(available_bytes / wobble)
         available_bytes = available_bytes // BLOCK_BYTES * BLOCK_BYTES
@@ -110,8 +111,12 @@ def world_of(
     seed: int,
     regime: str = "precious",
     rate_per_s: float = RATE_PER_S,
+    heavy: tuple[int, float] | None = None,
 ) -> World:
-    """Return the world of a course given as (second, available bytes), the first at 0."""
+    """Return the world of a course given as (second, available bytes), the first at 0.
+
+    `heavy`: each step with a number that is a multiple of the first takes as many times the memory as the second says.
+    """
     draw = Random(f"{seed}/{name}/workload")  # noqa: S311 - a simulation, no secret
     times = [point[0] for point in points]
     levels = [int(point[1]) for point in points]
@@ -128,7 +133,15 @@ def world_of(
         duration_s=duration_s,
         times_s=times,
         levels_bytes=levels,
-        wobble=array("d", (1 + draw.uniform(-WOBBLE, WOBBLE) for _ in range(_DRAWS))),
+        wobble=array("d", (1 + draw.uniform(-WOBBLE, WOBBLE) for _ in range(_DRAWS)))
+        if heavy is None
+        else array(
+            "d",
+            (
+                (1 + draw.uniform(-WOBBLE, WOBBLE)) * (heavy[1] if step % heavy[0] == heavy[0] - 1 else 1.0)
+                for step in range(_DRAWS // heavy[0] * heavy[0])
+            ),
+        ),
         workspace=[draw.random() < 0.5 for _ in range(LARGEST // WORKSPACE_ITEMS + 1)],
         samples_bytes=samples,
         noise=array("d", (draw.gauss(0.0, 1.0) for _ in samples)),
@@ -183,6 +196,8 @@ class Outcome:
     failures: int
     worst_minute: int  # most failures within any sixty seconds
     size_changes: int
+    rest_share: float
+    """Share of the time in which nothing ran, although a size fitted that had ended well in the minute before."""
 
 
 def play(make: Maker, world: World, signal: Signal) -> Outcome:
@@ -194,6 +209,8 @@ def play(make: Maker, world: World, signal: Signal) -> Outcome:
     items, changes = 0.0, 0
     tried: list[tuple[int, bool]] = []
     failed_at: list[float] = []
+    recently: deque[tuple[float, int]] = deque()  # good steps of the last minute
+    rested_s = 0.0
     while now < duration:
         available = levels[bisect_right(times, now) - 1]
         told: int | None = None
@@ -204,6 +221,10 @@ def play(make: Maker, world: World, signal: Signal) -> Outcome:
             told = max(0, int(world.samples_bytes[sampled_s] * (1 + signal.noise * world.noise[sampled_s])))
         size = rule.next(told)
         if size is None:
+            while recently and recently[0][0] < now - 60.0:
+                recently.popleft()
+            fits = world.largest_that_fits(available, len(tried), blocks=signal.blocks)
+            rested_s += IDLE_S * any(known <= fits for _, known in recently)
             now += IDLE_S
             continue
         if not 1 <= size <= LARGEST:
@@ -220,6 +241,8 @@ def play(make: Maker, world: World, signal: Signal) -> Outcome:
         # Of a step that the end cuts off, only the part before the end counts.
         items += size if now + step_s <= duration else size * (duration - now) / step_s
         now += step_s
+        if not recently or recently[-1][1] != size or recently[-1][0] < now - 1.0:
+            recently.append((now, size))
         rule.succeeded(size, need if signal.peaks else None)
     return Outcome(
         rule=rule,
@@ -229,6 +252,7 @@ def play(make: Maker, world: World, signal: Signal) -> Outcome:
         failures=len(failed_at),
         worst_minute=max((n - bisect_right(failed_at, at_s - 60.0) for n, at_s in enumerate(failed_at, 1)), default=0),
         size_changes=changes,
+        rest_share=rested_s / duration,
     )
 
 
@@ -334,6 +358,32 @@ def _walk(draw: Random, duration_s: float) -> Course:
     return points
 
 
+def _sine(draw: Random, duration_s: float) -> Course:
+    """Up and down once in one to five minutes."""
+    middle, period_s = draw.uniform(3.0, 5.0), draw.uniform(60.0, 300.0)
+    swing, phase = middle * draw.uniform(0.3, 0.6), draw.uniform(0.0, math.tau)
+    times_s = (0.5 * half for half in range(2 * int(duration_s) + 1))
+    return [(at_s, (middle + swing * math.sin(math.tau * at_s / period_s + phase)) * GIB) for at_s in times_s]
+
+
+def _bursts(draw: Random, duration_s: float) -> Course:
+    """A neighbour that takes most of the memory for one to three seconds, again and again."""
+    level = draw.uniform(4.0, _HIGH_GIB)
+    points = [(0.0, level * GIB)]
+    for at_s in moments(draw, duration_s, 8.0, 40.0, at_s=draw.uniform(8.0, 40.0)):
+        points.append((at_s, level * draw.uniform(0.15, 0.35) * GIB))
+        points.append((at_s + draw.uniform(1.0, 3.0), level * GIB))
+    return points
+
+
+def _sawtooth(draw: Random, duration_s: float) -> Course:
+    """Falls for half a minute to two, and is back at once."""
+    high, period_s = draw.uniform(4.0, _HIGH_GIB), draw.uniform(30.0, 120.0)
+    low = high * draw.uniform(0.2, 0.45)
+    times_s = (0.5 * half for half in range(2 * int(duration_s) + 1))
+    return [(at_s, (high - (high - low) * (at_s % period_s) / period_s) * GIB) for at_s in times_s]
+
+
 COURSES: Mapping[str, Callable[[Random, float], Course]] = {
     "constant": _constant,
     "steps": _steps,
@@ -344,6 +394,25 @@ COURSES: Mapping[str, Callable[[Random, float], Course]] = {
     "leak": _leak,
     "walk": _walk,
 }
+
+
+#: Courses that no rule was made for.
+SHAPES: Mapping[str, Callable[[Random, float], Course]] = {"sine": _sine, "bursts": _bursts, "sawtooth": _sawtooth}
+
+
+@lru_cache(maxsize=64)
+def shapes(seed: int, regime: str, rate_per_s: float = RATE_PER_S) -> tuple[World, ...]:
+    """Return the worlds of `SHAPES`, each also with steps of which every n-th takes several times the memory."""
+    made = []
+    for name, course in SHAPES.items():
+        draw = Random(f"{seed}/{name}/course")  # noqa: S311 - a simulation, no secret
+        duration_s = draw.uniform(20.0, 40.0) * 60
+        points = course(draw, duration_s)
+        options: dict[str, Any] = {"seed": seed, "regime": regime, "rate_per_s": rate_per_s}
+        heavy = (draw.randint(5, 40), draw.uniform(2.5, 6.0))
+        made.append(world_of(name, points, duration_s, **options))
+        made.append(world_of(f"{name}, spiky", points, duration_s, heavy=heavy, **options))
+    return tuple(made)
 
 
 @lru_cache(maxsize=64)

@@ -47,6 +47,12 @@ class Device(Protocol):
             RuntimeError: The device's own out-of-memory, to be classified by `workers.oom`.
         """
 
+    def held_bytes(self) -> int:
+        """Bytes in live tensors when the workload was last left, by an error or not."""
+
+    def kept_bytes(self) -> int:
+        """Everything that the process holds beside its context. After a release all of it is kept for no step."""
+
     def free_bytes(self) -> int:
         """Bytes this worker could still obtain: what its cap leaves, and no more than the device has free."""
 
@@ -54,7 +60,7 @@ class Device(Protocol):
         """Bytes a step may hold in all: what the worker holds plus what is free, less `leave_bytes`, within the cap."""
 
     def step_peak_bytes(self) -> int:
-        """Most that tensors held since the last call, as far as the device can tell. Cheap enough for every step."""
+        """Most that tensors held during the last `timed` call. Cheap enough for every step."""
 
     def rebase(self) -> None:
         """Measure what the process holds besides tensors; call only while no tensor of the workload is alive."""

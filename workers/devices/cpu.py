@@ -20,6 +20,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,6 +28,7 @@ import psutil
 import torch
 
 from workers.devices.common import EmergencyProduct, alone_on, threads_for
+from workers.devices.process_memory import can_reset_highest, process_memory, reset_highest
 from workers.messages import DeviceInfo, IncompatibleError, MemoryInfo
 from workers.settings import WorkerSpec
 from workers.units import MIB
@@ -80,13 +82,14 @@ class CpuDevice:
         cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
         name = re.search(r"^model name.*?: *(.*)", cpuinfo, re.MULTILINE)
         self.torch_dtype = _usable_dtype(spec.workload.dtype, cpuinfo)
-        before_bytes = _data_bytes()
+        before_bytes = process_memory().data_bytes
         self._emergency = EmergencyProduct(spec.memory.emergency_size, self.torch_device)
         # The kernel library builds what it keeps, so that this is charged to the context and not to the cap.
         torch.mm(*(torch.ones((512, 512), dtype=self.torch_dtype),) * 2)
         gc.collect()
-        self._opened_bytes = self._base_bytes = _data_bytes()
-        context_bytes = max(0, self._base_bytes - before_bytes)
+        self._now = self._base = process_memory()
+        self._opened_bytes = self._base.data_bytes
+        context_bytes = max(0, self._opened_bytes - before_bytes)
         self._cap_bytes = spec.budget_bytes - context_bytes
         self.most_bytes = self._cap_bytes - _MARGIN_BYTES - threads * _MARGIN_PER_THREAD_BYTES
         floor_bytes = max(spec.memory.floor_bytes, _LEAST_USABLE_BYTES)
@@ -96,10 +99,10 @@ class CpuDevice:
                 f"{self.most_bytes / MIB:.1f} MiB, under the floor of {floor_bytes / MIB:.1f} MiB; raise "
                 f"nodes.{spec.node}.vram_per_worker_gib (or the scale), or lower memory.floor_mib"
             )
-        self._data_bytes = self._base_bytes
         self._peak_bytes = 0
+        self._resets_peaks = can_reset_highest()
         with self.enforced():
-            cap_read_back_bytes = resource.getrlimit(resource.RLIMIT_DATA)[0] - self._base_bytes
+            cap_read_back_bytes = resource.getrlimit(resource.RLIMIT_DATA)[0] - self._base.data_bytes
         self.info = DeviceInfo(
             kind="cpu",
             name="CPU" if name is None else name[1].strip(),
@@ -125,14 +128,22 @@ class CpuDevice:
             return torch.empty(size_bytes, dtype=torch.uint8).nbytes
 
     def held_bytes(self) -> int:
-        """Growth of the process's data under the limit: on a CPU there is no pool, this is live memory."""
-        return max(0, self._data_bytes - self._base_bytes)
+        """See `Device.held_bytes`: growth of the process's data under the limit, as there is no pool."""
+        return max(0, self._now.data_bytes - self._base.data_bytes)
+
+    def kept_bytes(self) -> int:
+        """See `Device.kept_bytes`; what `rebase` no longer charges to the cap is included."""
+        return max(0, self._now.data_bytes - self._opened_bytes)
 
     def step_peak_bytes(self) -> int:
-        """What is held now: the kernel keeps no highest data size, so scratch freed inside a step is not seen."""
-        held = self.held_bytes()
-        self._peak_bytes = max(self._peak_bytes, held)
-        return held
+        """What was held before the step and the growth of the resident memory in it, or what is held now if more.
+
+        The kernel keeps no highest data size. Memory that was freed within the step without ever being written is not
+        seen.
+        """
+        peak = max(self.held_bytes(), self._now.highest_bytes - self._base.resident_bytes if self._resets_peaks else 0)
+        self._peak_bytes = max(self._peak_bytes, peak)
+        return peak
 
     def free_bytes(self) -> int:
         """See `Device.free_bytes`; the machine's available RAM bounds it too."""
@@ -165,6 +176,8 @@ class CpuDevice:
 
     def timed(self, work: Callable[[], T]) -> tuple[T, float]:
         """See `Device.timed`; a CPU is done when the call returns."""
+        if self._resets_peaks:
+            reset_highest()
         with self.enforced():
             started = time.perf_counter()
             result = work()
@@ -176,31 +189,27 @@ class CpuDevice:
         Other threads of the process grow it over the hours (their stacks and heaps count as data); without this,
         what they took during a step would eat the cap that was promised to tensors.
         """
-        self._data_bytes = _data_bytes()
-        self._base_bytes = min(self._data_bytes, self._opened_bytes + _DRIFT_LIMIT_BYTES)
+        self._now = process_memory()
+        data_bytes = min(self._now.data_bytes, self._opened_bytes + _DRIFT_LIMIT_BYTES)
+        held_bytes = self._now.data_bytes - data_bytes
+        self._base = replace(self._now, data_bytes=data_bytes, resident_bytes=self._now.resident_bytes - held_bytes)
 
     @contextmanager
     def enforced(self) -> Iterator[None]:
         """See `Device.enforced`: the kernel refuses what goes past the cap."""
-        self._base_bytes += _data_bytes() - self._data_bytes
+        before, self._now = self._now, process_memory()
+        self._base = replace(
+            self._base,
+            data_bytes=self._base.data_bytes + self._now.data_bytes - before.data_bytes,
+            resident_bytes=self._base.resident_bytes + self._now.resident_bytes - before.resident_bytes,
+        )
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (self._base_bytes + self._cap_bytes, hard))
+        resource.setrlimit(resource.RLIMIT_DATA, (self._base.data_bytes + self._cap_bytes, hard))
         try:
             yield
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-            self._data_bytes = _data_bytes()
-
-
-def _data_bytes() -> int:
-    """Private writable memory of this process, as the kernel counts it against RLIMIT_DATA (VmData)."""
-    try:
-        with Path("/proc/self/status").open(encoding="ascii", errors="replace") as status:
-            return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:"))
-    except (OSError, StopIteration) as error:
-        raise IncompatibleError(
-            f"the CPU device needs VmData in Linux's /proc/self/status to cap memory: {error}"
-        ) from error
+            self._now = process_memory()
 
 
 def _use_mappings_for_blocks() -> None:

@@ -118,6 +118,13 @@ class CudaDevice:
         torch.cuda.reset_peak_memory_stats(self.torch_device)  # what was obtained for a moment is no step's peak
         return obtained_bytes
 
+    def held_bytes(self) -> int:
+        return int(torch.cuda.memory_allocated(self.torch_device))
+
+    def kept_bytes(self) -> int:
+        """See `Device.kept_bytes`; what lies outside torch's allocator does not grow."""
+        return self.held_bytes()
+
     def free_bytes(self) -> int:
         """See `Device.free_bytes`; asks the driver, so other tenants of the card count."""
         return self._obtainable(torch.cuda.memory_stats(self.torch_device), self._free_on_card_bytes())

@@ -60,7 +60,7 @@ class Engine:
             self._session.begin_slice(stats)
             if _prepare(self._session, stats):
                 _work(self._session, stats)
-            memory = self._session.device.memory()
+            memory = replace(self._session.device.memory(), kept_bytes=self._session.kept_bytes)
         except IncompatibleError as error:
             verdict = Verdict.INCOMPATIBLE
             stats.settle(WorkerState.STOPPED, str(error))
@@ -137,6 +137,7 @@ def _prepare(session: Session, stats: SliceStats) -> bool:
 
 def _work(session: Session, stats: SliceStats) -> None:
     """Follow the policy until the slice is over; an error of the workload ends it, so that the head learns of it."""
+    session.release_if_grown()
     if session.last_run is not None:
         stats.use(session.last_run.size, session.last_run.batch)
     if session.duty.rest(stats.remaining_s) and stats.directive.duration_s > 0:
@@ -185,8 +186,11 @@ def _step(session: Session, stats: SliceStats, run: Run) -> StepOk | StepOom | N
         # Only text leaves the handler: the traceback holds the frames, and the frames hold the tensors.
         failure = oom.classify(error)
         traceback = oom.traceback_text(error)
+        # And what they hold: it is gone as soon as the handler is left.
+        held_bytes = session.device.held_bytes() + (failure.requested_bytes or 0)
     if failure is not None:
-        return handle_failure(session, stats, run, failure, traceback)
+        at_least_bytes = max(held_bytes, session.device.step_peak_bytes())
+        return handle_failure(session, stats, run, failure, traceback, at_least_bytes)
     session.step_succeeded()
     stats.count(StepCounts(steps_ok=1, work_flop=flop, busy_s=seconds))
     return StepOk(

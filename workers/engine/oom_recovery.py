@@ -25,7 +25,9 @@ _MIN_CLAIM_CHANGE = 0.01
 _EMERGENCY_PAUSE_S = 0.1
 
 
-def handle_failure(session: Session, stats: SliceStats, run: Run, failure: Failure, traceback: str) -> StepOom | None:
+def handle_failure(
+    session: Session, stats: SliceStats, run: Run, failure: Failure, traceback: str, at_least_bytes: int
+) -> StepOom | None:
     """Recover from a failed step, and return what to tell the policy of an out-of-memory.
 
     `None` if the workload failed by its own fault, which ends the slice.
@@ -36,7 +38,7 @@ def handle_failure(session: Session, stats: SliceStats, run: Run, failure: Failu
     if failure.kind is FailureKind.CONTEXT_CORRUPTED:
         raise ContextCorruptedError(failure.text)
     if session.believes(failure):
-        return _recover(session, stats, run, failure)
+        return _recover(session, stats, run, failure, at_least_bytes)
     session.release()
     session.device.rebase()
     broken = _emergency_failure(session)  # some failures of the device itself read like a bug of the workload
@@ -48,7 +50,7 @@ def handle_failure(session: Session, stats: SliceStats, run: Run, failure: Failu
     return None
 
 
-def _recover(session: Session, stats: SliceStats, run: Run, failure: Failure) -> StepOom:
+def _recover(session: Session, stats: SliceStats, run: Run, failure: Failure, at_least_bytes: int) -> StepOom:
     started_s = time.monotonic()
     stats.count(StepCounts(steps_oom=1, oom_count=1))
     session.release()
@@ -67,6 +69,7 @@ def _recover(session: Session, stats: SliceStats, run: Run, failure: Failure) ->
         size=run.size,
         batch=run.batch,
         needed_bytes=needed_bytes,
+        at_least_bytes=at_least_bytes,
         free_bytes=free_bytes,
         recovery_s=time.monotonic() - started_s,
     )
@@ -75,6 +78,7 @@ def _recover(session: Session, stats: SliceStats, run: Run, failure: Failure) ->
         size=run.size,
         batch=run.batch,
         needed_bytes=needed_bytes,
+        at_least_bytes=at_least_bytes,
         free_bytes=free_bytes,
         allowed_bytes=session.measure_allowed(),
     )

@@ -26,7 +26,7 @@ from workers.policy.base import Decision, Event, Growth, Policy, Pressure, Run
 from workers.policy.registry import make_policy
 from workers.settings import FailureKind, LimitKey, StoredLimit, WorkerSpec
 from workers.units import MIB
-from workers.workloads.base import Workload, WorkloadContext, load_workload
+from workers.workloads.base import Workload, WorkloadContext, find_workload
 
 #: Shortest time between two measurements of free memory after steps: each takes up to 0.2 ms.
 _MEASURE_EVERY_S: Final = 0.02
@@ -36,6 +36,9 @@ _COPIES: Final = 8
 
 #: A step that is larger or smaller than the last reported one by this factor is an event.
 _MIN_CHANGE_FACTOR: Final = 1.1
+
+#: A process that holds so much more of its cap between steps than before is looked at for a leak.
+_WORTH_A_LOOK: Final = 0.1
 
 #: A worker with less than this share of its cap says why.
 _FULL_SHARE: Final = 0.9
@@ -81,6 +84,12 @@ class Session:
     probable_in_a_row: int = 0
     """Probable out-of-memory errors since the last step that ended well."""
     in_emergency: bool = False
+    opened_kept_bytes: int = 0
+    """What the process held after the workload was made."""
+    kept_bytes: int | None = None
+    """What it held beyond that after the last release."""
+    checked_held_bytes: int | None = None
+    """The most that it held between steps when it was last looked whether that is needed."""
 
     def begin_slice(self, stats: SliceStats) -> None:
         """Take over what the directive of a slice says, and read the sensors if that is due."""
@@ -178,6 +187,16 @@ class Session:
         with self.device.enforced():
             self.workload.release()
         self.device.release()
+        self.kept_bytes = max(0, self.device.kept_bytes() - self.opened_kept_bytes)
+        self.checked_held_bytes = None
+
+    def release_if_grown(self) -> None:
+        """Have everything released if far more is held between steps than before: what then remains is a leak."""
+        held_bytes = self.device.held_bytes()
+        if self.checked_held_bytes is None:
+            self.checked_held_bytes = held_bytes
+        elif held_bytes > self.checked_held_bytes + _WORTH_A_LOOK * self.device.most_bytes:
+            self.release()
 
     def set_claim(self, claim_bytes: int) -> None:
         """Let the workload fill this much from now on."""
@@ -262,7 +281,20 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
         device = open_device(spec)
         thermal = ThermalControl(spec, device.info.uuid)
         context = WorkloadContext(device=device.torch_device, dtype=device.torch_dtype, seed=spec.workload.seed)
-        workload = load_workload(spec.workload.name, context)
+        make = find_workload(spec.workload.name)
+        try:
+            with device.enforced():
+                workload = make(context)
+        except Exception as error:
+            failure = oom.classify(error)
+            held_bytes = device.held_bytes() + (failure.requested_bytes or 0)
+            if failure.kind is FailureKind.DEFINITE and held_bytes > device.most_bytes:
+                raise IncompatibleError(
+                    f"{spec.slot}: the constructor of workload {spec.workload.name} needs {held_bytes / MIB:.0f} MiB "
+                    f"or more, and the cap is {device.most_bytes / MIB:.0f} MiB; allocate in `step` what its size "
+                    f"decides, or raise nodes.{spec.node}.vram_per_worker_gib"
+                ) from None
+            raise
         if spec.step_faults is not None:
             chaos = ChaoticWorkload(workload, spec.step_faults)
             workload = cast("Workload", chaos)
@@ -318,4 +350,5 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
         duty=DutyCycle(spec.duty),
         chaos=chaos,
         incarnation=stats.directive.incarnation,
+        opened_kept_bytes=device.kept_bytes(),
     )

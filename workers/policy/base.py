@@ -49,6 +49,8 @@ class StepOom:
     batch: int
     needed_bytes: int | None
     """What the workload says a step of this size needs at least; `None` if it does not say."""
+    at_least_bytes: int
+    """What the step would have held, as the failure itself shows: what it held, and what was refused on top of that."""
     free_bytes: int
     """What the worker can obtain now, after the release."""
     allowed_bytes: int

@@ -104,8 +104,8 @@ class Workload(ABC):
         return None
 
 
-def load_workload(name: str, context: WorkloadContext) -> Workload:
-    """Make the workload `matmul`, or the user's `package.module:Class`.
+def find_workload(name: str) -> type[Workload]:
+    """Import the workload `matmul`, or the user's `package.module:Class`.
 
     Raises:
         IncompatibleError: The name cannot be imported, or names something that is no workload.
@@ -120,4 +120,4 @@ def load_workload(name: str, context: WorkloadContext) -> Workload:
         ) from error
     if not (isinstance(found, type) and issubclass(found, Workload)):
         raise IncompatibleError(f"workload {name!r} is not a subclass of workers.workloads.base.Workload")
-    return found(context)
+    return found

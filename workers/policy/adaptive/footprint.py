@@ -104,6 +104,11 @@ class Footprint(NamedTuple):
         """Return the x at which the line reaches `limit_bytes`, margin included, however far away that is."""
         return self.here_x + (limit_bytes / (1.0 + self.margin) - self.here_bytes) / self.unit_bytes
 
+    def predicts(self, x: float) -> bool:
+        """Whether a peak at `x` can be compared with the line; beyond all that was measured it is only a bound."""
+        near = x == self.here_x or (self.has_slope and abs(x - self.here_x) <= _SAME_PLACE * self.here_x)
+        return near or (self.has_slope and not self.is_beyond(x))
+
     def is_beyond(self, x: float) -> bool:
         """Whether nothing as large was ever measured."""
         return x > (1.0 + _SAME_PLACE) * self._largest[0]

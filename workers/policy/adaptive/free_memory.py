@@ -106,7 +106,7 @@ def sampled(
     miss = sample_bytes / max(1.0, level.level_bytes) - 1.0
     cut = max(_LEAST_CUT, _CUT * level.spread)
     spread, gain, samples, risen = level.spread, level.gain, level.samples + 1, False
-    if miss < -cut or (miss > cut and level.risen):
+    if abs(miss) > cut:
         follow, samples, last = 1.0, 1, 0.0  # memory was taken, or given for good
     elif miss > cut:
         follow, risen, last = 0.0, True, 0.0

@@ -91,7 +91,7 @@ class AdaptivePolicy:
                     sized = sized._replace(line=_filled(state.units, event.peak_bytes))
                 return self._next(AdaptiveState(sizer=sized, units=state.units), event.at_s, event.allowed_bytes)
             case StepOom():
-                sized = sizer.failed(state.sizer, bounds, event.at_s, state.units)
+                sized = sizer.failed(state.sizer, bounds, event.at_s, state.units, event.at_least_bytes)
                 return self._next(replace(state, sizer=sized, units=0), event.at_s, event.allowed_bytes)
             case _:
                 assert_never(event)

@@ -144,7 +144,7 @@ class Bracket(NamedTuple):
             bad=size,
             bad_until_s=now_s + FORGET_S,
             gallop=_FIRST_PROBE,
-            probes=max(0.0, min(_PROBES_SAVED, self._saved(now_s)) - 1.0),
+            probes=max(0.0, min(_PROBES_SAVED, self._saved(now_s)) - probe),
             probes_at_s=now_s,
             in_row=self.in_row + 1,
         )

@@ -22,6 +22,7 @@ from typing import Final, NamedTuple
 
 from workers.policy.adaptive.footprint import Footprint, footprint_of, measured
 from workers.policy.adaptive.free_memory import Level, sampled
+from workers.policy.adaptive.heavy_steps import HEAVY, HeavySteps
 from workers.policy.adaptive.size_bounds import Bounds, Bracket, started_at
 from workers.settings import Learned
 
@@ -54,6 +55,17 @@ _PLENTY: Final = 2.0
 #: A size that was measured so often is found; before, it may still grow by less than is worth a change.
 SETTLED_STEPS: Final = 8
 
+#: After a failure that showed what the step needs at least, the next size takes this share of what fits by that.
+_BELOW_EVIDENCE: Final = 0.9
+
+#: A size that has ended well counts as proven for so long, and is noted anew after so long.
+_PROOF_LASTS_S: Final = 600.0
+_PROOF_RENEWED_S: Final = 5.0
+_PROOFS: Final = 16
+
+#: A failure says the same of sizes that are not smaller than this share of the one that failed.
+_KEPT: Final = 0.8
+
 #: In an emergency the smallest size is tried again when it is promised, and so much more is there than when it failed.
 #: Whatever the signal says it is tried after so long, then after twice as long.
 _WORTH_WAKING: Final = 1.1
@@ -61,19 +73,35 @@ _FIRST_WAIT_S: Final = 10.0
 _LONGEST_WAIT_S: Final = 60.0
 
 
+class Proof(NamedTuple):
+    """A size that ended well under so much memory."""
+
+    size: int
+    likely_bytes: float
+    """0 where no signal told how much there was."""
+    at_s: float
+
+
 class Sizer(NamedTuple):
     """What is known after some events; an immutable value, changed with `_replace`."""
 
     bracket: Bracket = Bracket()
+    proofs: tuple[Proof, ...] = ()
+    """Sizes that ended well and have not failed since under as much memory; ascending, as their memory is."""
     line: Footprint | None = None
     level: Level | None = None
+    heavy: HeavySteps = HeavySteps()
+    unmet: HeavySteps | None = None
+    """What was known of heavy steps, if the last failure turns out to be none of them."""
+    factor: float = 1.0
+    """The step that was asked for last may take so many times what the line says."""
     sampled_at_s: float = 0.0
     unsure: bool = False
     """Whether a step failed since the last sample: what that said is no longer so."""
     doubts: int = 0
     """Failures that no sample explained, since a step came near to what was promised."""
-    failed_at_s: tuple[float, ...] = ()
-    """Failures of the last minute."""
+    failures: tuple[tuple[float, int], ...] = ()
+    """Failures of the last minute: when, and at which size."""
     rests_since_s: float | None = None
     """Since when nothing runs because there were too many."""
     wake_s: float | None = None
@@ -91,7 +119,7 @@ def cold(bounds: Bounds, learned: Learned | None = None) -> Sizer:
     """Return the state before the first event, with what was remembered of an earlier run."""
     if learned is None:
         return Sizer()
-    return Sizer(started_at(bounds.down(learned.size)), footprint_of(learned, bounds.power))
+    return Sizer(bracket=started_at(bounds.down(learned.size)), line=footprint_of(learned, bounds.power))
 
 
 def learned_of(state: Sizer) -> Learned | None:
@@ -110,10 +138,8 @@ def asked(state: Sizer, bounds: Bounds, at_s: float, free_bytes: int | None) -> 
     `free_bytes` is all that the step may use, own memory counted back; `None` if nothing was measured since the last.
     """
     state = _sampled(state, bounds, at_s, free_bytes)
-    if len(state.failed_at_s) >= bounds.failures_per_minute:
-        since_s = at_s if state.rests_since_s is None else state.rests_since_s
-        reason = f"{len(state.failed_at_s)} failures within a minute, and no more are allowed"
-        return state._replace(reason=reason, rests_since_s=since_s), None
+    if len(state.failures) >= bounds.failures_per_minute and state.wake_s is None:
+        return state._replace(reason="", factor=1.0), _safe(state, bounds, at_s)
     if state.rests_since_s is not None:
         rest_s = at_s - state.rests_since_s
         state = state._replace(bracket=state.bracket.rested(rest_s), rests_since_s=None)
@@ -130,12 +156,25 @@ def asked(state: Sizer, bounds: Bounds, at_s: float, free_bytes: int | None) -> 
             return state._replace(reason=""), bounds.smallest
         why = "is out of memory" if state.bracket.in_row else "needs more than is free"
         return state._replace(reason=f"the smallest size ({bounds.smallest}) {why}"), None
-    return state._replace(reason=""), _size(state, bounds, promised, at_s)
+    factor = state.heavy.factor(at_s)
+    size = _size(state, bounds, promised, at_s)
+    if factor > 1.0:
+        size = min(size, _shared(state, bounds, size, factor))
+    return state._replace(reason="", factor=factor), size
 
 
 def succeeded(state: Sizer, bounds: Bounds, at_s: float, size: int, peak_bytes: int | None) -> Sizer:
     """Return the state after a step that ended well; its peak is `None` if it was not measured."""
     line, level, doubts, contradicted_bytes = state.line, state.level, state.doubts, state.contradicted_bytes
+    x = float(max(1, size)) ** bounds.power
+    heavy, bracket = state.heavy, state.bracket
+    ratio = None if line is None or peak_bytes is None or not line.predicts(x) else peak_bytes / line.bytes_at(x)
+    if (ratio is not None and ratio >= HEAVY and not heavy.streak) or (peak_bytes is None and heavy.is_due):
+        heavy = heavy.met(at_s, heavy.ratio if ratio is None else ratio, failed=False)
+        peak_bytes = None
+    else:
+        heavy = heavy.passed()
+    bracket = bracket.ended_well(bounds.down(size), at_s) if state.factor == 1.0 else bracket._replace(in_row=0)
     if peak_bytes is not None:
         if level is not None and not state.unsure:
             ran_against_signal = state.wake_s is not None and not _is_below(state, bounds)
@@ -144,9 +183,10 @@ def succeeded(state: Sizer, bounds: Bounds, at_s: float, size: int, peak_bytes: 
                 contradicted_bytes = float(peak_bytes)
             elif _NEAR * level.usable_bytes < peak_bytes <= level.likely_bytes:
                 doubts = 0
-        line = measured(line, float(max(1, size)) ** bounds.power, peak_bytes, at_s)
-    return state._replace(
-        bracket=state.bracket.ended_well(bounds.down(size), at_s),
+        line = measured(line, x, peak_bytes, at_s)
+    state = state._replace(
+        bracket=bracket,
+        proofs=_with_proof(state, size, at_s),
         line=line,
         doubts=doubts,
         contradicted_bytes=contradicted_bytes,
@@ -156,14 +196,39 @@ def succeeded(state: Sizer, bounds: Bounds, at_s: float, size: int, peak_bytes: 
         low_bytes=None,
         reason="",
     )
+    return _regular(state, heavy)
 
 
-def failed(state: Sizer, bounds: Bounds, at_s: float, size: int) -> Sizer:
-    """Return the state after a step that ran out of memory."""
+def failed(state: Sizer, bounds: Bounds, at_s: float, size: int, at_least_bytes: int | None = None) -> Sizer:
+    """Return the state after a step that ran out of memory; it would have held `at_least_bytes`, if that is known."""
+    ordinary_size = int(size * state.factor ** (1.0 / bounds.power))
+    failures = (*state.failures, (at_s, ordinary_size))[-2 * bounds.failures_per_minute :]
+    if state.factor == 1.0:
+        least_bytes = 0.0 if state.level is None else state.level.likely_bytes
+        kept = (proof for proof in state.proofs if proof.size < _KEPT * size or proof.likely_bytes > least_bytes)
+        state = state._replace(proofs=tuple(kept))
+    heavy, line = state.heavy, state.line
+    x = float(max(1, size)) ** bounds.power
+    shown = None if line is None or not line.predicts(x) else (at_least_bytes or 0) / line.bytes_at(x)
+    is_heavy = shown is not None and shown >= HEAVY and not heavy.failed
+    is_heavy = is_heavy or heavy.is_due
+    if is_heavy or (_believed(state) and not heavy.failed and not heavy.confirmed):
+        heavy = heavy.met(at_s, _guess(state, bounds, size, at_least_bytes), failed=True)
+    else:
+        heavy = heavy.passed(failed=True)
+    if is_heavy and size > bounds.smallest:
+        return _regular(state._replace(failures=failures), heavy)
+    bracket = state.bracket.ran_out(bounds, max(1, size), at_s)
+    if at_least_bytes is not None and state.level is not None and bracket.good is not None:
+        # A step takes at least its share of what this one showed.
+        share = min(1.0, state.level.likely_bytes / max(1, at_least_bytes)) * _BELOW_EVIDENCE
+        bracket = bracket._replace(good=min(bracket.good, bounds.down(size * share ** (1.0 / bounds.power))))
     state = state._replace(
-        bracket=state.bracket.ran_out(bounds, max(1, size), at_s),
+        bracket=bracket,
+        heavy=heavy,
+        unmet=state.heavy.passed(failed=True) if _believed(state) else None,
         unsure=_believed(state),
-        failed_at_s=(*state.failed_at_s, at_s)[-bounds.failures_per_minute :],
+        failures=failures,
     )
     if size > bounds.smallest:
         return state
@@ -176,9 +241,8 @@ def failed(state: Sizer, bounds: Bounds, at_s: float, size: int) -> Sizer:
 
 def _sampled(state: Sizer, bounds: Bounds, at_s: float, free_bytes: int | None) -> Sizer:
     """Take in what was measured, and drop failures of more than a minute ago."""
-    if state.failed_at_s and at_s >= state.failed_at_s[0] + WINDOW_S:
-        lately = tuple(failed_s for failed_s in state.failed_at_s if at_s < failed_s + WINDOW_S)
-        state = state._replace(failed_at_s=lately)
+    if state.failures and at_s >= state.failures[0][0] + WINDOW_S:
+        state = state._replace(failures=tuple(failure for failure in state.failures if at_s < failure[0] + WINDOW_S))
     level = state.level
     if free_bytes is None:
         if level is not None and at_s > state.sampled_at_s + _SIGNAL_LOST_S:
@@ -203,8 +267,16 @@ def _judged(state: Sizer, bounds: Bounds) -> Sizer:
         return state
     x = float(bad) ** bounds.power
     if level.likely_bytes < line.bytes_at(x) and state.doubts < _DOUBTS:
-        return state._replace(bracket=state.bracket.forgiven(), doubts=0, contradicted_bytes=None)
+        heavy = state.heavy
+        if state.unmet is not None:
+            heavy = state.unmet._replace(ordinary=heavy.ordinary)
+        return state._replace(
+            bracket=state.bracket.forgiven(), doubts=0, contradicted_bytes=None, heavy=heavy, unmet=None
+        )
+    if state.heavy.confirmed:
+        return state._replace(bracket=state.bracket.forgiven(), unmet=None)
     return state._replace(
+        unmet=None,
         line=line.surprised(x, level.usable_bytes),
         contradicted_bytes=level.likely_bytes,
         doubts=min(_DOUBTS, state.doubts + 1),
@@ -233,6 +305,66 @@ def _promised(state: Sizer, bounds: Bounds) -> float | None:
     if not line.has_slope:
         return min(x**power, _CALIBRATION_GROWTH * line.here_x**power)  # type: ignore[no-any-return]  # float ** float
     return x**power  # type: ignore[no-any-return]  # float ** float may be complex, not above 0
+
+
+def _regular(state: Sizer, heavy: HeavySteps) -> Sizer:
+    """Return the state with what is now known of heavy steps: once they are regular, they explain the failures."""
+    if state.heavy.confirmed or not heavy.confirmed:
+        return state._replace(heavy=heavy)
+    line = None if state.line is None else state.line._replace(surprise=0.0)
+    return state._replace(
+        heavy=heavy,
+        line=line,
+        doubts=0,
+        contradicted_bytes=None,
+        unsure=False,
+        bracket=state.bracket.forgiven(),
+        failures=(),
+    )
+
+
+def _with_proof(state: Sizer, size: int, at_s: float) -> tuple[Proof, ...]:
+    """Return the proofs with that of a step that has just ended well."""
+    likely_bytes = 0.0 if state.level is None else state.level.likely_bytes
+    for proof in state.proofs:
+        if proof.size == size and proof.likely_bytes <= likely_bytes and at_s - proof.at_s < _PROOF_RENEWED_S:
+            return state.proofs
+    kept = [
+        proof
+        for proof in state.proofs
+        if at_s - proof.at_s < _PROOF_LASTS_S and (proof.size > size or proof.likely_bytes < likely_bytes)
+    ]
+    return tuple(sorted([*kept, Proof(size, likely_bytes, at_s)])[-_PROOFS:])
+
+
+def _safe(state: Sizer, bounds: Bounds, at_s: float) -> int:
+    """Return the largest size that has ended well lately under no more memory than now; half of what failed if none."""
+    likely_bytes = float("inf") if state.level is None else state.level.likely_bytes
+    fit = (
+        proof.size
+        for proof in state.proofs
+        if proof.likely_bytes <= likely_bytes and at_s - proof.at_s < _PROOF_LASTS_S
+    )
+    least = min(size for _, size in state.failures)
+    return max(fit, default=bounds.down(least // 2))
+
+
+def _guess(state: Sizer, bounds: Bounds, size: int, at_least_bytes: int | None) -> float:
+    """Return how many times an ordinary step's memory a failed one would have taken, at the least."""
+    line, level = state.line, state.level
+    if line is None or level is None:
+        return 2.0
+    shown_bytes = max(level.usable_bytes, at_least_bytes or 0.0)
+    return max(1.0, shown_bytes / max(1.0, line.bytes_at(float(size) ** bounds.power)))
+
+
+def _shared(state: Sizer, bounds: Bounds, size: int, factor: float) -> int:
+    """Return the size whose step fits although it takes so many times what the line says."""
+    line, level = state.line, state.level
+    if line is None or level is None or not _believed(state):
+        return bounds.down(size / factor ** (1.0 / bounds.power))
+    x = max(1.0, line.largest_x(level.usable_bytes / factor))
+    return bounds.down(x ** (1.0 / bounds.power))
 
 
 def _size(state: Sizer, bounds: Bounds, promised: float | None, now_s: float) -> int:
