@@ -24,7 +24,7 @@ from workers.engine.engine import Engine
 from workers.engine.fault_injection import EXIT_STATUS, ChaoticWorkload, perform
 from workers.messages import Directive, FaultKind, ProcessFault, Report, Verdict, WorkerState
 from workers.settings import FailureKind, StepFaults, WorkerSpec
-from workers.workloads.base import StepResult, Workload, WorkloadContext, load_workload
+from workers.workloads.base import StepResult, Workload, WorkloadContext, find_workload
 
 
 class Brief(Workload):
@@ -115,7 +115,7 @@ def test_without_chaos_nothing_is_wrapped(in_child: InChild) -> None:
 def test_all_that_a_workload_can_be_asked_is_handed_on() -> None:
     """Or chaos would test another workload."""
     context = WorkloadContext(device=torch.device("cpu"), dtype=torch.float32, seed=0)
-    inner = load_workload("matmul", context)
+    inner = find_workload("matmul")(context)
     chaotic = ChaoticWorkload(inner, StepFaults(seed=0))
     public = {name for name in vars(Workload) if not name.startswith("_")}
     assert {name for name in public if getattr(chaotic, name) != getattr(inner, name)} == {"step", "check"}

@@ -137,6 +137,7 @@ class Card:
             size=run.size,
             batch=run.batch,
             needed_bytes=None,
+            at_least_bytes=0,
             free_bytes=self.allowed_bytes,
             allowed_bytes=self.shows_bytes(self.allowed_bytes),
         )

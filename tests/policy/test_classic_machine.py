@@ -47,7 +47,13 @@ def ended_well(step: Run) -> StepOk:
 def ran_out(step: Run, free_bytes: int, *, need_known: bool) -> StepOom:
     needed_bytes = need_bytes(step) if need_known else None
     return StepOom(
-        at_s=0.0, size=step.size, batch=step.batch, needed_bytes=needed_bytes, free_bytes=free_bytes, allowed_bytes=0
+        at_s=0.0,
+        size=step.size,
+        batch=step.batch,
+        needed_bytes=needed_bytes,
+        at_least_bytes=0,
+        free_bytes=free_bytes,
+        allowed_bytes=0,
     )
 
 

@@ -24,7 +24,7 @@ _SPREAD_FOLLOW: Final = 0.05
 #: Standard deviation of a normal variable, in mean deviations.
 _SIGMA: Final = 1.25
 
-#: A sample this many mean misses below the level is no noise: memory was taken. Above it must be seen twice.
+#: A sample this many mean misses away from the level is no noise: memory was taken, or given.
 _CUT: Final = 4.0
 
 #: Misses under this share are never treated as a cut.
@@ -65,8 +65,6 @@ class Level(NamedTuple):
     """Samples that the level is smoothed over, up to a few."""
     exact: bool = False
     """Whether the last sample is exact and was taken for the step that comes now, so that it is used as it is."""
-    risen: bool = False
-    """Whether the last sample alone lay far above the level."""
     falling: bool = False
     """Whether the last sample was lower than the one before."""
     fall: float = 0.0
@@ -105,11 +103,9 @@ def sampled(
         return Level(level_bytes=sample_bytes, sample_bytes=sample_bytes, exact=exact)
     miss = sample_bytes / max(1.0, level.level_bytes) - 1.0
     cut = max(_LEAST_CUT, _CUT * level.spread)
-    spread, gain, samples, risen = level.spread, level.gain, level.samples + 1, False
+    spread, gain, samples = level.spread, level.gain, level.samples + 1
     if abs(miss) > cut:
         follow, samples, last = 1.0, 1, 0.0  # memory was taken, or given for good
-    elif miss > cut:
-        follow, risen, last = 0.0, True, 0.0
     else:
         last = miss
         spread += _SPREAD_FOLLOW * (abs(miss) - spread)
@@ -135,7 +131,6 @@ def sampled(
         gain=gain,
         samples=min(samples, _MOST_SAMPLES),
         exact=exact,
-        risen=risen,
         falling=falling,
         fall=fall,
         jitter=jitter,

@@ -97,6 +97,8 @@ class Bracket(NamedTuple):
     probes_at_s: float = 0.0
     in_row: int = 0
     """Failures since a step ended well."""
+    taken: bool = False
+    """Whether these began at a size that had ended well: memory was taken, and nothing was probed."""
     untried: bool = False
     """Whether `good` is only remembered from an earlier run."""
 
@@ -138,24 +140,22 @@ class Bracket(NamedTuple):
     def ran_out(self, bounds: Bounds, size: int, now_s: float) -> Bracket:
         """Return the bracket after a step that ran out of memory."""
         probe = self.good is not None and size > self.good and self.in_row == 0
+        taken = self.taken if self.in_row else self.good is not None and size <= self.good and not self.untried
         kept = _KEPT_AFTER[min(self.in_row, len(_KEPT_AFTER) - 1)]
         return Bracket(
             good=self.good if probe else bounds.down(min(size * kept, size - 1)),
             bad=size,
             bad_until_s=now_s + FORGET_S,
             gallop=_FIRST_PROBE,
-            probes=max(0.0, min(_PROBES_SAVED, self._saved(now_s)) - probe),
+            probes=max(0.0, min(_PROBES_SAVED, self._saved(now_s)) - (not taken)),
             probes_at_s=now_s,
             in_row=self.in_row + 1,
+            taken=taken,
         )
 
     def forgiven(self) -> Bracket:
         """Return the bracket without its bad size: memory was taken, the size itself is not to blame."""
         return self._replace(bad=None, untried=False)
-
-    def rested(self, rest_s: float) -> Bracket:
-        """Return the bracket after a time in which nothing ran: nothing was forgotten in it, and no probe earned."""
-        return self._replace(bad_until_s=self.bad_until_s + rest_s, probes_at_s=self.probes_at_s + rest_s)
 
     def _saved(self, now_s: float) -> float:
         return self.probes + max(0.0, now_s - self.probes_at_s) / _PROBE_EVERY_S

@@ -6,11 +6,12 @@ A pure reducer over three events (asked, succeeded, failed), whose time comes as
   (`free_memory.py`), minus the margins of both.
 - What has failed lately (`size_bounds.py`).
 
-A failure that the next sample explains (memory was taken) changes nothing else. An unexplained failure widens the
-footprint's margin. After two of them without a success near the allowed size, the signal is ignored until a step
-confirms it, or until it reports far more memory than at the contradiction; then earlier failures are forgotten, because
-they happened under little memory. When the permitted failures of a minute are used up, nothing runs until the oldest is
-a minute ago.
+A failure that the next sample explains (memory was taken) changes nothing else; nor does that of a step that takes
+several times what others take (`heavy_steps.py`). An unexplained failure widens the footprint's margin. After two of
+them without a success near the allowed size, the signal is ignored until a step confirms it, or until it reports far
+more memory than at the contradiction; then earlier failures are forgotten, because they happened under little memory.
+When the permitted failures of a minute are used up, nothing is probed until the oldest is a minute ago: it goes on at a
+size that has ended well lately under no more memory (`proven_sizes.py`).
 
 Does not know what a size means in tensors, and nothing of torch. `policy.py` makes a policy of it,
 `workers/resilience/adaptive_size.py` a class for any loop.
@@ -18,11 +19,13 @@ Does not know what a size means in tensors, and nothing of torch. `policy.py` ma
 
 from __future__ import annotations
 
+import math
 from typing import Final, NamedTuple
 
 from workers.policy.adaptive.footprint import Footprint, footprint_of, measured
 from workers.policy.adaptive.free_memory import Level, sampled
 from workers.policy.adaptive.heavy_steps import HEAVY, HeavySteps
+from workers.policy.adaptive.proven_sizes import Proof, Proofs, largest_proven, proven, refuted
 from workers.policy.adaptive.size_bounds import Bounds, Bracket, started_at
 from workers.settings import Learned
 
@@ -58,14 +61,6 @@ SETTLED_STEPS: Final = 8
 #: After a failure that showed what the step needs at least, the next size takes this share of what fits by that.
 _BELOW_EVIDENCE: Final = 0.9
 
-#: A size that has ended well counts as proven for so long, and is noted anew after so long.
-_PROOF_LASTS_S: Final = 600.0
-_PROOF_RENEWED_S: Final = 5.0
-_PROOFS: Final = 16
-
-#: A failure says the same of sizes that are not smaller than this share of the one that failed.
-_KEPT: Final = 0.8
-
 #: In an emergency the smallest size is tried again when it is promised, and so much more is there than when it failed.
 #: Whatever the signal says it is tried after so long, then after twice as long.
 _WORTH_WAKING: Final = 1.1
@@ -73,21 +68,11 @@ _FIRST_WAIT_S: Final = 10.0
 _LONGEST_WAIT_S: Final = 60.0
 
 
-class Proof(NamedTuple):
-    """A size that ended well under so much memory."""
-
-    size: int
-    likely_bytes: float
-    """0 where no signal told how much there was."""
-    at_s: float
-
-
 class Sizer(NamedTuple):
     """What is known after some events; an immutable value, changed with `_replace`."""
 
     bracket: Bracket = Bracket()
-    proofs: tuple[Proof, ...] = ()
-    """Sizes that ended well and have not failed since under as much memory; ascending, as their memory is."""
+    proofs: Proofs = ()
     line: Footprint | None = None
     level: Level | None = None
     heavy: HeavySteps = HeavySteps()
@@ -102,8 +87,6 @@ class Sizer(NamedTuple):
     """Failures that no sample explained, since a step came near to what was promised."""
     failures: tuple[tuple[float, int], ...] = ()
     """Failures of the last minute: when, and at which size."""
-    rests_since_s: float | None = None
-    """Since when nothing runs because there were too many."""
     wake_s: float | None = None
     """In an emergency: when to try the smallest size again whatever the signal says."""
     wait_s: float = _FIRST_WAIT_S
@@ -140,9 +123,6 @@ def asked(state: Sizer, bounds: Bounds, at_s: float, free_bytes: int | None) -> 
     state = _sampled(state, bounds, at_s, free_bytes)
     if len(state.failures) >= bounds.failures_per_minute and state.wake_s is None:
         return state._replace(reason="", factor=1.0), _safe(state, bounds, at_s)
-    if state.rests_since_s is not None:
-        rest_s = at_s - state.rests_since_s
-        state = state._replace(bracket=state.bracket.rested(rest_s), rests_since_s=None)
     promised = _promised(state, bounds)
     if state.wake_s is None and promised is not None and promised < bounds.smallest:
         # The line says so; where it was never measured, the smallest size may show at once that it is wrong there.
@@ -153,7 +133,7 @@ def asked(state: Sizer, bounds: Bounds, at_s: float, free_bytes: int | None) -> 
         if state.low_bytes is not None:
             risen = state.level is not None and state.level.sample_bytes > _WORTH_WAKING * state.low_bytes
         if at_s >= state.wake_s or (promised is not None and promised >= bounds.smallest and risen):
-            return state._replace(reason=""), bounds.smallest
+            return state._replace(reason="", factor=1.0), bounds.smallest
         why = "is out of memory" if state.bracket.in_row else "needs more than is free"
         return state._replace(reason=f"the smallest size ({bounds.smallest}) {why}"), None
     factor = state.heavy.factor(at_s)
@@ -186,11 +166,10 @@ def succeeded(state: Sizer, bounds: Bounds, at_s: float, size: int, peak_bytes: 
         line = measured(line, x, peak_bytes, at_s)
     state = state._replace(
         bracket=bracket,
-        proofs=_with_proof(state, size, at_s),
+        proofs=proven(state.proofs, Proof(size, _memory_bytes(state), at_s)),
         line=line,
         doubts=doubts,
         contradicted_bytes=contradicted_bytes,
-        rests_since_s=None,
         wake_s=None,
         wait_s=_FIRST_WAIT_S,
         low_bytes=None,
@@ -204,9 +183,7 @@ def failed(state: Sizer, bounds: Bounds, at_s: float, size: int, at_least_bytes:
     ordinary_size = int(size * state.factor ** (1.0 / bounds.power))
     failures = (*state.failures, (at_s, ordinary_size))[-2 * bounds.failures_per_minute :]
     if state.factor == 1.0:
-        least_bytes = 0.0 if state.level is None else state.level.likely_bytes
-        kept = (proof for proof in state.proofs if proof.size < _KEPT * size or proof.likely_bytes > least_bytes)
-        state = state._replace(proofs=tuple(kept))
+        state = state._replace(proofs=refuted(state.proofs, size, _memory_bytes(state)))
     heavy, line = state.heavy, state.line
     x = float(max(1, size)) ** bounds.power
     shown = None if line is None or not line.predicts(x) else (at_least_bytes or 0) / line.bytes_at(x)
@@ -323,30 +300,14 @@ def _regular(state: Sizer, heavy: HeavySteps) -> Sizer:
     )
 
 
-def _with_proof(state: Sizer, size: int, at_s: float) -> tuple[Proof, ...]:
-    """Return the proofs with that of a step that has just ended well."""
-    likely_bytes = 0.0 if state.level is None else state.level.likely_bytes
-    for proof in state.proofs:
-        if proof.size == size and proof.likely_bytes <= likely_bytes and at_s - proof.at_s < _PROOF_RENEWED_S:
-            return state.proofs
-    kept = [
-        proof
-        for proof in state.proofs
-        if at_s - proof.at_s < _PROOF_LASTS_S and (proof.size > size or proof.likely_bytes < likely_bytes)
-    ]
-    return tuple(sorted([*kept, Proof(size, likely_bytes, at_s)])[-_PROOFS:])
+def _memory_bytes(state: Sizer) -> float:
+    return 0.0 if state.level is None else state.level.likely_bytes
 
 
 def _safe(state: Sizer, bounds: Bounds, at_s: float) -> int:
     """Return the largest size that has ended well lately under no more memory than now; half of what failed if none."""
-    likely_bytes = float("inf") if state.level is None else state.level.likely_bytes
-    fit = (
-        proof.size
-        for proof in state.proofs
-        if proof.likely_bytes <= likely_bytes and at_s - proof.at_s < _PROOF_LASTS_S
-    )
-    least = min(size for _, size in state.failures)
-    return max(fit, default=bounds.down(least // 2))
+    size = largest_proven(state.proofs, math.inf if state.level is None else state.level.likely_bytes, at_s)
+    return bounds.down(min(size for _, size in state.failures) // 2) if size is None else size
 
 
 def _guess(state: Sizer, bounds: Bounds, size: int, at_least_bytes: int | None) -> float:
