@@ -16,19 +16,21 @@ _CLEAR: Final = Path("/proc/self/clear_refs")
 _RESET_HIGHEST: Final = "5"
 
 #: In the order in which the kernel writes them (fs/proc/task_mmu.c, task_mem).
-_LINES: Final = re.compile(r"VmHWM:\s*(\d+) kB\nVmRSS:\s*(\d+) kB\n(?:Rss\w+:.*\n)*VmData:\s*(\d+) kB")
+_LINES: Final = re.compile(
+    r"VmHWM:\s*(\d+) kB\nVmRSS:\s*(\d+) kB\nRssAnon:.*\nRssFile:\s*(\d+) kB\nRssShmem:.*\nVmData:\s*(\d+) kB"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessMemory:
-    """One look; bytes."""
+    """One look; bytes. Pages of files, such as a library's code, are not counted: no tensor is among them."""
 
     data_bytes: int
     """Private writable memory, written or not, as RLIMIT_DATA counts it (VmData)."""
     resident_bytes: int
-    """In RAM (VmRSS)."""
+    """In RAM (VmRSS less RssFile)."""
     highest_bytes: int
-    """The most that was in RAM at once since the process began or `reset_highest` (VmHWM)."""
+    """The most that was in RAM at once since the process began or `reset_highest` (VmHWM, less what files take now)."""
 
 
 def process_memory() -> ProcessMemory:
@@ -43,9 +45,9 @@ def process_memory() -> ProcessMemory:
         raise IncompatibleError(f"the CPU device needs Linux's {_STATUS} to cap memory: {error}") from error
     found = _LINES.search(status)
     if found is None:
-        raise IncompatibleError(f"the CPU device needs VmHWM, VmRSS and VmData in {_STATUS} to cap memory")
-    highest, resident, data = (1024 * int(kib) for kib in found.groups())
-    return ProcessMemory(data_bytes=data, resident_bytes=resident, highest_bytes=highest)
+        raise IncompatibleError(f"the CPU device needs VmHWM to VmData in {_STATUS} (Linux 4.5) to cap memory")
+    highest, resident, file, data = (1024 * int(kib) for kib in found.groups())
+    return ProcessMemory(data_bytes=data, resident_bytes=resident - file, highest_bytes=highest - file)
 
 
 def reset_highest() -> None:

@@ -1,0 +1,148 @@
+"""Steps as users write them, well and badly; on any device. What they take is written, so that the kernel counts it."""
+
+from __future__ import annotations
+
+import sys
+from typing import ClassVar
+
+import torch
+
+from tests.engine.scene import slice_of, slices
+from tests.scene import MIB
+from workers.engine.engine import Engine
+from workers.messages import Report
+from workers.settings import WorkerSpec
+from workers.verification.check import Check
+from workers.workloads.base import StepResult, Workload, WorkloadContext
+
+
+class Squares(Workload):
+    """Makes so many squares and frees them before its step returns; says nothing about what it needs."""
+
+    batch_power = 0.0
+    squares: ClassVar[int] = 2
+
+    def step(self, size: int, batch: int) -> StepResult:
+        self.work(size, self.squares)
+        return StepResult(flop=1.0)
+
+    def work(self, size: int, squares: int) -> None:
+        held = []
+        for _ in range(squares):
+            held.append(torch.ones(size, size, device=self.context.device))  # noqa: PERF401 - an error must leave it in the frame
+        held[-1].add_(held[0])
+
+    def release(self) -> None:
+        pass
+
+
+class Uneven(Squares):
+    """Every 17th step takes six times as much as the others."""
+
+    squares = 1
+
+    def __init__(self, context: WorkloadContext) -> None:
+        super().__init__(context)
+        self.steps = 0
+
+    def step(self, size: int, batch: int) -> StepResult:
+        self.steps += 1
+        self.work(size, 6 if self.steps % 17 == 0 else 1)
+        return StepResult(flop=1.0)
+
+
+class Leaking(Squares):
+    """Keeps 2 MiB more with each step, where `release` does not reach."""
+
+    kept: ClassVar[list[torch.Tensor]] = []
+
+    def step(self, size: int, batch: int) -> StepResult:
+        Leaking.kept.append(torch.ones(2 * MIB, dtype=torch.uint8, device=self.context.device))
+        return super().step(size, batch)
+
+
+class KeepsError(Squares):
+    """Keeps the exception, whose traceback holds the tensors of the step."""
+
+    error: Exception | None = None
+
+    def work(self, size: int, squares: int) -> None:
+        try:
+            super().work(size, squares)
+        except RuntimeError as error:
+            self.error = sys.last_value = error
+            raise
+
+
+class Deep(Workload):
+    """A network of sixteen layers, forwards and backwards; its memory grows with `size`, the rows of a batch."""
+
+    size_power = 1.0
+    batch_power = 0.0
+    network: torch.nn.Module | None = None
+
+    def step(self, size: int, batch: int) -> StepResult:
+        if self.network is None:
+            layers = (torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.GELU()) for _ in range(16))
+            self.network = torch.nn.Sequential(*layers).to(self.context.device)
+        rows = torch.randn(size, 128, device=self.context.device)
+        self.network(rows).square().mean().backward()
+        self.network.zero_grad()
+        return StepResult(flop=1.0)
+
+    def release(self) -> None:
+        self.network = None
+
+
+class Greedy(Squares):
+    """Takes twice the cap wherever it is told to, and notes whether it got it."""
+
+    where: ClassVar[str] = ""
+    took_bytes: ClassVar[int] = 0
+    obtained: ClassVar[list[str]] = []
+
+    def __init__(self, context: WorkloadContext) -> None:
+        super().__init__(context)
+        self.take("__init__")
+
+    def take(self, where: str) -> None:
+        if where == Greedy.where:
+            torch.ones(Greedy.took_bytes, dtype=torch.uint8, device=self.context.device)
+            Greedy.obtained.append(where)
+
+    def step(self, size: int, batch: int) -> StepResult:
+        self.take("step")
+        return super().step(min(size, 512), batch)
+
+    def resize(self, claim_bytes: int) -> None:
+        self.take("resize")
+
+    def release(self) -> None:
+        self.take("release")
+
+    def check(self, seed: int) -> Check | None:
+        self.take("check")
+        return None
+
+    def move(self) -> int | None:
+        self.take("move")
+        return None
+
+
+def greedy(spec: WorkerSpec, where: str) -> tuple[list[Report], list[str]]:
+    """Run a few steps of a workload that takes too much in one place; what it obtained there comes second."""
+    Greedy.where, Greedy.took_bytes = where, 2 * spec.budget_bytes
+    return slices(spec, [{"duration_s": 0.2}] * 4), Greedy.obtained
+
+
+def moved(spec: WorkerSpec) -> tuple[list[Report], list[str]]:
+    """Time the memory of a greedy workload, which the engine does only on a card."""
+    Greedy.where, Greedy.took_bytes = "move", 2 * spec.budget_bytes
+    engine = Engine(spec)
+    report = slice_of(engine)
+    assert engine._session is not None
+    try:
+        engine._session.bandwidth()
+    except (RuntimeError, MemoryError):
+        return [report], Greedy.obtained
+    return [report], [*Greedy.obtained, "no error"]

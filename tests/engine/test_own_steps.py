@@ -1,0 +1,98 @@
+"""Whatever a user's own step does with memory: real processes, real caps, and every out-of-memory is the kernel's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.engine import own_steps
+from tests.engine.scene import events, own, slices
+from tests.in_child import InChild
+from tests.scene import MIB, spec_of
+from workers.messages import Report, Verdict, WorkerState
+from workers.settings import WorkerSpec
+
+#: As a worker of the rehearsal has.
+BUDGET_BYTES = 212 * MIB
+
+
+def spec(workload: type, **changes: object) -> WorkerSpec:
+    """A worker that is asked for far more than fits."""
+    usual = {"policy": "adaptive", "budget_bytes": BUDGET_BYTES, "size": 65536, "batch": 1, "batch_floor": 1}
+    return spec_of(name=own(workload), **{**usual, "size_floor": 64, **changes})
+
+
+def failures(reports: Sequence[Report]) -> int:
+    return sum(report.counts.steps_oom for report in reports)
+
+
+def share_of_cap(report: Report) -> float:
+    assert report.memory is not None
+    assert report.device is not None
+    return report.memory.peak_bytes / report.device.cap_bytes
+
+
+@pytest.mark.parametrize("workload", [own_steps.Squares, own_steps.Deep, own_steps.KeepsError])
+def test_the_size_is_found_with_three_failures_although_the_step_frees_all_that_it_takes(
+    in_child: InChild, workload: type
+) -> None:
+    reports = in_child(slices, spec(workload), [{}] * 40)
+    assert failures(reports) <= 3
+    assert failures(reports[10:]) == 0
+    assert [report.state for report in reports[10:]] == [WorkerState.RUNNING] * 30
+    assert share_of_cap(reports[-1]) >= 0.95
+
+
+def test_a_step_that_takes_six_times_as_much_every_17th_time_is_expected_and_the_others_stay_large(
+    in_child: InChild,
+) -> None:
+    reports = in_child(slices, spec(own_steps.Uneven), [{}] * (17 * 24))
+    assert all(report.state in {WorkerState.RUNNING, WorkerState.BACKOFF} for report in reports), "nothing rests"
+    assert failures(reports) <= 12
+    late = reports[17 * 14 :]
+    assert failures(late) == 0
+    assert sum(share_of_cap(report) >= 0.9 for report in late) >= 0.9 * len(late)
+
+
+def test_what_stays_after_a_release_is_reported_long_before_nothing_fits(in_child: InChild) -> None:
+    reports = in_child(slices, spec(own_steps.Leaking), [{"duration_s": 0.1}] * 200)
+    kept = [report.memory.kept_bytes for report in reports if report.memory is not None and report.memory.kept_bytes]
+    in_time = next(report for report in reports if (report.memory.kept_bytes or 0) >= report.device.cap_bytes / 3)
+    assert in_time.state is WorkerState.RUNNING
+    assert kept == sorted(kept)
+
+
+def test_no_leak_is_seen_where_there_is_none(in_child: InChild) -> None:
+    reports = in_child(slices, spec(own_steps.Deep), [{}] * 40)
+    assert max(report.memory.kept_bytes or 0 for report in reports) < reports[-1].device.cap_bytes / 8
+
+
+@pytest.mark.parametrize("where", ["step", "resize", "release", "check"])
+def test_the_cap_holds_wherever_the_workloads_code_runs(in_child: InChild, where: str) -> None:
+    greedy = spec(own_steps.Greedy, size=512)
+    reports, obtained = in_child(own_steps.greedy, greedy, where)
+    assert obtained == []
+    assert {report.verdict for report in reports} == {Verdict.OK}
+
+
+def test_the_cap_holds_while_memory_is_timed(in_child: InChild) -> None:
+    _, obtained = in_child(own_steps.moved, spec(own_steps.Greedy, size=512))
+    assert obtained == []
+
+
+def test_a_constructor_that_needs_more_than_the_cap_is_refused_in_words(in_child: InChild) -> None:
+    (report, *_), obtained = in_child(own_steps.greedy, spec(own_steps.Greedy), "__init__")
+    assert (report.verdict, obtained) == (Verdict.INCOMPATIBLE, [])
+    assert "the constructor of workload" in report.reason
+    assert "needs 424 MiB or more, and the cap is " in report.reason
+
+
+def test_an_oom_tells_what_the_step_would_have_held_at_least(in_child: InChild) -> None:
+    reports = in_child(slices, spec(own_steps.Squares), [{}])
+    told = [(event.detail["size"], event.detail["at_least_bytes"]) for event in events(reports, "oom")]
+    assert told
+    for size, at_least_bytes in told:
+        square_bytes = 4 * size * size
+        assert at_least_bytes == pytest.approx(square_bytes * round(at_least_bytes / square_bytes), rel=0.05)
+        assert at_least_bytes > BUDGET_BYTES * 0.8
