@@ -288,9 +288,9 @@ def test_a_leak_is_told_once_for_each_process() -> None:
         assert scene.grow(29) == []
         assert scene.slot.reason == "steady"
         assert scene.grow(30) == [{"growth_bytes": 30 * MIB}]
-        assert scene.slot.reason == "LEAK: its memory grew by 30 MiB while its work stayed the same"
+        assert scene.slot.reason == "LEAK: its process keeps 30 MiB that its work does not need"
         assert scene.grow(40) == []
-        assert scene.slot.reason == "LEAK: its memory grew by 40 MiB while its work stayed the same"
+        assert scene.slot.reason == "LEAK: its process keeps 40 MiB that its work does not need"
         scene.feed(scene.failure())
         scene.feed(Tick(), later_s=10)
     assert scene.slot.restarts == 2
@@ -320,7 +320,7 @@ def test_a_leak_up_to_the_limit_is_a_fresh_process_and_no_death() -> None:
         HeadState.RESTARTING,
         scene.now_s,
     )
-    assert scene.slot.reason == "its memory grew by 60 MiB while its work stayed the same; its process was replaced"
+    assert scene.slot.reason == "its process keeps 60 MiB that its work does not need; its process was replaced"
     assert (scene.slot.deaths_at_s, scene.slot.in_flight) == ((), ())
     assert counters_of(scene.slot) == counters(restarts=1, steps_lost_upper_bound=queued.step_limit)
     assert [(submit.incarnation, submit.step_limit) for submit in submits(scene.feed(Tick()))] == [(1, 1)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from tests.engine import own_steps
 from tests.engine.scene import own, slices
 from tests.gpu.scene import ON_A_CARD, spec_of
-from tests.in_child import InChild
 from workers.messages import Report, Verdict, WorkerState
 from workers.settings import WorkerSpec
 
@@ -24,7 +26,7 @@ def failures(reports: list[Report]) -> int:
 
 
 @pytest.mark.parametrize("workload", [own_steps.Squares, own_steps.Deep, own_steps.KeepsError])
-def test_the_size_is_found_with_three_failures(in_child: InChild, workload: type) -> None:
+def test_the_size_is_found_with_three_failures(in_child: Callable[..., Any], workload: type) -> None:
     reports = in_child(slices, spec(workload), [{}] * 40)
     assert failures(reports) <= 3
     assert failures(reports[10:]) == 0
@@ -32,13 +34,13 @@ def test_the_size_is_found_with_three_failures(in_child: InChild, workload: type
     assert reports[-1].memory.peak_bytes >= 0.95 * reports[-1].device.cap_bytes
 
 
-def test_a_heavy_step_every_17th_time_is_expected(in_child: InChild) -> None:
+def test_a_heavy_step_every_17th_time_is_expected(in_child: Callable[..., Any]) -> None:
     reports = in_child(slices, spec(own_steps.Uneven), [{}] * (17 * 24))
     assert failures(reports) <= 12
     assert failures(reports[17 * 14 :]) == 0
 
 
-def test_what_stays_after_a_release_is_reported_long_before_nothing_fits(in_child: InChild) -> None:
+def test_what_stays_after_a_release_is_reported_long_before_nothing_fits(in_child: Callable[..., Any]) -> None:
     leaking = spec_of(
         name=own(own_steps.Leaking), policy="adaptive", size=262_144, batch=1, batch_floor=1, budget_bytes=2 * 2**30
     )
@@ -47,7 +49,7 @@ def test_what_stays_after_a_release_is_reported_long_before_nothing_fits(in_chil
     assert in_time.state is WorkerState.RUNNING
 
 
-def test_a_constructor_that_needs_more_than_the_cap_is_refused_in_words(in_child: InChild) -> None:
+def test_a_constructor_that_needs_more_than_the_cap_is_refused_in_words(in_child: Callable[..., Any]) -> None:
     (report, *_), obtained = in_child(own_steps.greedy, spec(own_steps.Greedy), "__init__")
     assert (report.verdict, obtained) == (Verdict.INCOMPATIBLE, [])
     assert "the constructor of workload" in report.reason

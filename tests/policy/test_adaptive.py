@@ -384,9 +384,8 @@ class TestLearned:
         assert card.last.batch >= 0.8 * 600
 
 
-def test_what_rests_says_why_and_goes_on_a_minute_later() -> None:
+def test_what_rests_because_nothing_has_ever_ended_well_says_why_and_goes_on_a_minute_later() -> None:
     card = mlp(allowed_bytes=700 * MIB, failures_per_minute=2)
-    card.slice(12)
     card.takes = lambda _size, _batch: 1 << 40
     while not isinstance(ended := card.slice(), Emergency):
         pass
@@ -395,6 +394,21 @@ def test_what_rests_says_why_and_goes_on_a_minute_later() -> None:
     card.now_s += 60.0
     assert isinstance(card.slice(), Run)
     assert "within a minute" in ended.reason or "smallest" in ended.reason
+
+
+def test_after_too_many_failures_it_goes_on_at_what_has_ended_well_under_no_more_memory() -> None:
+    card = mlp(allowed_bytes=300 * MIB, failures_per_minute=2)
+    card.slice(12)
+    small = card.last
+    card.allowed_bytes = 700 * MIB
+    card.slice(12)
+    large = card.last
+    card.takes = lambda size, batch: 1 << 40 if batch > small.batch else by_batch(size, batch)
+    for _ in range(20):
+        assert not isinstance(card.slice(), Emergency)
+    assert small.batch < large.batch
+    assert 0 < card.last.batch <= small.batch
+    assert card.last.batch >= small.batch / 2
 
 
 class TestResume:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from functools import reduce
 from random import Random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,14 +51,9 @@ def test_few_samples_are_worth_less_than_many() -> None:
     assert once.error > 2 * often.error
 
 
-def test_memory_taken_shows_at_once_and_memory_given_at_the_second_sample() -> None:
-    level = fed(noisy(100))
-    taken = sampled(level, 2 * GIB)
-    assert taken.level_bytes == 2 * GIB
-    once = sampled(level, 8 * GIB)
-    assert once.level_bytes == level.level_bytes
-    assert sampled(once, 8 * GIB).level_bytes == 8 * GIB
-    assert sampled(sampled(once, 4 * GIB), 8 * GIB).level_bytes < 5 * GIB
+@pytest.mark.parametrize("now_bytes", [2 * GIB, 8 * GIB], ids=["taken", "given"])
+def test_memory_that_is_taken_or_given_shows_at_once(now_bytes: int) -> None:
+    assert sampled(fed(noisy(100)), now_bytes).level_bytes == now_bytes
 
 
 def test_an_exact_sample_is_used_as_it_is_and_others_are_not() -> None:

@@ -96,9 +96,9 @@ def test_probes_are_rationed_and_earned_again() -> None:
     assert bracket.allowed(100, BOUNDS, LONG_S, promised=False) > 100
 
 
-def test_nothing_is_forgotten_while_nothing_runs() -> None:
-    bracket = Bracket(good=100).ran_out(BOUNDS, 200, 0.0).ended_well(100, 0.0)
-    awake = bracket.rested(60.0)
-    assert awake.bad_until_s == bracket.bad_until_s + 60.0
-    assert awake.may_probe(LONG_S + 60.0) == bracket.may_probe(LONG_S)
-    assert awake.probes_at_s == bracket.probes_at_s + 60.0
+def test_memory_that_is_taken_costs_no_probe() -> None:
+    """A row of failures that begins at a size that had ended well says nothing about larger ones."""
+    bracket = Bracket(good=100)
+    for _ in range(5):
+        bracket = bracket.ran_out(BOUNDS, 100, 0.0).ran_out(BOUNDS, 80, 0.0).ended_well(100, 0.0)
+    assert bracket.probes == Bracket().probes

@@ -221,8 +221,10 @@ class SizerMachine(RuleBasedStateMachine):
                 assert lately >= self.loop.bounds.failures_per_minute, "it rests for failures that are long past"
 
     @invariant()
-    def failures_within_a_minute_stay_within_what_is_allowed(self) -> None:
-        allowed = self.loop.bounds.failures_per_minute
+    def failures_within_a_minute_stay_within_what_is_allowed_and_what_it_takes_to_shrink_without_a_pause(self) -> None:
+        """Each further one is of a proven size, or leads to a size that is smaller by a third at the least."""
+        bounds = self.loop.bounds
+        allowed = bounds.failures_per_minute + 1 + math.ceil(math.log(bounds.largest / bounds.smallest, 1.5))
         failures_s = [turn.ended_at_s for turn in self.loop.tries if turn.failed]
         for first_s, one_too_many_s in zip(failures_s, failures_s[allowed:], strict=False):
             assert one_too_many_s - first_s >= sizer.WINDOW_S - TRIFLE_S

@@ -52,7 +52,8 @@ def test_the_targets_are_met_in_fresh_worlds(target: Target, rate_per_s: float) 
     assert min(outcome.score for outcome in outcomes) >= target.worst
     minutes = sum(world.duration_s for world in fresh) / 60
     assert sum(outcome.failures for outcome in outcomes) / minutes <= target.failures_per_minute
-    assert max(outcome.worst_minute for outcome in outcomes) <= FAILURES_PER_MINUTE
+    assert max(outcome.worst_minute for outcome in outcomes) <= FAILURES_PER_MINUTE + 2
+    assert max(outcome.rest_share for outcome in outcomes) <= 0.02
 
 
 def run(world: World, learned: Learned | None = None) -> tuple[AdaptiveSize, Outcome]:

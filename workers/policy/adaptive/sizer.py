@@ -72,6 +72,8 @@ class Sizer(NamedTuple):
     """What is known after some events; an immutable value, changed with `_replace`."""
 
     bracket: Bracket = Bracket()
+    has_worked: bool = False
+    """Whether a step has ended well."""
     proofs: Proofs = ()
     line: Footprint | None = None
     level: Level | None = None
@@ -122,7 +124,9 @@ def asked(state: Sizer, bounds: Bounds, at_s: float, free_bytes: int | None) -> 
     """
     state = _sampled(state, bounds, at_s, free_bytes)
     if len(state.failures) >= bounds.failures_per_minute and state.wake_s is None:
-        return state._replace(reason="", factor=1.0), _safe(state, bounds, at_s)
+        safe = _safe(state, bounds, at_s)
+        reason = "" if safe else f"{len(state.failures)} failures within a minute, and no size is known to fit"
+        return state._replace(reason=reason, factor=1.0), safe
     promised = _promised(state, bounds)
     if state.wake_s is None and promised is not None and promised < bounds.smallest:
         # The line says so; where it was never measured, the smallest size may show at once that it is wrong there.
@@ -166,6 +170,7 @@ def succeeded(state: Sizer, bounds: Bounds, at_s: float, size: int, peak_bytes: 
         line = measured(line, x, peak_bytes, at_s)
     state = state._replace(
         bracket=bracket,
+        has_worked=True,
         proofs=proven(state.proofs, Proof(size, _memory_bytes(state), at_s)),
         line=line,
         doubts=doubts,
@@ -304,10 +309,15 @@ def _memory_bytes(state: Sizer) -> float:
     return 0.0 if state.level is None else state.level.likely_bytes
 
 
-def _safe(state: Sizer, bounds: Bounds, at_s: float) -> int:
-    """Return the largest size that has ended well lately under no more memory than now; half of what failed if none."""
+def _safe(state: Sizer, bounds: Bounds, at_s: float) -> int | None:
+    """Return the largest size that has ended well lately under no more memory than now, or half of what failed since.
+
+    `None` if nothing has ever ended well.
+    """
     size = largest_proven(state.proofs, math.inf if state.level is None else state.level.likely_bytes, at_s)
-    return bounds.down(min(size for _, size in state.failures) // 2) if size is None else size
+    if size is not None or not state.has_worked:
+        return size
+    return bounds.down(min(size for _, size in state.failures) // 2)
 
 
 def _guess(state: Sizer, bounds: Bounds, size: int, at_least_bytes: int | None) -> float:
