@@ -184,6 +184,13 @@ def traceback_text(exc: BaseException) -> str:
     return text[:head_chars] + _CUT + text[-tail_chars:]
 
 
+def place(exc: BaseException) -> str:
+    """Return file and line of the user's code that raised `exc`: the deepest frame outside installed packages."""
+    frames = traceback.extract_tb(exc.__traceback__)
+    own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else "an unknown place"
+
+
 def _chain(exc: BaseException, handled: BaseException | None) -> Iterator[BaseException]:
     """Yield `exc` and what is chained to it, nearest first, each once."""
     waiting: deque[BaseException | None] = deque([exc])

@@ -263,6 +263,24 @@ class Session:
         return f"{self.allowed_bytes / MIB:.0f} of {cap_bytes / MIB:.0f} MiB: {why}"
 
 
+def _make_workload(spec: WorkerSpec, device: Device, context: WorkloadContext) -> Workload:
+    """Make the workload under the cap; `IncompatibleError` if it can never fit, else whatever its constructor raises."""
+    make = find_workload(spec.workload.name)
+    try:
+        with device.enforced():
+            return make(context)
+    except Exception as error:
+        failure = oom.classify(error)
+        held_bytes = device.held_bytes() + (failure.requested_bytes or 0)
+        if failure.kind is not FailureKind.DEFINITE or held_bytes <= device.most_bytes:
+            raise
+    raise IncompatibleError(
+        f"{spec.slot}: the constructor of workload {spec.workload.name} needs {held_bytes / MIB:.0f} MiB or more, and "
+        f"the cap is {device.most_bytes / MIB:.0f} MiB; allocate in `step` what its size decides, or raise "
+        f"nodes.{spec.node}.vram_per_worker_gib"
+    )
+
+
 def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
     """Open device and workload.
 
@@ -281,20 +299,7 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
         device = open_device(spec)
         thermal = ThermalControl(spec, device.info.uuid)
         context = WorkloadContext(device=device.torch_device, dtype=device.torch_dtype, seed=spec.workload.seed)
-        make = find_workload(spec.workload.name)
-        try:
-            with device.enforced():
-                workload = make(context)
-        except Exception as error:
-            failure = oom.classify(error)
-            held_bytes = device.held_bytes() + (failure.requested_bytes or 0)
-            if failure.kind is FailureKind.DEFINITE and held_bytes > device.most_bytes:
-                raise IncompatibleError(
-                    f"{spec.slot}: the constructor of workload {spec.workload.name} needs {held_bytes / MIB:.0f} MiB "
-                    f"or more, and the cap is {device.most_bytes / MIB:.0f} MiB; allocate in `step` what its size "
-                    f"decides, or raise nodes.{spec.node}.vram_per_worker_gib"
-                ) from None
-            raise
+        workload = _make_workload(spec, device, context)
         if spec.step_faults is not None:
             chaos = ChaoticWorkload(workload, spec.step_faults)
             workload = cast("Workload", chaos)
@@ -302,7 +307,7 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
         raise
     except Exception as error:  # noqa: BLE001 - any failure of a driver or a user's constructor becomes a sentence
         failure = oom.classify(error)
-        text = f"{type(error).__name__}: {failure.text}"
+        text = f"{type(error).__name__}: {failure.text}, at {oom.place(error)}"
     if failure is not None:
         if failure.kind is FailureKind.OTHER:
             raise IncompatibleError(f"{spec.slot}: cannot start: {text}")
