@@ -264,7 +264,7 @@ class Session:
 
 
 def _make_workload(spec: WorkerSpec, device: Device, context: WorkloadContext) -> Workload:
-    """Make the workload under the cap; `IncompatibleError` if it can never fit, else whatever its constructor raises."""
+    """Make the workload under its cap; `IncompatibleError` if it can never fit, else what its constructor raises."""
     make = find_workload(spec.workload.name)
     try:
         with device.enforced():
