@@ -8,7 +8,7 @@ worker does) and ends nothing (`lifecycle.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from workers.messages import Report
 
@@ -34,6 +34,8 @@ class LeakWatch:
     recent_bytes: tuple[int, ...] = ()
     kept_bytes: int | None = None
     """What the process kept after its last release; `None` before the first."""
+    reports: int = 0
+    """Of the process, whatever its work was."""
 
     @property
     def growth_bytes(self) -> int | None:
@@ -63,14 +65,21 @@ def observed(watch: LeakWatch, report: Report) -> LeakWatch:
     kept_bytes = None if report.memory is None else report.memory.kept_bytes
     work = (report.incarnation, report.size, report.batch, report.claim_bytes)
     if work != watch.work:
-        return LeakWatch(work=work, kept_bytes=kept_bytes)
+        return LeakWatch(work=work, kept_bytes=kept_bytes, reports=watch.reports + 1)
     seen = watch.seen + 1
     base_bytes, recent_bytes = watch.base_bytes, watch.recent_bytes
     if seen > _SETTLING + _BASE:
         recent_bytes = (*recent_bytes, held_bytes)[-_RECENT:]
     elif seen > _SETTLING:
         base_bytes = max(held_bytes, base_bytes or 0)
-    return LeakWatch(work=work, seen=seen, base_bytes=base_bytes, recent_bytes=recent_bytes, kept_bytes=kept_bytes)
+    return replace(
+        watch,
+        seen=seen,
+        base_bytes=base_bytes,
+        recent_bytes=recent_bytes,
+        kept_bytes=kept_bytes,
+        reports=watch.reports + 1,
+    )
 
 
 def _held_bytes(report: Report) -> int | None:

@@ -27,8 +27,8 @@ from orchestrator.core.slot import (
 from workers.messages import WorkerState
 from workers.units import MIB
 
-#: A process that keeps too much so soon after it was started is no better than one that dies.
-_AT_ONCE_S: Final = 5.0
+#: A process that keeps too much by its first reports is no better than one that dies.
+_AT_ONCE_REPORTS: Final = 3
 
 
 def died(slot: Slot, why: str, moment: Moment, *, before: tuple[Command, ...] = ()) -> Transition:
@@ -54,7 +54,7 @@ def no_memory_for_context(slot: Slot, why: str, moment: Moment) -> Transition:
 
 def leaked(slot: Slot, growth_bytes: int, moment: Moment) -> Transition:
     """Replace a process that keeps more and more memory. Not a death, unless it did so at once: it did its work."""
-    if slot.working_since_s is not None and moment.now_s - slot.working_since_s < _AT_ONCE_S:
+    if slot.leak.reports <= _AT_ONCE_REPORTS:
         return died(slot, leak_words(growth_bytes), moment, before=(Restart(),))
     slot, why = replace(_restarted(slot), ending=True), f"{leak_words(growth_bytes)}; its process was replaced"
     return _pausing(slot, HeadState.RESTARTING, why, moment.now_s), (Forget(), Restart())

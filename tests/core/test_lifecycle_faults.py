@@ -328,6 +328,42 @@ def test_a_leak_up_to_the_limit_is_a_fresh_process_and_no_death() -> None:
     assert scene.slot.phase is Phase.WORKING
 
 
+def keeping(mib: int) -> dict[str, Any]:
+    """Report fields of a worker whose process kept so much after a release, at a size of its own."""
+    return {"memory": replace(MEMORY, kept_bytes=mib * MIB), "size": 64 * mib}
+
+
+def test_what_stays_after_a_release_is_a_leak_whatever_the_size_was() -> None:
+    """The cap is 200 MiB: a sixth is told, a third is too much."""
+    scene = Leaking.joined(leak_flag_bytes=256 * MIB, leak_limit_bytes=1024 * MIB)
+    assert [scene.hold(100, **keeping(mib)) for mib in (1, 10, 33)] == [[], [], []]
+    assert scene.hold(100, **keeping(34)) == [{"growth_bytes": 34 * MIB}]
+    assert scene.slot.reason == "LEAK: its process keeps 34 MiB that its work does not need"
+    scene.hold(100, **keeping(66))
+    assert scene.slot.phase is Phase.WORKING
+    scene.hold(100, **keeping(67))
+    assert (scene.slot.state, scene.slot.deaths_at_s, scene.slot.restarts) == (HeadState.RESTARTING, (), 1)
+    assert scene.slot.reason == "its process keeps 67 MiB that its work does not need; its process was replaced"
+
+
+def test_where_nothing_runs_any_more_an_eighth_of_the_cap_is_too_much() -> None:
+    scene = Leaking.joined(leak_flag_bytes=256 * MIB, leak_limit_bytes=1024 * MIB)
+    for _ in range(6):
+        scene.hold(100)
+    scene.hold(100, **keeping(24), state=WorkerState.EMERGENCY)
+    scene.hold(100, **keeping(25))
+    assert scene.slot.phase is Phase.WORKING
+    scene.hold(100, **keeping(25), state=WorkerState.EMERGENCY)
+    assert (scene.slot.state, scene.slot.deaths_at_s) == (HeadState.RESTARTING, ())
+
+
+def test_a_process_that_keeps_too_much_at_once_counts_as_a_death() -> None:
+    """Or a slot would be busy with nothing but new processes for the whole night."""
+    scene = Leaking.joined(leak_limit_bytes=1024 * MIB)
+    scene.hold(100, **keeping(150))
+    assert (scene.slot.state, len(scene.slot.deaths_at_s)) == (HeadState.RESTARTING, 1)
+
+
 def test_a_fresh_process_that_has_measured_nothing_yet_is_not_replaced_for_what_the_last_one_held() -> None:
     scene = Leaking.joined(leak_limit_bytes=60 * MIB)
     scene.settle()
