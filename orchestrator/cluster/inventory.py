@@ -21,8 +21,8 @@ from orchestrator.core.fleet import NodeAnswer
 from workers.host.facts import MachineFacts
 from workers.host.machine import look_around
 
-#: A process starts in a second or two and torch loads in some more, on a busy PC with a slow disk in a minute.
-_ANSWER_S = 90.0
+#: A process starts in a second or two and torch loads in some more; on a PC with a load of 10, 90 s were too few.
+_ANSWER_S = 180.0
 
 #: Once a process is there, its clock is a matter of milliseconds.
 _CLOCK_S = 15.0

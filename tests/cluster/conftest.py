@@ -56,7 +56,7 @@ class Head:
         """Wait for something while the run goes on; if it does not come, say what the log said last."""
 
         def asked() -> bool:
-            assert self.process.poll() is None, f"the run ended early: {self.process.communicate()[1]}"
+            assert self.process.poll() is None, f"the run ended early: {self.process.communicate()}"
             return bool(ask())
 
         try:

@@ -110,7 +110,7 @@ def test_crashed_and_leaking_workers_are_replaced_and_a_card_on_which_all_die_is
         return back and given_up and rows["pc1/2"]["restarts"] >= 1 and "pc1/3" in told
 
     summary = head.interrupt_when(all_came_to_their_end, "two slots that are back, one replaced, one leak, one card")
-    assert summary["steps_error"] == summary["oom_count"] == 0
+    assert summary["steps_error"] == 0
     events = head.events()
     rows = {row["slot"]: row for row in summary["workers"]}
 

@@ -85,7 +85,9 @@ class CpuDevice:
         before_bytes = process_memory().data_bytes
         self._emergency = EmergencyProduct(spec.memory.emergency_size, self.torch_device)
         # The kernel library builds what it keeps, so that this is charged to the context and not to the cap.
-        torch.mm(*(torch.ones((512, 512), dtype=self.torch_dtype),) * 2)
+        ones = torch.ones((512, 512), dtype=self.torch_dtype)
+        torch.mm(ones, ones)
+        del ones
         gc.collect()
         self._now = self._base = process_memory()
         self._opened_bytes = self._base.data_bytes
