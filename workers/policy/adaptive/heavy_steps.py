@@ -93,7 +93,7 @@ class HeavySteps(NamedTuple):
     def passed(self, *, failed: bool = False) -> HeavySteps:
         """Return what is known after an ordinary step; `failed`: for another reason than its weight."""
         if failed:
-            return self._replace(slack=self.slack + 1, due=self.due, streak=False)
+            return self._replace(slack=self.slack + 1, streak=False)
         if self.period is None or self.ordinary != self.due or self.failed:
             return self._replace(ordinary=self.ordinary + 1, failed=False, streak=False)
         if self.misses + 1 >= _MISSES:

@@ -171,7 +171,7 @@ def succeeded(state: Sizer, bounds: Bounds, at_s: float, size: int, peak_bytes: 
     state = state._replace(
         bracket=bracket,
         has_worked=True,
-        proofs=proven(state.proofs, Proof(size, _memory_bytes(state), at_s)),
+        proofs=proven(state.proofs, Proof(size, _memory_bytes(state, unknown=0.0), at_s)),
         line=line,
         doubts=doubts,
         contradicted_bytes=contradicted_bytes,
@@ -188,7 +188,7 @@ def failed(state: Sizer, bounds: Bounds, at_s: float, size: int, at_least_bytes:
     ordinary_size = int(size * state.factor ** (1.0 / bounds.power))
     failures = (*state.failures, (at_s, ordinary_size))[-2 * bounds.failures_per_minute :]
     if state.factor == 1.0:
-        state = state._replace(proofs=refuted(state.proofs, size, _memory_bytes(state)))
+        state = state._replace(proofs=refuted(state.proofs, size, _memory_bytes(state, unknown=math.inf)))
     heavy, line = state.heavy, state.line
     x = float(max(1, size)) ** bounds.power
     shown = None if line is None or not line.predicts(x) else (at_least_bytes or 0) / line.bytes_at(x)
@@ -305,8 +305,8 @@ def _regular(state: Sizer, heavy: HeavySteps) -> Sizer:
     )
 
 
-def _memory_bytes(state: Sizer) -> float:
-    return 0.0 if state.level is None else state.level.likely_bytes
+def _memory_bytes(state: Sizer, unknown: float) -> float:
+    return unknown if state.level is None else state.level.likely_bytes
 
 
 def _safe(state: Sizer, bounds: Bounds, at_s: float) -> int | None:
@@ -314,7 +314,7 @@ def _safe(state: Sizer, bounds: Bounds, at_s: float) -> int | None:
 
     `None` if nothing has ever ended well.
     """
-    size = largest_proven(state.proofs, math.inf if state.level is None else state.level.likely_bytes, at_s)
+    size = largest_proven(state.proofs, _memory_bytes(state, unknown=math.inf), at_s)
     if size is not None or not state.has_worked:
         return size
     return bounds.down(min(size for _, size in state.failures) // 2)
