@@ -48,6 +48,10 @@ _FALL_FADES_S: Final = 1.0
 _LARGEST_JITTER: Final = 0.12
 _JITTER_LASTS_S: Final = 120.0
 
+#: Memory that fell at once by more than this share may do so again, and come back between two samples, for so long.
+_DROP: Final = 0.2
+_DROP_LASTS_S: Final = 300.0
+
 
 class Level(NamedTuple):
     """What the samples so far say; an immutable value, changed with `_replace`."""
@@ -73,6 +77,10 @@ class Level(NamedTuple):
     """The same, because a step has failed for so little."""
     jitter_left_s: float = 0.0
     """For how long that is still expected."""
+    low_bytes: float | None = None
+    """The lowest sample after which memory had fallen at once, lately."""
+    low_left_s: float = 0.0
+    """For how long it may be there again."""
 
     @property
     def error(self) -> float:
@@ -123,6 +131,11 @@ def sampled(
     jitter = level.jitter if jitter_left_s > 0.0 else 0.0
     if exact and failed and jitter < fell <= _LARGEST_JITTER:
         jitter, jitter_left_s = fell, _JITTER_LASTS_S
+    low_bytes, low_left_s = (level.low_bytes, level.low_left_s - passed_s)
+    if low_left_s <= 0.0:
+        low_bytes = None
+    if miss < -max(cut, _DROP):
+        low_bytes, low_left_s = min(sample_bytes, low_bytes or sample_bytes), _DROP_LASTS_S
     return Level(
         level_bytes=level.level_bytes + follow * (sample_bytes - level.level_bytes),
         sample_bytes=sample_bytes,
@@ -135,4 +148,6 @@ def sampled(
         fall=fall,
         jitter=jitter,
         jitter_left_s=jitter_left_s,
+        low_bytes=low_bytes,
+        low_left_s=low_left_s,
     )

@@ -75,6 +75,8 @@ class Sizer(NamedTuple):
     has_worked: bool = False
     """Whether a step has ended well."""
     proofs: Proofs = ()
+    unrefuted: Proofs = ()
+    """The same before the last failure: what remains of it if the next sample shows that memory was taken."""
     line: Footprint | None = None
     level: Level | None = None
     heavy: HeavySteps = HeavySteps()
@@ -188,7 +190,10 @@ def failed(state: Sizer, bounds: Bounds, at_s: float, size: int, at_least_bytes:
     ordinary_size = int(size * state.factor ** (1.0 / bounds.power))
     failures = (*state.failures, (at_s, ordinary_size))[-2 * bounds.failures_per_minute :]
     if state.factor == 1.0:
-        state = state._replace(proofs=refuted(state.proofs, size, _memory_bytes(state, unknown=math.inf)))
+        unrefuted = state.unrefuted if state.unsure else state.proofs
+        state = state._replace(
+            unrefuted=unrefuted, proofs=refuted(state.proofs, size, _memory_bytes(state, unknown=math.inf))
+        )
     heavy, line = state.heavy, state.line
     x = float(max(1, size)) ** bounds.power
     shown = None if line is None or not line.predicts(x) else (at_least_bytes or 0) / line.bytes_at(x)
@@ -248,12 +253,18 @@ def _judged(state: Sizer, bounds: Bounds) -> Sizer:
     if bad is None or line is None or level is None:
         return state
     x = float(bad) ** bounds.power
-    if level.likely_bytes < line.bytes_at(x) and state.doubts < _DOUBTS:
+    low_bytes = min(level.likely_bytes, level.low_bytes or math.inf)  # it may be back already
+    if low_bytes < line.bytes_at(x) and state.doubts < _DOUBTS:
         heavy = state.heavy
         if state.unmet is not None:
             heavy = state.unmet._replace(ordinary=heavy.ordinary)
         return state._replace(
-            bracket=state.bracket.forgiven(), doubts=0, contradicted_bytes=None, heavy=heavy, unmet=None
+            bracket=state.bracket.forgiven(),
+            doubts=0,
+            contradicted_bytes=None,
+            heavy=heavy,
+            unmet=None,
+            proofs=refuted(state.unrefuted, bad, low_bytes),
         )
     if state.heavy.confirmed:
         return state._replace(bracket=state.bracket.forgiven(), unmet=None)
@@ -278,9 +289,14 @@ def _believed(state: Sizer) -> bool:
 def _promised(state: Sizer, bounds: Bounds) -> float | None:
     """Return the largest size that memory allows; `None` when it is unknown."""
     line, level = state.line, state.level
-    if line is None or level is None or state.unsure or not _believed(state):
+    if line is None or level is None or not _believed(state):
         return None
-    x = line.largest_x(level.usable_bytes)
+    usable_bytes = level.usable_bytes
+    if state.unsure:  # memory was taken, or a probe failed
+        if level.low_bytes is None or not state.bracket.taken:
+            return None
+        usable_bytes = min(usable_bytes, level.low_bytes)
+    x = line.largest_x(usable_bytes)
     if x <= 0:
         return 0.0
     power = 1.0 / bounds.power
