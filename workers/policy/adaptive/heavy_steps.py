@@ -72,10 +72,10 @@ class HeavySteps(NamedTuple):
             return self._replace(ratio=ratio, failed=failed, streak=not failed)
         places = (*self.places, self.ordinary)[-_REMEMBERED:]
         period, due, misses, confirmed = self.period, self.due, self.misses, self.confirmed
-        if period is None:
-            period = _period(places)
-            due, misses = self.ordinary + (period or 0), 0
-        elif self.is_due or self.ordinary - self.places[-1] == period:
+        found = _period(places)
+        if found is not None and (period is None or found < period):
+            period, due, misses = found, self.ordinary + found, 0
+        elif period is not None and (self.is_due or self.ordinary - self.places[-1] == period):
             due, misses, confirmed = self.ordinary + period, 0, True
         return HeavySteps(
             ordinary=self.ordinary,
@@ -94,13 +94,13 @@ class HeavySteps(NamedTuple):
         """Return what is known after an ordinary step; `failed`: for another reason than its weight."""
         if failed:
             return self._replace(slack=self.slack + 1, streak=False)
-        if self.period is None or self.ordinary != self.due or self.failed:
+        if self.period is None or self.ordinary < self.due or self.failed:
             return self._replace(ordinary=self.ordinary + 1, failed=False, streak=False)
         if self.misses + 1 >= _MISSES:
             return HeavySteps(ordinary=self.ordinary + 1)
         return self._replace(
             ordinary=self.ordinary + 1,
-            due=self.due + self.period,
+            due=self.due + self.period * (1 + (self.ordinary - self.due) // self.period),
             slack=0,
             misses=self.misses + 1,
             failed=False,

@@ -18,6 +18,9 @@ _APART: Final = 1.5
 #: A failure says the same of sizes down to this share of the one that failed.
 _REFUTED: Final = 0.8
 
+#: Memory that differs by no more is the same: samples are noisy.
+_ALIKE: Final = 0.95
+
 
 class Proof(NamedTuple):
     """A size that ended well under so much memory."""
@@ -47,5 +50,5 @@ def refuted(proofs: Proofs, size: int, memory_bytes: float) -> Proofs:
 
 def largest_proven(proofs: Proofs, memory_bytes: float, at_s: float) -> int | None:
     """Return the largest size that has ended well lately under no more memory; `None` if there is none."""
-    fit = (proof.size for proof in proofs if proof.memory_bytes <= memory_bytes and at_s < proof.at_s + _LASTS_S)
+    fit = (proof.size for proof in proofs if _ALIKE * proof.memory_bytes <= memory_bytes and at_s < proof.at_s + _LASTS_S)
     return max(fit, default=None)

@@ -125,10 +125,13 @@ def asked(state: Sizer, bounds: Bounds, at_s: float, free_bytes: int | None) -> 
     `free_bytes` is all that the step may use, own memory counted back; `None` if nothing was measured since the last.
     """
     state = _sampled(state, bounds, at_s, free_bytes)
+    factor = state.heavy.factor(at_s)
     if len(state.failures) >= bounds.failures_per_minute and state.wake_s is None:
         safe = _safe(state, bounds, at_s)
-        reason = "" if safe else f"{len(state.failures)} failures within a minute, and no size is known to fit"
-        return state._replace(reason=reason, factor=1.0), safe
+        if safe is None:
+            reason = f"{len(state.failures)} failures within a minute, and no size is known to fit"
+            return state._replace(reason=reason, factor=1.0), None
+        return state._replace(reason="", factor=factor), _shared(state, bounds, safe, factor)
     promised = _promised(state, bounds)
     if state.wake_s is None and promised is not None and promised < bounds.smallest:
         # The line says so; where it was never measured, the smallest size may show at once that it is wrong there.
@@ -142,11 +145,8 @@ def asked(state: Sizer, bounds: Bounds, at_s: float, free_bytes: int | None) -> 
             return state._replace(reason="", factor=1.0), bounds.smallest
         why = "is out of memory" if state.bracket.in_row else "needs more than is free"
         return state._replace(reason=f"the smallest size ({bounds.smallest}) {why}"), None
-    factor = state.heavy.factor(at_s)
     size = _size(state, bounds, promised, at_s)
-    if factor > 1.0:
-        size = min(size, _shared(state, bounds, size, factor))
-    return state._replace(reason="", factor=factor), size
+    return state._replace(reason="", factor=factor), _shared(state, bounds, size, factor)
 
 
 def succeeded(state: Sizer, bounds: Bounds, at_s: float, size: int, peak_bytes: int | None) -> Sizer:
@@ -265,6 +265,7 @@ def _judged(state: Sizer, bounds: Bounds) -> Sizer:
             heavy=heavy,
             unmet=None,
             proofs=refuted(state.unrefuted, bad, low_bytes),
+            low_bytes=None if state.low_bytes is None else min(state.low_bytes, low_bytes),
         )
     if state.heavy.confirmed:
         return state._replace(bracket=state.bracket.forgiven(), unmet=None)
@@ -346,12 +347,14 @@ def _guess(state: Sizer, bounds: Bounds, size: int, at_least_bytes: int | None) 
 
 
 def _shared(state: Sizer, bounds: Bounds, size: int, factor: float) -> int:
-    """Return the size whose step fits although it takes so many times what the line says."""
+    """Return the size no larger than this one whose step fits although it takes so many times what the line says."""
     line, level = state.line, state.level
+    if factor == 1.0:
+        return size
     if line is None or level is None or not _believed(state):
         return bounds.down(size / factor ** (1.0 / bounds.power))
     x = max(1.0, line.largest_x(level.usable_bytes / factor))
-    return bounds.down(x ** (1.0 / bounds.power))
+    return min(size, bounds.down(x ** (1.0 / bounds.power)))
 
 
 def _size(state: Sizer, bounds: Bounds, promised: float | None, now_s: float) -> int:
