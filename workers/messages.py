@@ -126,6 +126,8 @@ class DeviceInfo:
     context_bytes: int
     """What the process holds on the device before any tensor, measured (or assumed: see `context_source`)."""
     context_source: str
+    peak_source: str
+    """How the highest memory of a step is measured, or why it is not."""
     cap_bytes: int
     """As read back from whatever enforces it."""
     dtype: str

@@ -140,6 +140,7 @@ def _report(worker: _Worker, directive: Directive, drawn: random.Random) -> Repo
             total_bytes=_CARD_BYTES,
             context_bytes=_CONTEXT_BYTES,
             context_source="measured",
+            peak_source="measured",
             cap_bytes=cap_bytes,
             dtype="fp16",
             threads=1,

@@ -126,7 +126,10 @@ def test_crashed_and_leaking_workers_are_replaced_and_a_card_on_which_all_die_is
 
     leaky, slightly = rows["pc1/2"], rows["pc1/3"]
     assert len(causes("pc1/2")) == leaky["restarts"] >= 1
-    assert all("its memory grew by" in cause and "was replaced" in cause for cause in causes("pc1/2"))
+    odd = [
+        cause for cause in causes("pc1/2") if not ("that its work does not need" in cause and "was replaced" in cause)
+    ]
+    assert odd == []
     assert leaky["state"] in {"RUNNING", "RESTARTING"}
     assert slightly["restarts"] == 0
     assert slightly["state"] == "RUNNING"
@@ -140,7 +143,7 @@ def test_crashed_and_leaking_workers_are_replaced_and_a_card_on_which_all_die_is
         assert rows[slot]["state"] == "QUARANTINED"
         assert rows[slot]["reason"] == given_up["reason"]
         assert rows[slot]["restarts"] >= 3
-    assert slightly["reason"].startswith("LEAK: its memory grew by")
+    assert slightly["reason"].startswith("LEAK: its process keeps ")
 
 
 @pytest.mark.alone(free_ram_gib=10.0)

@@ -50,6 +50,7 @@ CPU = DeviceInfo(
     total_bytes=None,
     context_bytes=0,
     context_source="none",
+    peak_source="none",
     cap_bytes=200 * MIB,
     dtype="fp32",
     threads=1,

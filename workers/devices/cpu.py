@@ -62,6 +62,12 @@ _LEAST_USABLE_BYTES = 2**20
 #: that never frees its tensors looks the same, and without a bound each recovery would allow it another cap.
 _DRIFT_LIMIT_BYTES = 64 * 2**20
 
+_RESET = "measured: the highest resident size, which is reset before each step"
+_NOT_RESET = (
+    "not measured: the kernel does not let this process reset its highest resident size (/proc/self/clear_refs), so "
+    "memory that a step frees before it returns is not seen"
+)
+
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
@@ -112,6 +118,7 @@ class CpuDevice:
             total_bytes=psutil.virtual_memory().total,
             context_bytes=context_bytes,
             context_source="measured: growth of the data size while the device was opened",
+            peak_source=_RESET if self._resets_peaks else _NOT_RESET,
             cap_bytes=cap_read_back_bytes,
             dtype=_DTYPE_NAMES[self.torch_dtype],
             threads=threads,

@@ -95,6 +95,7 @@ class CudaDevice:
             total_bytes=self._total_bytes,
             context_bytes=context_bytes,
             context_source=source,
+            peak_source="measured: torch.cuda.max_memory_allocated",
             cap_bytes=self.most_bytes,
             dtype=spec.workload.dtype,
             threads=threads,

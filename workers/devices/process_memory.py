@@ -17,20 +17,26 @@ _RESET_HIGHEST: Final = "5"
 
 #: In the order in which the kernel writes them (fs/proc/task_mmu.c, task_mem).
 _LINES: Final = re.compile(
-    r"VmHWM:\s*(\d+) kB\nVmRSS:\s*(\d+) kB\nRssAnon:.*\nRssFile:\s*(\d+) kB\nRssShmem:.*\nVmData:\s*(\d+) kB"
+    r"VmHWM:\s*(\d+) kB\nVmRSS:\s*(\d+) kB\nRssAnon:.*\nRssFile:\s*(\d+) kB\nRssShmem:\s*(\d+) kB\nVmData:\s*(\d+) kB"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessMemory:
-    """One look; bytes. Pages of files, such as a library's code, are not counted: no tensor is among them."""
+    """One look; bytes.
+
+    Pages of files, such as a library's code, and shared memory are not counted: a cap does not hold them either.
+    """
 
     data_bytes: int
     """Private writable memory, written or not, as RLIMIT_DATA counts it (VmData)."""
     resident_bytes: int
-    """In RAM (VmRSS less RssFile)."""
+    """In RAM (VmRSS less RssFile and RssShmem)."""
     highest_bytes: int
-    """The most that was in RAM at once since the process began or `reset_highest` (VmHWM, less what files take now)."""
+    """The most that was in RAM at once since the process began or `reset_highest`.
+
+    VmHWM, less what files and shared memory take now.
+    """
 
 
 def process_memory() -> ProcessMemory:
@@ -46,8 +52,9 @@ def process_memory() -> ProcessMemory:
     found = _LINES.search(status)
     if found is None:
         raise IncompatibleError(f"the CPU device needs VmHWM to VmData in {_STATUS} (Linux 4.5) to cap memory")
-    highest, resident, file, data = (1024 * int(kib) for kib in found.groups())
-    return ProcessMemory(data_bytes=data, resident_bytes=resident - file, highest_bytes=highest - file)
+    highest, resident, file, shared, data = (1024 * int(kib) for kib in found.groups())
+    other = file + shared
+    return ProcessMemory(data_bytes=data, resident_bytes=resident - other, highest_bytes=highest - other)
 
 
 def reset_highest() -> None:

@@ -333,6 +333,7 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
         cap_bytes=info.cap_bytes,
         context_bytes=info.context_bytes,
         context_source=info.context_source,
+        peak_source=info.peak_source,
         dtype=info.dtype,
         threads=info.threads,
     )

@@ -94,6 +94,11 @@ class Level(NamedTuple):
         return self.sample_bytes if self.exact else self.level_bytes
 
     @property
+    def most_bytes(self) -> float:
+        """What there may be, as far as samples are noisy."""
+        return self.likely_bytes * (1.0 if self.exact else 1.0 + _RESERVE * self.error)
+
+    @property
     def usable_bytes(self) -> float:
         """What a step may count on."""
         kept = 1.0 if self.exact else max(0.0, 1.0 - _RESERVE * self.error)

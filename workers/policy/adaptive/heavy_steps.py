@@ -97,7 +97,7 @@ class HeavySteps(NamedTuple):
         if self.period is None or self.ordinary < self.due or self.failed:
             return self._replace(ordinary=self.ordinary + 1, failed=False, streak=False)
         if self.misses + 1 >= _MISSES:
-            return HeavySteps(ordinary=self.ordinary + 1)
+            return HeavySteps(ordinary=self.ordinary + 1, places=self.places, ratio=self.ratio)
         return self._replace(
             ordinary=self.ordinary + 1,
             due=self.due + self.period * (1 + (self.ordinary - self.due) // self.period),

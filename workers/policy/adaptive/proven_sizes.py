@@ -45,10 +45,14 @@ def proven(proofs: Proofs, new: Proof) -> Proofs:
 
 def refuted(proofs: Proofs, size: int, memory_bytes: float) -> Proofs:
     """Return the proofs that remain after a failure of this size under so much memory."""
-    return tuple(proof for proof in proofs if proof.size < _REFUTED * size or proof.memory_bytes > memory_bytes)
+    return tuple(
+        proof for proof in proofs if proof.size < _REFUTED * size or _ALIKE * proof.memory_bytes > memory_bytes
+    )
 
 
 def largest_proven(proofs: Proofs, memory_bytes: float, at_s: float) -> int | None:
     """Return the largest size that has ended well lately under no more memory; `None` if there is none."""
-    fit = (proof.size for proof in proofs if _ALIKE * proof.memory_bytes <= memory_bytes and at_s < proof.at_s + _LASTS_S)
+    fit = (
+        proof.size for proof in proofs if _ALIKE * proof.memory_bytes <= memory_bytes and at_s < proof.at_s + _LASTS_S
+    )
     return max(fit, default=None)

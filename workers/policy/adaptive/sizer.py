@@ -213,7 +213,7 @@ def failed(state: Sizer, bounds: Bounds, at_s: float, size: int, at_least_bytes:
     state = state._replace(
         bracket=bracket,
         heavy=heavy,
-        unmet=state.heavy.passed(failed=True) if _believed(state) else None,
+        unmet=_unmet(state.heavy, heavy) if _believed(state) else None,
         unsure=_believed(state),
         failures=failures,
     )
@@ -236,24 +236,28 @@ def _sampled(state: Sizer, bounds: Bounds, at_s: float, free_bytes: int | None) 
             return state._replace(level=None, unsure=False)
         return state._replace(level=level._replace(exact=False)) if level is not None and level.exact else state
     unsure = state.unsure
+    before_bytes = math.inf if level is None else level.most_bytes
     passed_s = at_s - state.sampled_at_s
     level = sampled(level, float(free_bytes), exact=bounds.exact_samples, passed_s=passed_s, failed=unsure)
     state = state._replace(level=level, sampled_at_s=at_s, unsure=False)
     if unsure:
-        return _judged(state, bounds)
+        return _judged(state, bounds, before_bytes)
     if state.contradicted_bytes is None or level.likely_bytes <= _FAR_MORE * state.contradicted_bytes:
         return state
     doubts = min(state.doubts, _DOUBTS - 1)  # it was ignored, but it reports something else now
     return state._replace(bracket=state.bracket.forgiven(), contradicted_bytes=None, doubts=doubts)
 
 
-def _judged(state: Sizer, bounds: Bounds) -> Sizer:
-    """Return the state after the first sample since a failure, which explains that or does not."""
+def _judged(state: Sizer, bounds: Bounds, before_bytes: float) -> Sizer:
+    """Return the state after the first sample since a failure, which explains that or does not.
+
+    `before_bytes`: what there was by the samples before the failure.
+    """
     bad, line, level = state.bracket.bad, state.line, state.level
     if bad is None or line is None or level is None:
         return state
     x = float(bad) ** bounds.power
-    low_bytes = min(level.likely_bytes, level.low_bytes or math.inf)  # it may be back already
+    low_bytes = min(level.most_bytes, before_bytes)  # what was taken may be back already
     if low_bytes < line.bytes_at(x) and state.doubts < _DOUBTS:
         heavy = state.heavy
         if state.unmet is not None:
@@ -271,7 +275,7 @@ def _judged(state: Sizer, bounds: Bounds) -> Sizer:
         return state._replace(bracket=state.bracket.forgiven(), unmet=None)
     return state._replace(
         unmet=None,
-        line=line.surprised(x, level.usable_bytes),
+        line=line.surprised(x, min(level.usable_bytes, before_bytes)),
         contradicted_bytes=level.likely_bytes,
         doubts=min(_DOUBTS, state.doubts + 1),
     )
@@ -335,6 +339,11 @@ def _safe(state: Sizer, bounds: Bounds, at_s: float) -> int | None:
     if size is not None or not state.has_worked:
         return size
     return bounds.down(min(size for _, size in state.failures) // 2)
+
+
+def _unmet(before: HeavySteps, heavy: HeavySteps) -> HeavySteps:
+    """Return what is known of heavy steps if memory was taken: one that was due was there, however heavy it was."""
+    return heavy._replace(ratio=before.ratio) if before.is_due else before.passed(failed=True)
 
 
 def _guess(state: Sizer, bounds: Bounds, size: int, at_least_bytes: int | None) -> float:
