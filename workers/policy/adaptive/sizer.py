@@ -81,7 +81,9 @@ class Sizer(NamedTuple):
     level: Level | None = None
     heavy: HeavySteps = HeavySteps()
     unmet: HeavySteps | None = None
-    """What was known of heavy steps, if the last failure turns out to be none of them."""
+    """What was known of heavy steps, if the failures since the last sample turn out to be none of them."""
+    needed_bytes: float | None = None
+    """The least that one of these failures should have needed; `None` if there was none."""
     factor: float = 1.0
     """The step that was asked for last may take so many times what the line says."""
     sampled_at_s: float = 0.0
@@ -199,6 +201,11 @@ def failed(state: Sizer, bounds: Bounds, at_s: float, size: int, at_least_bytes:
     shown = None if line is None or not line.predicts(x) else (at_least_bytes or 0) / line.bytes_at(x)
     is_heavy = shown is not None and shown >= HEAVY and not heavy.failed
     is_heavy = is_heavy or heavy.is_due
+    if line is not None and _believed(state):
+        needed_bytes = min(line.bytes_at(x) * state.factor, state.needed_bytes or math.inf)
+        if state.needed_bytes is None:
+            state = state._replace(unmet=heavy if heavy.is_due else heavy.passed(failed=True))
+        state = state._replace(needed_bytes=needed_bytes)
     if is_heavy or (_believed(state) and not heavy.failed and not heavy.confirmed):
         heavy = heavy.met(at_s, _guess(state, bounds, size, at_least_bytes), failed=True)
     else:
@@ -213,7 +220,6 @@ def failed(state: Sizer, bounds: Bounds, at_s: float, size: int, at_least_bytes:
     state = state._replace(
         bracket=bracket,
         heavy=heavy,
-        unmet=_unmet(state.heavy, heavy) if _believed(state) else None,
         unsure=_believed(state),
         failures=failures,
     )
@@ -240,7 +246,9 @@ def _sampled(state: Sizer, bounds: Bounds, at_s: float, free_bytes: int | None) 
     passed_s = at_s - state.sampled_at_s
     level = sampled(level, float(free_bytes), exact=bounds.exact_samples, passed_s=passed_s, failed=unsure)
     state = state._replace(level=level, sampled_at_s=at_s, unsure=False)
-    if unsure:
+    if state.low_bytes is not None and unsure:
+        state = state._replace(low_bytes=min(state.low_bytes, level.sample_bytes))
+    if unsure or state.needed_bytes is not None:
         return _judged(state, bounds, before_bytes)
     if state.contradicted_bytes is None or level.likely_bytes <= _FAR_MORE * state.contradicted_bytes:
         return state
@@ -253,28 +261,26 @@ def _judged(state: Sizer, bounds: Bounds, before_bytes: float) -> Sizer:
 
     `before_bytes`: what there was by the samples before the failure.
     """
-    bad, line, level = state.bracket.bad, state.line, state.level
-    if bad is None or line is None or level is None:
+    bad, line, level, needed_bytes, unmet = state.bracket.bad, state.line, state.level, state.needed_bytes, state.unmet
+    state = state._replace(unmet=None, needed_bytes=None)
+    if line is None or level is None or needed_bytes is None:
         return state
-    x = float(bad) ** bounds.power
     low_bytes = min(level.most_bytes, before_bytes)  # what was taken may be back already
-    if low_bytes < line.bytes_at(x) and state.doubts < _DOUBTS:
+    if low_bytes < needed_bytes and state.doubts < _DOUBTS:
         heavy = state.heavy
-        if state.unmet is not None:
-            heavy = state.unmet._replace(ordinary=heavy.ordinary)
+        if unmet is not None:
+            heavy = heavy._replace(ratio=unmet.ratio) if unmet.is_due else unmet._replace(ordinary=heavy.ordinary)
         return state._replace(
             bracket=state.bracket.forgiven(),
             doubts=0,
             contradicted_bytes=None,
             heavy=heavy,
-            unmet=None,
-            proofs=refuted(state.unrefuted, bad, low_bytes),
-            low_bytes=None if state.low_bytes is None else min(state.low_bytes, low_bytes),
+            proofs=state.proofs if bad is None else refuted(state.unrefuted, bad, low_bytes),
         )
-    if state.heavy.confirmed:
-        return state._replace(bracket=state.bracket.forgiven(), unmet=None)
+    if bad is None or state.heavy.confirmed:
+        return state._replace(bracket=state.bracket.forgiven())
+    x = float(bad) ** bounds.power
     return state._replace(
-        unmet=None,
         line=line.surprised(x, min(level.usable_bytes, before_bytes)),
         contradicted_bytes=level.likely_bytes,
         doubts=min(_DOUBTS, state.doubts + 1),
@@ -339,11 +345,6 @@ def _safe(state: Sizer, bounds: Bounds, at_s: float) -> int | None:
     if size is not None or not state.has_worked:
         return size
     return bounds.down(min(size for _, size in state.failures) // 2)
-
-
-def _unmet(before: HeavySteps, heavy: HeavySteps) -> HeavySteps:
-    """Return what is known of heavy steps if memory was taken: one that was due was there, however heavy it was."""
-    return heavy._replace(ratio=before.ratio) if before.is_due else before.passed(failed=True)
 
 
 def _guess(state: Sizer, bounds: Bounds, size: int, at_least_bytes: int | None) -> float:
