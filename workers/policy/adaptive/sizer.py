@@ -204,7 +204,7 @@ def failed(state: Sizer, bounds: Bounds, at_s: float, size: int, at_least_bytes:
     if line is not None and _believed(state):
         needed_bytes = min(line.bytes_at(x) * state.factor, state.needed_bytes or math.inf)
         if state.needed_bytes is None:
-            state = state._replace(unmet=heavy if heavy.is_due else heavy.passed(failed=True))
+            state = state._replace(unmet=heavy if heavy.confirmed else heavy.passed(failed=True))
         state = state._replace(needed_bytes=needed_bytes)
     if is_heavy or (_believed(state) and not heavy.failed and not heavy.confirmed):
         heavy = heavy.met(at_s, _guess(state, bounds, size, at_least_bytes), failed=True)
@@ -269,7 +269,7 @@ def _judged(state: Sizer, bounds: Bounds, before_bytes: float) -> Sizer:
     if low_bytes < needed_bytes and state.doubts < _DOUBTS:
         heavy = state.heavy
         if unmet is not None:
-            heavy = heavy._replace(ratio=unmet.ratio) if unmet.is_due else unmet._replace(ordinary=heavy.ordinary)
+            heavy = heavy._replace(ratio=unmet.ratio) if unmet.confirmed else unmet._replace(ordinary=heavy.ordinary)
         return state._replace(
             bracket=state.bracket.forgiven(),
             doubts=0,
@@ -341,7 +341,10 @@ def _safe(state: Sizer, bounds: Bounds, at_s: float) -> int | None:
 
     `None` if nothing has ever ended well.
     """
-    size = largest_proven(state.proofs, _memory_bytes(state, unknown=math.inf), at_s)
+    memory_bytes = _memory_bytes(state, unknown=math.inf)
+    if state.unsure and state.level is not None and state.level.low_bytes is not None:
+        memory_bytes = min(memory_bytes, state.level.low_bytes)
+    size = largest_proven(state.proofs, memory_bytes, at_s)
     if size is not None or not state.has_worked:
         return size
     return bounds.down(min(size for _, size in state.failures) // 2)
