@@ -1,6 +1,7 @@
 """How much of the work an oracle would do the rules for a step's size do, and how often they fail meanwhile.
 
-Plays the adaptive rule with each of its three signals, and the rules in use today, in the worlds of `simulator.py`;
+Plays the adaptive rule with each of its three signals, and the rules in use today, in the worlds of `simulator.py`, and
+in those of its shapes, whose figures have their own targets (`plain` steps, and `spiky` ones: some take far more);
 then the adaptive one from cold and from learned limits at a constant level, and takes the time of its decisions. A
 target that is missed breaks nothing. The rules of today learn from success and failure alone; they are written anew
 from their authors' code and texts, and the simulator charges a failure the same for all.
@@ -22,6 +23,7 @@ from benches.simulator import (
     LARGEST,
     PEAK,
     REAL,
+    SHAPES,
     WOBBLE,
     Maker,
     Outcome,
@@ -29,6 +31,7 @@ from benches.simulator import (
     Signal,
     World,
     play,
+    shapes,
     world_of,
     worlds,
 )
@@ -65,6 +68,13 @@ TARGETS = (
     Target("saturating", REAL, 0.98),
     Target("saturating", BLIND, 0.95),
 )
+
+
+#: What the adaptive rule shall reach in the shapes, as a mean over their plain worlds and over their spiky ones. Without
+#: a signal it shall do as well as the best rule of today on the whole, and come within so much of that in each shape.
+SHAPE_TARGETS = {"exact": (0.985, 0.90), "real": (0.95, 0.90)}
+NEAR_BEST_OF_TODAY = 0.02
+MOST_REST_SHARE = 0.02
 
 
 @dataclass(slots=True)
@@ -112,22 +122,24 @@ def run(seeds: int, seed: int, rules: Sequence[str], rate: float) -> Result:
     figures: dict[str, Any] = {"seeds": seeds, "first_seed": seed, "rate_items_per_s": rate}
     broken: list[str] = []
     for regime in HALF_SPEED_ITEMS:
-        figures[regime] = []
+        figures[regime], figures[f"{regime}_shapes"] = [], []
         for name in rules:
             for signal in (EXACT, REAL, BLIND) if name == ADAPTIVE else (BLIND,):
                 progress(f"{regime}: {name}, {signal.name}")
-                outcomes = [
-                    (world, play(_maker(name, signal), world, signal))
-                    for each in range(seed, seed + seeds)
-                    for world in worlds(each, regime, rate)
-                ]
-                figures[regime].append({"regime": regime, "rule": name, "signal": signal.name, **_row(outcomes)})
-                broken += _broken(name, f"{regime}, {signal.name}", outcomes)
+                of = {"regime": regime, "rule": name, "signal": signal.name}
+                for rows, made in ((regime, worlds), (f"{regime}_shapes", shapes)):
+                    outcomes = [
+                        (world, play(_maker(name, signal), world, signal))
+                        for each in range(seed, seed + seeds)
+                        for world in made(each, regime, rate)
+                    ]
+                    figures[rows].append({**of, **_row(outcomes)})
+                    broken += _broken(name, f"{regime}, {signal.name}", outcomes)
     if ADAPTIVE in rules:
         figures["constant_level"] = [_cold_start(signal, seed, rate) for signal in (EXACT, PEAK, BLIND)]
         decisions_us = {signal.name: _decision_us(signal, seed) for signal in (EXACT, REAL, BLIND)}
         figures |= {f"decision_us_{name}": value for name, value in decisions_us.items()}
-        targets = _targets(figures, max(decisions_us.values()))
+        targets = [*_targets(figures, max(decisions_us.values())), *_shape_targets(figures)]
         figures["targets"] = targets
         figures["targets_met"] = f"{sum(target['met'] == 'yes' for target in targets)} of {len(targets)}"
     return Result(bench="policy", figures=figures, broken=broken)
@@ -158,6 +170,7 @@ def _row(outcomes: Sequence[tuple[World, Outcome]]) -> dict[str, Any]:
         "in": f"{worst_world.name}/{worst_world.seed}",
         "failures_per_minute": sum(outcome.failures for _, outcome in outcomes) / minutes,
         "worst_minute": max(outcome.worst_minute for _, outcome in outcomes),
+        "rest_share": statistics.fmean(outcome.rest_share for _, outcome in outcomes),
         "size_changes_per_minute": sum(outcome.size_changes for _, outcome in outcomes) / minutes,
         **{course: statistics.fmean(scores) for course, scores in by_course.items()},
     }
@@ -242,3 +255,30 @@ def _targets(figures: Mapping[str, Any], decision_us: float) -> list[dict[str, s
         judged(f"{level}: failures from learned", failures, at_most=0),
         judged("microseconds for a decision", decision_us, at_most=20),
     ]
+
+
+def _shape_targets(figures: Mapping[str, Any]) -> list[dict[str, str]]:
+    found = []
+    for regime in HALF_SPEED_ITEMS:
+        rows = figures[f"{regime}_shapes"]
+        today = [_kinds(row) for row in rows if row["rule"] != ADAPTIVE]
+        for row in (row for row in rows if row["rule"] == ADAPTIVE):
+            where = f"{regime}, shapes, {row['signal']}"
+            means = _kinds(row)
+            found.append(judged(f"{where}: rest", row["rest_share"], at_most=MOST_REST_SHARE))
+            if row["signal"] in SHAPE_TARGETS:
+                least = dict(zip(("plain", "spiky"), SHAPE_TARGETS[row["signal"]], strict=True))
+            elif not today:
+                continue
+            else:
+                best = {kind: max(rule[kind] for rule in today) for kind in means}
+                least = {kind: best[kind] - NEAR_BEST_OF_TODAY * (kind in row) for kind in means}
+            found += [judged(f"{where}: {kind}", means[kind], at_least=bound) for kind, bound in least.items()]
+    return found
+
+
+def _kinds(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the mean over plain worlds and that over spiky ones, then that of each shape."""
+    by_shape = {shape: row[shape] for name in SHAPES for shape in (name, f"{name}, spiky")}
+    plain, spiky = ([mean for shape, mean in by_shape.items() if ("spiky" in shape) == kind] for kind in (False, True))
+    return {"plain": statistics.fmean(plain), "spiky": statistics.fmean(spiky), **by_shape}

@@ -26,8 +26,11 @@ _FIRST_PROBE: Final = 0.06
 _GALLOP: Final = 1.8
 _DOUBLING: Final = 1.0
 
-#: Probes that may fail: one for so long, saved up to a few.
-_PROBE_EVERY_S: Final = 50.0
+#: Probes that may fail: one for so long, saved up to a few. The farther the size is below the largest that has ended
+#: well in the last minutes, the more a probe may win: far below, there is one more for each time of the second length.
+_PROBE_EVERY_S: Final = 75.0
+_FAR_BELOW_EVERY_S: Final = 20.0
+_BEST_FADES_S: Final = 300.0
 _PROBES_SAVED: Final = 3.0
 
 
@@ -95,6 +98,8 @@ class Bracket(NamedTuple):
     probes: float = _PROBES_SAVED
     """Probes that may still fail, as of `probes_at_s`."""
     probes_at_s: float = 0.0
+    best: float = 0.0
+    """The largest size that has ended well lately; fades."""
     in_row: int = 0
     """Failures since a step ended well."""
     taken: bool = False
@@ -135,20 +140,31 @@ class Bracket(NamedTuple):
         bad, gallop = None if over else self.bad, self.gallop
         if bad is None and (self.good is None or size > self.good):
             gallop = min(_DOUBLING, gallop * _GALLOP)
-        return self._replace(good=size, bad=bad, gallop=gallop, in_row=0, untried=False)
+        return self._replace(
+            good=size,
+            bad=bad,
+            gallop=gallop,
+            probes=self._saved(now_s),
+            probes_at_s=now_s,
+            best=max(size, self.best * max(0.0, 1.0 - (now_s - self.probes_at_s) / _BEST_FADES_S)),
+            in_row=0,
+            untried=False,
+        )
 
     def ran_out(self, bounds: Bounds, size: int, now_s: float) -> Bracket:
         """Return the bracket after a step that ran out of memory."""
         probe = self.good is not None and size > self.good and self.in_row == 0
         taken = self.taken if self.in_row else self.good is not None and size <= self.good and not self.untried
+        free = taken and (self.bad is None or self.in_row > 0)  # it had not climbed back towards a size that failed
         kept = _KEPT_AFTER[min(self.in_row, len(_KEPT_AFTER) - 1)]
         return Bracket(
             good=self.good if probe else bounds.down(min(size * kept, size - 1)),
             bad=size,
             bad_until_s=now_s + FORGET_S,
             gallop=_FIRST_PROBE,
-            probes=max(0.0, min(_PROBES_SAVED, self._saved(now_s)) - (not taken)),
+            probes=max(0.0, min(_PROBES_SAVED, self._saved(now_s)) - (not free)),
             probes_at_s=now_s,
+            best=self.best,
             in_row=self.in_row + 1,
             taken=taken,
         )
@@ -158,7 +174,8 @@ class Bracket(NamedTuple):
         return self._replace(bad=None, untried=False)
 
     def _saved(self, now_s: float) -> float:
-        return self.probes + max(0.0, now_s - self.probes_at_s) / _PROBE_EVERY_S
+        below = max(0.0, 1.0 - (self.good or 0) / self.best) if self.best else 0.0
+        return self.probes + max(0.0, now_s - self.probes_at_s) * (1 / _PROBE_EVERY_S + below / _FAR_BELOW_EVERY_S)
 
 
 def started_at(size: int) -> Bracket:

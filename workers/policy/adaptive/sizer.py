@@ -345,9 +345,9 @@ def _safe(state: Sizer, bounds: Bounds, at_s: float) -> int | None:
     if state.unsure and state.level is not None and state.level.low_bytes is not None:
         memory_bytes = min(memory_bytes, state.level.low_bytes)
     size = largest_proven(state.proofs, memory_bytes, at_s)
-    if size is not None or not state.has_worked:
+    if not state.has_worked:
         return size
-    return bounds.down(min(size for _, size in state.failures) // 2)
+    return max(size or 0, bounds.down(min(size for _, size in state.failures) // 2))
 
 
 def _guess(state: Sizer, bounds: Bounds, size: int, at_least_bytes: int | None) -> float:
