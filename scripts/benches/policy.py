@@ -70,8 +70,8 @@ TARGETS = (
 )
 
 
-#: What the adaptive rule shall reach in the shapes, as a mean over their plain worlds and over their spiky ones. Without
-#: a signal it shall do as well as the best rule of today on the whole, and come within so much of that in each shape.
+#: What the adaptive rule shall reach in the shapes, as a mean over their plain worlds and over their spiky ones.
+#: Without a signal it shall do as well as the best rule of today on the whole, and within so much of it in each shape.
 SHAPE_TARGETS = {"exact": (0.985, 0.90), "real": (0.95, 0.90)}
 NEAR_BEST_OF_TODAY = 0.02
 MOST_REST_SHARE = 0.02

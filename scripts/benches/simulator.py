@@ -2,8 +2,8 @@
 
 A step of b items takes (half_items + b) / rate seconds and needs (fixed + item x b) bytes, give or take 1 %. Where a
 signal wants it so, needs come in blocks and with a library's workspace that comes and goes with the size. A step fails
-when it needs more than what is available as it begins. The score of a rule is its work divided by that of an oracle
-that knows every need and always runs the largest size that fits. No fragmentation, no cache.
+when it needs more than what is available as it begins, and comes again. The score of a rule is its work divided by that
+of an oracle that knows every need and always runs the largest size that fits. No fragmentation, no cache.
 
 How much memory others take, and how often, is set such that the rules of today score, as a mean over many seeds where
 memory is precious: accelerate's 0.77, toma's 0.66, the guide's 0.73, AIMD 0.89 with 10,000 items a second to grow in.
@@ -81,7 +81,7 @@ class World:
     noise: Sequence[float]  # standard normal, for each whole second
 
     def need_bytes(self, size: int, step: int, *, blocks: bool) -> int:
-        """Return what the given step (counted from 0) needs at this size, failed or not."""
+        """Return what a step needs at this size; `step` have ended well before."""
         need = self.job.need_bytes(size) * self.wobble[step % len(self.wobble)]
         if not blocks:
             return math.ceil(need)
@@ -208,6 +208,7 @@ def play(make: Maker, world: World, signal: Signal) -> Outcome:
     sampled_s = -1
     items, changes = 0.0, 0
     tried: list[tuple[int, bool]] = []
+    done = 0  # a step that failed comes again
     failed_at: list[float] = []
     recently: deque[tuple[float, int]] = deque()  # good steps of the last minute
     rested_s = 0.0
@@ -223,14 +224,14 @@ def play(make: Maker, world: World, signal: Signal) -> Outcome:
         if size is None:
             while recently and recently[0][0] < now - 60.0:
                 recently.popleft()
-            fits = world.largest_that_fits(available, len(tried), blocks=signal.blocks)
+            fits = world.largest_that_fits(available, done, blocks=signal.blocks)
             rested_s += IDLE_S * any(known <= fits for _, known in recently)
             now += IDLE_S
             continue
         if not 1 <= size <= LARGEST:
             raise ValueError(f"{type(rule).__name__}.next() returned {size}; a size is from 1 to {LARGEST}")
         changes += bool(tried) and size != tried[-1][0]
-        need = world.need_bytes(size, len(tried), blocks=signal.blocks)
+        need = world.need_bytes(size, done, blocks=signal.blocks)
         step_s = world.job.step_s(size)
         tried.append((size, need <= available))
         if need > available:
@@ -239,6 +240,7 @@ def play(make: Maker, world: World, signal: Signal) -> Outcome:
             rule.failed(size)
             continue
         # Of a step that the end cuts off, only the part before the end counts.
+        done += 1
         items += size if now + step_s <= duration else size * (duration - now) / step_s
         now += step_s
         if not recently or recently[-1][1] != size or recently[-1][0] < now - 1.0:
