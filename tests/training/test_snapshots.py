@@ -1,0 +1,427 @@
+"""Snapshots: whatever happens to a file, the disk or the process, a good state is found, or the refusal is told."""
+
+from __future__ import annotations
+
+import random
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+
+from tests.fork_server import ForkServer
+from tests.scene import namespaced, wait_for
+from workers.training.snapshots import snapshot_file
+from workers.training.snapshots.cadence import MOST_SHARE, pause_s
+from workers.training.snapshots.identity import Identity
+from workers.training.snapshots.snapshot_file import RefusedError
+from workers.training.snapshots.store import Snapshots
+from workers.training.snapshots.tensor_bytes import weights_sha256
+
+Open = Callable[..., Snapshots]
+
+WEIGHTS = {"a": torch.zeros(3, 4), "b": torch.zeros(2, dtype=torch.bfloat16)}
+OURS = Identity.of("gpt-nano", WEIGHTS, {"lr": 0.1})
+
+
+def state_at(step: int) -> dict[str, Any]:
+    """A state whose every value is its step."""
+    return {
+        "weights": {name: torch.full_like(weight, step) for name, weight in WEIGHTS.items()},
+        "moments": [{"step": torch.tensor(float(step)), "of": {0: torch.full((5,), step, dtype=torch.int64)}}],
+        "samples_used": step * 16,
+        "splits": [[4, step]],
+        "torch": "2",
+    }
+
+
+def same(left: object, right: object) -> bool:
+    """Whether two states are equal in every bit and type."""
+    if isinstance(left, torch.Tensor):
+        return isinstance(right, torch.Tensor) and left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict):
+        return isinstance(right, dict) and left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
+    if isinstance(left, list):
+        return isinstance(right, list) and len(left) == len(right) and all(map(same, left, right))
+    return left == right and type(left) is type(right)
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Open]:
+    """Open the snapshots of a folder; they are closed when the test ends."""
+    living: list[Snapshots] = []
+
+    def open_(folder: Path = tmp_path, identity: Identity = OURS, **settings: Any) -> Snapshots:  # noqa: ANN401
+        living.append(Snapshots(folder, identity, **settings))
+        return living[-1]
+
+    yield open_
+    for each in living:
+        assert each.close(60)
+
+
+def saved(snapshots: Snapshots, *steps: int) -> Snapshots:
+    """Save these steps, one after the other."""
+    snapshots.load()
+    for step in steps:
+        assert snapshots.save(state_at(step), step)
+        assert snapshots.wait(60)
+        assert snapshots.report.failure is None
+    return snapshots
+
+
+def newest(folder: Path) -> Path:
+    """The file that counts."""
+    return max(folder.glob("*.pt"), key=lambda path: snapshot_file.read_number(path) or 0)
+
+
+def test_the_newest_of_two_generations_is_loaded_bit_for_bit(opened: Open, tmp_path: Path) -> None:
+    saved(opened(), 1, 2, 3)
+    again = opened()
+    loaded = again.load()
+    assert (loaded.step, loaded.refused) == (3, ())
+    assert same(loaded.state, state_at(3))
+    assert again.report.saved_step == 3
+    assert len(list(tmp_path.iterdir())) == 2
+    saved(again, 4)
+    assert opened().load().step == 4
+
+
+def test_the_copy_is_of_the_moment_of_the_call_and_its_buffers_are_used_again(opened: Open) -> None:
+    snapshots = opened()
+    snapshots.load()
+    addresses = set()
+    for step in (1, 2):
+        state = state_at(step)
+        snapshots.save(state, step)
+        state["weights"]["a"].fill_(99)
+        snapshots.wait()
+        copy = snapshots.newest_copy()
+        assert copy is not None
+        assert same(copy["weights"], state_at(step)["weights"])
+        addresses.add(copy["weights"]["a"].data_ptr())
+    assert len(addresses) == 1
+    assert same(opened().load().state, state_at(2))
+
+
+def test_a_file_cut_at_any_byte_is_refused_and_the_other_generation_used(opened: Open, tmp_path: Path) -> None:
+    saved(opened(), 1, 2)
+    damaged = newest(tmp_path)
+    whole = damaged.read_bytes()
+    snapshots = opened()
+    for length in range(len(whole)):
+        damaged.write_bytes(whole[:length])
+        with pytest.raises(RefusedError):
+            snapshot_file.read(damaged)
+        if length % 64:
+            continue
+        loaded = snapshots.load()
+        assert loaded.step == 1
+        assert loaded.refused[0].startswith(f"the snapshot {damaged} is not used: it ")
+    assert loaded.sentences()[-1] == "training goes on from step 1"
+
+
+def test_one_flipped_bit_in_any_byte_is_refused_and_the_other_generation_used(opened: Open, tmp_path: Path) -> None:
+    saved(opened(), 1, 2)
+    damaged = newest(tmp_path)
+    whole = bytearray(damaged.read_bytes())
+    snapshots = opened()
+    for place in range(len(whole)):
+        whole[place] ^= 1 << place % 8
+        damaged.write_bytes(whole)
+        whole[place] ^= 1 << place % 8
+        with pytest.raises(RefusedError):
+            snapshot_file.read(damaged)
+        if place % 64 and place < len(whole) - 68:
+            continue
+        loaded = snapshots.load()
+        assert loaded.step == 1
+        assert len(loaded.refused) == 1
+    damaged.write_bytes(whole + b"x")
+    assert snapshots.load().step == 1
+    damaged.write_bytes(whole)
+    assert snapshots.load().step == 2
+
+
+def test_a_damaged_file_is_the_first_to_be_written_over(opened: Open, tmp_path: Path) -> None:
+    saved(opened(), 1, 2)
+    newest(tmp_path).write_bytes(b"no snapshot" * 20)
+    saved(opened(), 3)
+    assert opened().load().sentences() == ()
+    newest(tmp_path).unlink()
+    assert opened().load().step == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (Identity.of("gpt-mini", WEIGHTS, {"lr": 0.1}), "it holds the model gpt-nano, and this run trains gpt-mini"),
+        (
+            Identity.of("gpt-nano", {**WEIGHTS, "a": torch.zeros(4, 3)}, {"lr": 0.1}),
+            "its weight a is float32 3x4, and that of this model is float32 4x3",
+        ),
+        (
+            Identity.of("gpt-nano", {**WEIGHTS, "b": torch.zeros(2)}, {"lr": 0.1}),
+            "its weight b is bfloat16 2, and that of this model is float32 2",
+        ),
+        (
+            Identity.of("gpt-nano", {"a": WEIGHTS["a"]}, {"lr": 0.1}),
+            "its weight b is bfloat16 2, and that of this model is absent",
+        ),
+        (Identity.of("gpt-nano", WEIGHTS, {"lr": 0.2}), "it was trained with lr=0.1, and this run has lr=0.2"),
+    ],
+    ids=["name", "shape", "type", "weights", "levers"],
+)
+def test_another_model_is_refused_in_words_and_training_begins_anew(
+    opened: Open, tmp_path: Path, other: Identity, reason: str
+) -> None:
+    saved(opened(), 1, 2)
+    loaded = opened(identity=other).load()
+    assert loaded.state is None
+    assert loaded.refused[0] == f"the snapshot {newest(tmp_path)} is not used: {reason}"
+    assert loaded.sentences()[2:] == ("training begins anew",)
+
+
+def test_training_that_began_anew_is_found_beside_the_refused_file_of_a_higher_number(opened: Open) -> None:
+    saved(opened(), 1, 2, 3, 4, 5)
+    other = Identity.of("another", WEIGHTS)
+    saved(opened(identity=other), 1)
+    assert opened(identity=other).load().step == 1
+    discarding = opened(identity=other)
+    discarding.discard()
+    assert discarding.load().sentences() == ()
+
+
+def test_another_version_of_the_format_is_named(opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(opened(), 1)
+    with monkeypatch.context() as later:
+        later.setattr(snapshot_file, "VERSION", 2)
+        snapshot_file.write(tmp_path / "generation-1.pt", {"step": 2, "state": {}}, 9)
+    (refused,) = (loaded := opened().load()).refused
+    assert loaded.step == 1
+    assert refused.endswith("it has format version 2, and this program reads version 1")
+
+
+def test_a_file_that_would_run_code_is_refused(opened: Open, tmp_path: Path) -> None:
+    class Runs:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "ran",))
+
+    saved(opened(), 1)
+    snapshot_file.write(tmp_path / "generation-1.pt", {"identity": OURS.plain(), "step": 2, "state": Runs()}, 9)
+    loaded = opened().load()
+    assert loaded.step == 1
+    assert loaded.refused[0].endswith("it holds more than tensors, numbers, strings and lists")
+    assert not (tmp_path / "ran").exists()
+
+
+@given(
+    save_every_s=some.floats(0, 3600),
+    rounds=some.lists(some.tuples(some.floats(0, 100), some.booleans()), min_size=1, max_size=30),
+)
+def test_whatever_snapshots_cost_the_cadence_keeps_it_under_a_hundredth_of_the_time(
+    save_every_s: float, rounds: list[tuple[float, bool]]
+) -> None:
+    pauses = [pause_s(save_every_s, cost_s, failed=failed) for cost_s, failed in rounds]
+    assert sum(cost_s for cost_s, _ in rounds) <= MOST_SHARE * sum(pauses) * (1 + 1e-9)
+    assert all(
+        pause >= (min(60.0, save_every_s) if failed else save_every_s)
+        for pause, (_, failed) in zip(pauses, rounds, strict=True)
+    )
+
+
+def test_a_snapshot_is_due_after_the_pause_and_never_while_one_is_written(opened: Open) -> None:
+    now = [100.0]
+    snapshots = opened(save_every_s=1000.0, clock=lambda: now[0])
+    snapshots.load()
+    now[0] = 1099.0
+    assert not snapshots.due()
+    now[0] = 1100.0
+    assert snapshots.due()
+    held = _held_open(snapshots)
+    snapshots.save(state_at(1), 1)
+    assert not snapshots.due()
+    assert not snapshots.save(state_at(2), 2), "only one is in flight"
+    held()
+    assert snapshots.wait(60)
+    assert not snapshots.due()
+    now[0] = 2100.0
+    assert snapshots.due()
+    assert opened().load().step == 1
+
+
+def _held_open(snapshots: Snapshots) -> Callable[[], None]:
+    """Keep the writer busy with a job before the next one; return what lets it go on."""
+    gate = threading.Event()
+    snapshots._jobs.put(gate.wait)
+    return gate.set
+
+
+#: Saves as fast as it can, and says which steps are safe. Every tensor of a state holds its step.
+WRITER = """
+import sys, torch
+from pathlib import Path
+from workers.training.snapshots.identity import Identity
+from workers.training.snapshots.snapshot_file import RefusedError
+from workers.training.snapshots.store import Snapshots
+torch.set_num_threads(1)
+weights = {"a": torch.zeros(300_000)}
+snapshots = Snapshots(Path(sys.argv[1]), Identity.of("m", weights))
+loaded = snapshots.load()
+assert not loaded.refused, loaded.refused
+step = loaded.step or 0
+while True:
+    step += 1
+    weights["a"].fill_(step)
+    assert snapshots.save({"weights": weights, "step": step}, step)
+    snapshots.wait()
+    assert snapshots.report.failure is None, snapshots.report.failure
+    print(step, flush=True)
+"""
+
+
+def test_a_writer_killed_at_50_random_moments_leaves_a_good_generation(
+    fork_server: ForkServer, opened: Open, tmp_path: Path
+) -> None:
+    drawn, step, interrupted = random.Random(5), 0, 0  # noqa: S311 - moments of a test
+    identity = Identity.of("m", {"a": torch.zeros(300_000)})
+    for _ in range(50):
+        child = fork_server.start(WRITER, str(tmp_path))
+        wait_for(lambda child=child: child.out.split(), "first snapshot")
+        time.sleep(drawn.uniform(0, 0.05))
+        child.kill()
+        child.wait(60)
+        told = child.out
+        safe = int(told[: told.rindex("\n")].split()[-1])
+        child.close()
+        interrupted += any(tmp_path.glob("*.new"))
+        snapshots = opened(identity=identity)
+        loaded = snapshots.load()
+        assert loaded.refused == ()
+        assert loaded.step is not None
+        assert loaded.state is not None
+        assert max(step, safe) <= loaded.step <= safe + 1
+        step = loaded.step
+        assert loaded.state["weights"]["a"].eq(step).all()
+        assert not list(tmp_path.glob("*.new")), "opening removes what the killed process left"
+        snapshots.close()
+    assert interrupted >= 5, "so few kills struck while a file was being written"
+
+
+#: On a disk of 2 MiB with a state of 1 MiB: full, with room again, and read-only.
+FULL_DISK = """
+import sys, subprocess, torch
+from pathlib import Path
+from workers.training.snapshots.identity import Identity
+from workers.training.snapshots.snapshot_file import RefusedError
+from workers.training.snapshots.store import Snapshots
+torch.set_num_threads(1)
+disk = Path(sys.argv[1])
+weights = {"a": torch.zeros(2**18)}
+snapshots = Snapshots(disk / "slot", Identity.of("m", weights), save_every_s=0)
+snapshots.load()
+steps = 0
+def train(times):
+    global steps
+    for _ in range(times):
+        steps += 1
+        weights["a"].add_(1)
+        assert snapshots.save({"weights": weights}, steps)
+        snapshots.wait()
+def look():
+    report = snapshots.report
+    print(report.failure, report.written, report.failed, report.saved_step, sep="|")
+    print(*sorted(each.name for each in (disk / "slot").iterdir()))
+print(snapshots.lacks_room({"weights": weights}))
+(disk / "other").write_bytes(bytes(2**19))
+train(3)
+look()
+subprocess.run(["mount", "-o", "remount,size=16m", str(disk)], check=True)
+print(snapshots.lacks_room({"weights": weights}))
+train(2)
+look()
+subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+train(2)
+look()
+copy = snapshots.newest_copy()
+print(steps, weights["a"][0].item(), copy["weights"]["a"][0].item(), snapshots.load().step)
+assert snapshots.close(60)
+"""
+
+
+def test_a_full_and_a_read_only_disk_cost_no_step_and_are_told(tmp_path: Path) -> None:
+    script = 'mount -t tmpfs -o size=2m x "$1"; "$2" -W ignore -c "$3" "$1"'
+    done = namespaced(script, str(tmp_path), sys.executable, FULL_DISK)
+    assert done.returncode == 0, done.stderr
+    room, full, left, room_again, good, both, read_only, kept, end = done.stdout.splitlines()
+    where = tmp_path / "slot"
+    assert room == (
+        f"snapshots in {where} need 3 MiB (2 and one that is being written), and the disk has 2 MiB for them; "
+        "free some, or choose another folder"
+    )
+    assert full == (
+        f"the snapshot of step 3 could not be written in {where}: No space left on device; training goes on and tries "
+        "again in 0 s; the last good one is of step 1|1|2|1"
+    )
+    assert left == "generation-0.pt"
+    assert room_again == "None"
+    assert (good, both) == ("None|3|2|5", "generation-0.pt generation-1.pt")
+    assert read_only == (
+        f"the snapshot of step 7 could not be written in {where}: Read-only file system; training goes on and tries "
+        "again in 0 s; the last good one is of step 5|3|4|5"
+    )
+    assert kept == both
+    assert end == "7 7.0 7.0 5"
+
+
+def test_a_limit_on_the_size_of_files_is_told_and_nothing_is_left(in_child: Any, tmp_path: Path) -> None:  # noqa: ANN401
+    failure, left = in_child(_saved_under_a_limit, tmp_path)
+    assert "File too large" in failure
+    assert left == []
+
+
+def _saved_under_a_limit(folder: Path) -> tuple[str | None, list[str]]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**19, 2**19))
+    weights = {"a": torch.zeros(2**18)}
+    snapshots = Snapshots(folder, Identity.of("m", weights))
+    snapshots.load()
+    snapshots.save({"weights": weights}, 1)
+    snapshots.wait()
+    return snapshots.report.failure, [each.name for each in folder.iterdir()]
+
+
+def test_no_memory_for_the_copy_costs_no_step_and_the_last_copy_stays(opened: Open) -> None:
+    snapshots = saved(opened(), 1)
+    assert not snapshots.save({"weights": torch.zeros(1).expand(2**60)}, 2)
+    assert "could not be written" in str(snapshots.report.failure)
+    assert same(snapshots.newest_copy(), state_at(1))
+    saved(snapshots, 2)
+
+
+def test_a_folder_that_cannot_be_made_costs_no_step(opened: Open, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    snapshots = opened(tmp_path / "file" / "slot")
+    assert snapshots.load().state is None
+    assert snapshots.save(state_at(1), 1)
+    snapshots.wait()
+    assert "Not a directory" in str(snapshots.report.failure)
+
+
+def test_the_hash_of_weights_sees_names_types_shapes_and_values_and_no_strides() -> None:
+    weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(1, dtype=torch.bfloat16)}
+    turned = {"b": weights["b"], "a": weights["a"].t().contiguous().t()}
+    assert weights_sha256(weights) == weights_sha256(turned)
+    others = [
+        {"c": weights["a"], "b": weights["b"]},
+        {**weights, "b": torch.tensor(1, dtype=torch.float16)},
+        {**weights, "a": weights["a"].view(3, 2)},
+        {**weights, "a": weights["a"].nextafter(torch.tensor(9.0))},
+    ]
+    assert len({weights_sha256(each) for each in (weights, *others)}) == 5

@@ -1,0 +1,1 @@
+"""Trains a model whose memory moves under it. Loads torch; knows neither the engine nor Ray."""
