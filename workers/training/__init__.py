@@ -1,1 +1,1 @@
-"""Trains a model whose memory moves under it. Loads torch; knows neither the engine nor Ray."""
+"""Training in micro-batches: the effective batch stays, its parts may change size at any time. No engine, no Ray."""

@@ -1,0 +1,85 @@
+"""Splits, learning rates and the order of the data: plain numbers, no torch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.training import order, schedule
+
+
+@given(st.integers(1, 500), st.integers(1, 500))
+def test_a_batch_is_split_into_as_few_and_as_equal_parts_as_the_limit_allows(batch: int, limit: int) -> None:
+    sizes = schedule.parts(batch, limit)
+    assert sum(sizes) == batch
+    assert len(sizes) == -(-batch // limit)
+    assert max(sizes) <= limit
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.integers(1, 200), st.lists(st.tuples(st.integers(1, 200), st.integers(0, 3)), min_size=1, max_size=40))
+def test_recorded_splits_give_the_same_parts_again(batch: int, wanted: list[tuple[int, int]]) -> None:
+    runs: list[schedule.Run] = []
+    done, remaining, previous = [], batch, None
+    for limit, level in wanted:
+        rows = schedule.next_part(remaining, limit)
+        previous = schedule.canonical(remaining, rows, previous)
+        schedule.record(runs, previous, level)
+        done.append((rows, level))
+        remaining = remaining - rows or batch
+    again, remaining = [], batch
+    for limit, level in schedule.unrolled(runs):
+        rows = schedule.next_part(remaining, limit)
+        again.append((rows, level))
+        remaining = remaining - rows or batch
+    assert again == done
+
+
+def test_a_limit_that_stays_is_one_run() -> None:
+    runs: list[schedule.Run] = []
+    previous = None
+    for rows, remaining in zip([13, 13, 13, 13, 12] * 9, [64, 51, 38, 25, 12] * 9, strict=True):
+        previous = schedule.canonical(remaining, rows, previous)
+        schedule.record(runs, previous, 0)
+    assert runs == [[13, 0, 45]]
+
+
+def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
+    rates = [schedule.learning_rate(step, highest=2.0, steps=100, warmup_steps=10) for step in range(101)]
+    assert rates[0] == pytest.approx(0.2)
+    assert max(rates) == rates[9] == rates[10] == 2.0
+    assert all(later < earlier for earlier, later in pairwise(rates[10:]))
+    assert rates[100] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("items", [1, 2, 3, 7, 64, 65, 1000])
+def test_an_epoch_uses_each_item_once_and_the_next_one_in_another_order(items: int) -> None:
+    used = order.samples(5, items, 0, 2 * items)
+    first, second = [each.index for each in used[:items]], [each.index for each in used[items:]]
+    assert sorted(first) == sorted(second) == list(range(items))
+    assert {each.epoch for each in used[items:]} == {1}
+    assert items < 64 or (first != second and first != list(range(items)))
+
+
+@given(st.integers(0, 2**63), st.integers(1, 300), st.integers(0, 5000), st.integers(0, 40), st.integers(0, 40))
+def test_the_order_does_not_depend_on_where_one_begins(seed: int, items: int, first: int, one: int, two: int) -> None:
+    together = order.samples(seed, items, first, one + two)
+    assert together == order.samples(seed, items, first, one) + order.samples(seed, items, first + one, two)
+
+
+def test_an_item_stands_anywhere() -> None:
+    """Over 2,000 seeds each of 16 places is taken about 125 times (standard deviation 11)."""
+    counts = [0] * 16
+    for seed in range(2000):
+        counts[order.permuted(seed, 0, 16, 3)] += 1
+    assert min(counts) > 70
+    assert max(counts) < 180
+
+
+def test_neighbours_do_not_stay_neighbours() -> None:
+    places = [order.permuted(1, 0, 4096, place) for place in range(4096)]
+    near = sum(abs(one - other) <= 4 for one, other in pairwise(places))
+    assert near < 40, "8 of 4,096 by chance"

@@ -1,0 +1,82 @@
+"""What a user may set about a training: the `train:` section of cluster.yaml, as one frozen model.
+
+Does not load torch, so that the head can read it too. What a key does is in the module that uses it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16"]
+Optimizer: TypeAlias = Literal["adamw-fused", "adamw-foreach", "adamw-loop"]
+
+#: `preset` names one of these, or the user's own `package.module:name`.
+PRESETS: Final = ("gpt-nano", "gpt-mini", "gpt2-small", "gpt2-medium", "cnn-small", "cnn-landmarks")
+
+#: Keys that do not change what is trained: a training may go on from a snapshot that was made with other values.
+_FREE: Final = frozenset(
+    {
+        "steps",
+        "epochs",
+        "micro",
+        "checkpoint",
+        "loader_workers",
+        "prefetch",
+        "pin",
+        "persistent",
+        "non_blocking",
+        "start_method",
+        "save_every_s",
+        "keep",
+        "snapshots",
+    }
+)
+
+
+class TrainSettings(BaseModel):
+    """One training. `None` means: the preset's own value, or off."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    preset: Annotated[str, Field(pattern=rf"^(?:{'|'.join(PRESETS)}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")] = "gpt-nano"
+    data: Annotated[str, Field(min_length=1)] | None = None
+    """A file or folder of text to train on; `None`: made data."""
+    steps: Annotated[int, Field(ge=1)] = 200
+    """Optimiser steps after which the training is finished, unless `epochs` is set."""
+    epochs: Annotated[int, Field(ge=1)] | None = None
+    batch: Annotated[int, Field(ge=1, le=1_048_576)] = 16
+    """The effective batch: samples of each optimiser step, whatever memory there is."""
+    micro: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    """Samples computed at once, at most."""
+    exact: bool = False
+    """Move only what changes no bit of the result: the number of checkpointed blocks, not the micro-batch."""
+    seq: Annotated[int, Field(ge=2, le=1_048_576)] | None = None
+    """Tokens of a sample."""
+    lr: Annotated[float, Field(gt=0)] | None = None
+    warmup_steps: Annotated[int, Field(ge=0)] = 20
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    clip: Annotated[float, Field(gt=0)] | None = 1.0
+    """Largest norm of the gradient."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    precision: Precision = "bf16"
+    checkpoint: Literal["auto", "none", "all"] | Annotated[int, Field(ge=0)] = "auto"
+    """How many blocks drop their activations and compute them again in the backward pass."""
+    optimizer: Optimizer = "adamw-fused"
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay of the moving average of the weights."""
+    loader_workers: Annotated[int, Field(ge=0, le=256)] = 0
+    prefetch: Annotated[int, Field(ge=1, le=64)] = 2
+    pin: Literal["auto"] | bool = "auto"
+    persistent: bool = True
+    non_blocking: bool = True
+    start_method: Literal["forkserver", "fork", "spawn"] = "forkserver"
+    save_every_s: Annotated[float, Field(gt=0)] = 60.0
+    keep: Annotated[int, Field(ge=2, le=16)] = 2
+    snapshots: Literal["node", "head"] = "node"
+    deterministic: bool = False
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return what decides on the course of the training, for a comparison with that of a snapshot."""
+        return {key: repr(value) for key, value in self.model_dump().items() if key not in _FREE}
