@@ -25,6 +25,7 @@ from workers.training.snapshots.tensor_bytes import tensors_in
 from workers.units import MIB
 
 GENERATIONS: Final = 2
+"""Kept at least, so that one is good while the other is written over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ class Loaded:
 
 
 class Snapshots:
-    """Opens a folder and keeps two generations in it, so that one is always good. One training to a folder."""
+    """Opens a folder and keeps the last generations in it, so that one is always good. One training to a folder."""
 
     def __init__(
         self,
@@ -71,6 +72,7 @@ class Snapshots:
         identity: Identity,
         *,
         save_every_s: float = 60.0,
+        keep: int = GENERATIONS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Remove what a killed process has left, and start the thread that writes. Raises nothing."""
@@ -81,7 +83,7 @@ class Snapshots:
         self._clock = clock
         self._copy = HostCopy()
         self._due_at = clock() + save_every_s
-        self._slots = [folder / f"generation-{index}.pt" for index in range(GENERATIONS)]
+        self._slots = [folder / f"generation-{index}.pt" for index in range(max(keep, GENERATIONS))]
         self._good: Path | None = None  # the newest file that is known to be good is never written over
         self._number = 0
         self._opened = False
@@ -128,7 +130,7 @@ class Snapshots:
 
     def lacks_room(self, state: object) -> str | None:
         """Say what is missing on the disk for this state, in one sentence; `None`: nothing."""
-        needed = (GENERATIONS + 1) * sum(each.nbytes for each in tensors_in(state))
+        needed = (len(self._slots) + 1) * sum(each.nbytes for each in tensors_in(state))
         try:
             disk = os.statvfs(next(each for each in (self._folder, *self._folder.parents) if each.exists()))
             there = sum(path.stat().st_size for path in self._slots if path.exists())
@@ -138,8 +140,8 @@ class Snapshots:
         if free >= needed:
             return None
         return (
-            f"snapshots in {self._folder} need {needed / MIB:.0f} MiB ({GENERATIONS} and one that is being written), "
-            f"and the disk has {free / MIB:.0f} MiB for them; free some, or choose another folder"
+            f"snapshots in {self._folder} need {needed / MIB:.0f} MiB ({len(self._slots)} and one that is being "
+            f"written), and the disk has {free / MIB:.0f} MiB for them; free some, or choose another folder"
         )
 
     def due(self) -> bool:
@@ -175,7 +177,7 @@ class Snapshots:
         return self._copy.state
 
     def newest_file(self) -> Path | None:
-        """Return the newest good file. It stays unchanged until two more were saved."""
+        """Return the newest good file. It stays as it is while the next one is written."""
         return self._good
 
     def wait(self, timeout_s: float | None = None) -> bool:

@@ -1,0 +1,170 @@
+"""The order of samples comes from outside, whatever happens to the loader and its processes."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from tests.scene import vm_data_bytes, wait_for
+from workers.training.loader import Loader, LoaderSettings, on_device
+
+BATCH = 6
+
+
+class Items(Dataset[torch.Tensor]):
+    """Says which item was asked for, and in which process it was made; fails once where a file tells it to."""
+
+    def __init__(self, trouble: Path | None = None) -> None:
+        self.trouble = trouble
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 20 and self.trouble is not None and self.trouble.exists():
+            self.trouble.unlink()
+            raise ValueError("this item is broken")
+        return torch.tensor([index, os.getpid()])
+
+
+class Large(Dataset[torch.Tensor]):
+    """Takes 256 MiB for each item."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.zeros(2**26)[:1] + index
+
+
+class NotPicklable(Dataset[torch.Tensor]):
+    """Holds what no other process can have."""
+
+    def __init__(self) -> None:
+        self.held = (each for each in ())
+
+
+def order(used: int, count: int) -> Sequence[int]:
+    """Some order that differs from counting."""
+    return [(number * 7) % 101 for number in range(used, used + count)]
+
+
+def keys(batch: torch.Tensor) -> list[int]:
+    """Return which items a batch holds."""
+    return [int(row[0]) for row in batch]
+
+
+def test_a_loader_goes_on_anywhere_in_the_given_order_and_draws_nothing() -> None:
+    _goes_on_anywhere(0)
+
+
+def test_a_batch_that_failed_is_made_again(tmp_path: Path) -> None:
+    _makes_a_failed_batch_again(0, tmp_path)
+
+
+def test_with_processes_of_its_own_it_does_the_same(in_child: Any, tmp_path: Path) -> None:  # noqa: ANN401
+    in_child(_with_processes, tmp_path)
+
+
+def _with_processes(folder: Path) -> None:
+    _lifts_the_cap()  # first: the process that starts the others inherits the cap, too
+    _goes_on_anywhere(2)
+    _makes_a_failed_batch_again(2, folder)
+    _replaces_a_killed_process()
+    _says_what_cannot_be_sent()
+    wait_for(lambda: not _loader_processes(), "end of the loader's processes")
+
+
+def _loader_processes() -> list[psutil.Process]:
+    """The children of the fork server, which ends with this process."""
+    own = psutil.Process()
+    return [each for each in own.children(recursive=True) if each.ppid() != own.pid]
+
+
+def _goes_on_anywhere(workers: int) -> None:
+    state = torch.get_rng_state()
+    loader = Loader(Items(), order, BATCH, LoaderSettings(workers=workers))
+    batches = [loader.next_batch() for _ in range(4)]
+    assert [keys(each) for each in batches] == [list(order(used, BATCH)) for used in (0, 6, 12, 18)]
+    assert loader.samples_used == 24
+    assert ({int(each[0, 1]) for each in batches} == {os.getpid()}) == (workers == 0)
+    loader.seek(6)
+    assert keys(loader.next_batch()) == list(order(6, BATCH))
+    assert loader.samples_used == 12
+    loader.close()
+    assert torch.equal(state, torch.get_rng_state())
+    assert 0 < loader.wait_share() <= 1
+
+
+def _makes_a_failed_batch_again(workers: int, folder: Path) -> None:
+    (folder / "trouble").touch()
+    loader = Loader(
+        Items(folder / "trouble"), lambda used, count: range(used, used + count), 10, LoaderSettings(workers=workers)
+    )
+    assert [keys(loader.next_batch())[0] for _ in range(2)] == [0, 10]
+    with pytest.raises(ValueError, match="this item is broken"):
+        loader.next_batch()
+    assert loader.samples_used == 20
+    assert keys(loader.next_batch()) == list(range(20, 30))
+    loader.close()
+
+
+def _replaces_a_killed_process() -> None:
+    loader = Loader(Items(), order, BATCH, LoaderSettings(workers=1, prefetch=1))
+    makers = []
+    for turn in range(8):
+        batch = loader.next_batch()
+        assert keys(batch) == list(order(turn * BATCH, BATCH))
+        makers.append(int(batch[0, 1]))
+        if turn == 2:
+            os.kill(makers[-1], signal.SIGKILL)
+    assert len(set(makers)) == 2
+    loader.close()
+
+
+def _says_what_cannot_be_sent() -> None:
+    loader = Loader(NotPicklable(), order, BATCH, LoaderSettings(workers=1))
+    with pytest.raises(RuntimeError, match=r"cannot be sent to loader processes .*set train\.loader_workers to 0"):
+        loader.next_batch()
+    loader.close()
+
+
+def _lifts_the_cap() -> None:
+    """The memory of loader processes is not under the cap of the training."""
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (vm_data_bytes() + 128 * 2**20, hard))
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        Loader(Large(), order, 2, LoaderSettings()).next_batch()
+    loader = Loader(Large(), order, 2, LoaderSettings(workers=1))
+    assert loader.next_batch()[:, 0].int().tolist() == list(order(0, 2))
+    loader.close()
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
+def test_waiting_is_what_the_trainer_spends_in_the_loader() -> None:
+    class Slow(Dataset[int]):
+        def __getitem__(self, index: int) -> int:
+            time.sleep(0.01)
+            return index
+
+    loader = Loader(Slow(), order, BATCH, LoaderSettings())
+    assert loader.wait_share() == 0
+    loader.next_batch()
+    assert loader.waited_s >= 0.06
+    high = loader.wait_share()
+    time.sleep(loader.waited_s)
+    assert loader.wait_share() < high
+    loader.close()
+
+
+def test_a_part_of_a_batch_is_copied_whatever_its_shape() -> None:
+    batch = {"image": torch.ones(2), "other": (torch.zeros(1), [torch.ones(1), "name"])}
+    copied = on_device(batch, torch.device("meta"))
+    assert copied["image"].is_meta
+    assert copied["other"][0].is_meta
+    assert copied["other"][1][0].is_meta
+    assert copied["other"][1][1] == "name"

@@ -1,0 +1,172 @@
+"""Effective batches on the host, made ahead of time, in an order that is given from outside.
+
+The order is a function of how many samples were used, so a loader can be closed and opened again anywhere, and nothing
+is left out or repeated. A batch that could not be made is made again by the next call. Does not split batches.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import platform
+import resource
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+Order: TypeAlias = Callable[[int, int], Sequence[Any]]
+"""From (samples used, how many) to what the data set is asked for, one key for each sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderSettings:
+    """How batches are made ready; nothing here changes what is in them."""
+
+    workers: int = 0
+    """Processes that make batches; 0: this one does, when they are asked for."""
+    prefetch: int = 2
+    """Batches that each process keeps ready."""
+    pin: bool = False
+    """Put them into page-locked memory, from which a card copies while it computes."""
+    start_method: str = "forkserver"
+
+
+class Loader:
+    """Hands out one effective batch after the other."""
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        order: Order,
+        batch: int,
+        settings: LoaderSettings,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        """Start nothing yet. `collate` makes a batch of samples; by default tensors are stacked."""
+        self._dataset = dataset
+        self._order = order
+        self._batch = batch
+        self._settings = settings
+        self._collate = collate
+        self._batches: Iterator[Any] | None = None
+        self._opened_s = 0.0
+        self.samples_used = 0
+        """Of the batches that were handed out; set by `seek`."""
+        self.waited_s = 0.0
+        """The time that the training spent in `next_batch`."""
+
+    def seek(self, samples_used: int) -> None:
+        """Go on after so many samples."""
+        self.close()
+        self.samples_used = samples_used
+
+    def next_batch(self) -> Any:  # noqa: ANN401 - whatever `collate` makes
+        """Return the next batch, on the host.
+
+        Raises:
+            RuntimeError: The data set cannot be sent to loader processes, or they have ended twice.
+            Exception: Whatever the data set raised. The next call tries the same batch again.
+        """
+        began_s = time.perf_counter()
+        self._opened_s = self._opened_s or began_s
+        try:
+            try:
+                batch = self._next()
+            except (RuntimeError, OSError, EOFError):
+                if not self._lost_a_process():
+                    raise
+                self.close()
+                batch = self._next()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self.waited_s += time.perf_counter() - began_s
+        self.samples_used += self._batch
+        return batch
+
+    def wait_share(self) -> float:
+        """Return the share of time since the first batch was asked for in which the training waited for data."""
+        return self.waited_s / (time.perf_counter() - self._opened_s) if self._opened_s else 0.0
+
+    def close(self) -> None:
+        """End the loader's processes and forget what they made."""
+        batches, self._batches = self._batches, None
+        # Not left to its end: an exception's traceback may hold it, and its processes would stay.
+        getattr(batches, "_shutdown_workers", lambda: None)()
+
+    def _next(self) -> Any:  # noqa: ANN401 - whatever `collate` makes
+        if self._batches is None:
+            self._batches = self._open()
+        return next(self._batches)
+
+    def _lost_a_process(self) -> bool:
+        """Whether one was ended from outside; torch tells that by several exceptions, and restarts none."""
+        return any(not each.is_alive() for each in getattr(self._batches, "_workers", ()))
+
+    def _open(self) -> Iterator[Any]:
+        parallel = self._settings.workers > 0
+        loader = DataLoader(
+            self._dataset,
+            batch_sampler=_Keys(self._order, self.samples_used, self._batch),
+            num_workers=self._settings.workers,
+            collate_fn=self._collate,
+            pin_memory=self._settings.pin,
+            prefetch_factor=self._settings.prefetch if parallel else None,
+            multiprocessing_context=self._settings.start_method if parallel else None,
+            worker_init_fn=_in_loader_process if parallel else None,
+            generator=torch.Generator().manual_seed(0),  # else it would draw from torch's global generator
+        )
+        if parallel and self._settings.start_method == "forkserver":
+            multiprocessing.set_forkserver_preload(["torch.utils.data"])  # else each process imports torch anew
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Got pickle error")  # told below, with what to do
+                return iter(loader)
+        except (pickle.PicklingError, TypeError, AttributeError) as failure:
+            raise RuntimeError(
+                f"the data set cannot be sent to loader processes ({failure}); set train.loader_workers to 0, or make "
+                "what it holds picklable"
+            ) from failure
+
+
+def on_device(batch: Any, device: torch.device, *, non_blocking: bool = True) -> Any:  # noqa: ANN401 - any batch
+    """Copy the tensors of a batch, or of a part of it; from pinned memory the copy does not wait for the card."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=non_blocking and batch.is_pinned())
+    if isinstance(batch, Mapping):
+        return {key: on_device(each, device, non_blocking=non_blocking) for key, each in batch.items()}
+    if isinstance(batch, list | tuple):
+        return type(batch)(on_device(each, device, non_blocking=non_blocking) for each in batch)
+    return batch
+
+
+def should_pin(device: torch.device) -> bool:
+    """Whether pinned batches help: on a card, but not under WSL2, where little memory can be pinned."""
+    return device.type == "cuda" and "microsoft" not in platform.release().lower()
+
+
+class _Keys:
+    """The keys of one batch after the other, without an end."""
+
+    def __init__(self, order: Order, samples_used: int, batch: int) -> None:
+        self._order = order
+        self._samples_used = samples_used
+        self._batch = batch
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        used = self._samples_used
+        while True:
+            yield list(self._order(used, self._batch))
+            used += self._batch
+
+
+def _in_loader_process(_: int) -> None:
+    """Lift the cap of the training process, which its children inherit: their memory is the host's."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
