@@ -25,11 +25,9 @@ _FREE: Final = frozenset(
         "loader_workers",
         "prefetch",
         "pin",
-        "persistent",
         "non_blocking",
         "start_method",
         "save_every_s",
-        "keep",
         "snapshots",
     }
 )
@@ -69,11 +67,9 @@ class TrainSettings(BaseModel):
     loader_workers: Annotated[int, Field(ge=0, le=256)] = 0
     prefetch: Annotated[int, Field(ge=1, le=64)] = 2
     pin: Literal["auto"] | bool = "auto"
-    persistent: bool = True
     non_blocking: bool = True
     start_method: Literal["forkserver", "fork", "spawn"] = "forkserver"
     save_every_s: Annotated[float, Field(gt=0)] = 60.0
-    keep: Annotated[int, Field(ge=2, le=16)] = 2
     snapshots: Literal["node", "head"] = "node"
     deterministic: bool = False
 

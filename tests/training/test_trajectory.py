@@ -1,0 +1,79 @@
+"""A training whose micro-batch changes at any time goes the way of one that is left alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.training.scene import CNN, GPT, trainer
+from workers.training.trainer import Trainer
+
+
+def train(run: Trainer, limit: Callable[[], int], level: Callable[[], int] = lambda: 0) -> list[float]:
+    """Train to the end; return the loss of each step."""
+    losses: list[float] = []
+    while not run.finished:
+        if run.micro_batch(limit(), level()).updated:
+            losses.append(run.losses[-1])
+    return losses
+
+
+def gap(one: list[float], other: list[float]) -> float:
+    """Return the largest relative difference of two courses."""
+    return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("kind", [GPT, CNN])
+def test_a_micro_batch_drawn_anew_for_each_part_changes_the_loss_by_rounding_only(kind: str) -> None:
+    alone = train(trainer(kind), lambda: 12)
+    control = train(trainer(kind), lambda: 5)
+    drawn = random.Random(3)  # noqa: S311 - repeatable
+    changing = trainer(kind)
+    losses = train(changing, lambda: drawn.randint(1, 12))
+    assert alone[-1] < 0.8 * alone[0], "it learns, so a difference would show"
+    assert gap(losses, alone) <= max(1e-6, 3 * gap(control, alone))
+    again = trainer(kind)
+    again.replay(changing.state()["splits"])
+    assert again.step == 200
+    assert again.weights_sha256() == changing.weights_sha256()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", [GPT, CNN])
+def test_a_checkpointing_level_drawn_anew_for_each_part_changes_no_bit(kind: str, precision: str) -> None:
+    keys: dict[str, Any] = {"precision": precision, "steps": 40}
+    alone = trainer(kind, **keys)
+    changing = trainer(kind, **keys)
+    drawn = random.Random(4)  # noqa: S311 - repeatable
+    levels: list[int] = []
+
+    def level() -> int:
+        levels.append(drawn.randint(0, 2))
+        return levels[-1]
+
+    assert train(alone, lambda: 6) == train(changing, lambda: 6, level)
+    assert alone.weights_sha256() == changing.weights_sha256()
+    assert set(levels) == {0, 1, 2}
+    assert [run[:2] for run in changing.state()["splits"]][:3] != [[6, 0]] * 3, "levels are recorded"
+
+
+def test_another_seed_is_another_training() -> None:
+    assert gap(train(trainer(seed=1, steps=5), lambda: 12), train(trainer(seed=2, steps=5), lambda: 12)) > 1e-4
+
+
+def test_a_training_goes_on_from_its_state_as_if_it_had_not_stopped() -> None:
+    whole = trainer(steps=12)
+    train(whole, lambda: 5)
+    first = trainer(steps=12)
+    for _ in range(7 * 3):  # parts of 4
+        first.micro_batch(5)
+    second = trainer(steps=12)
+    second.load(first.state())
+    train(second, lambda: 5)
+    assert second.weights_sha256() == whole.weights_sha256()
+    assert second.state()["splits"] == whole.state()["splits"]
+    for one, other in zip(second.state()["average"], whole.state()["average"], strict=True):
+        assert one.equal(other)

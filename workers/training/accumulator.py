@@ -1,0 +1,117 @@
+"""The gradient of an effective batch, added up over its parts in memory that exists before the first step.
+
+`autograd.grad` returns new tensors and changes none, so a part that fails leaves the finished ones as they were. The
+loss of the effective batch is the sum over its items divided by their count, which is known before the first part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from workers.training import schedule
+from workers.training.errors import NotFiniteError
+from workers.training.optimizers import Update
+from workers.training.precision import LossScaler
+
+
+class Accumulator:
+    """One effective batch after the other: sums of gradients and of losses, and how many rows are in them."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self.gradients = [torch.zeros_like(each, dtype=_sum_type(each)) for each in parameters]
+        self._loss = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
+        self.begin(0, 1)
+
+    def begin(self, rows: int, count: int) -> None:
+        """Begin an effective batch of so many rows and items; what was there is forgotten."""
+        self._rows = rows
+        self._count = count
+        self.done = 0
+        """Rows in the sums. With 0, what the sums hold means nothing."""
+        self._adding = False
+
+    @property
+    def remaining(self) -> int:
+        """Rows that are still missing; 0: only the update is left."""
+        return self._rows - self.done
+
+    @property
+    def torn(self) -> bool:
+        """Whether an addition was cut off, so that some sums have a part and others have not."""
+        return self._adding
+
+    def next_rows(self, limit: int) -> int:
+        """Return the size of the next part, 0 after the last. After an addition that was cut off all begins again."""
+        if self._adding:
+            self.begin(self._rows, self._count)
+        return schedule.next_part(self.remaining, limit) if self.remaining else 0
+
+    def gradients_of(self, loss: Tensor, scale: float = 1.0) -> list[Tensor | None]:
+        """Return the gradients of a part's summed loss; `None` for a parameter that it does not depend on."""
+        seed = torch.full_like(loss, scale / self._count)
+        return list(torch.autograd.grad(loss, self._parameters, grad_outputs=seed, allow_unused=True))
+
+    @torch.no_grad()
+    def add(self, rows: int, loss: Tensor, gradients: Sequence[Tensor | None]) -> None:
+        """Add a part. The first one replaces what was there."""
+        pairs = list(zip(self.gradients, gradients, strict=True))
+        sums = [own for own, new in pairs if new is not None]
+        summands = [new for _, new in pairs if new is not None]
+        self._adding = True
+        if self.done == 0:
+            torch._foreach_copy_(sums, summands)
+            for own, new in pairs:
+                if new is None:
+                    own.zero_()
+            self._loss.copy_(loss)
+        else:
+            torch._foreach_add_(sums, summands)
+            self._loss.add_(loss)
+        self.done += rows
+        self._adding = False
+
+    def finish(
+        self, update: Update, scaler: LossScaler, *, step: int, clip: float | None, rate_share: float | None
+    ) -> tuple[float, bool]:
+        """Unscale, clip and update; return the loss, and whether it was updated. Can be repeated until that begins.
+
+        Raises:
+            NotFiniteError: The loss or the gradient is NaN or infinite; nothing was changed.
+            UpdateInterruptedError: Memory ran out in the update.
+        """
+        total, scaled_norm = self._loss_and_norm()
+        loss, norm = total / self._count, scaled_norm / scaler.scale
+        if not math.isfinite(loss):
+            raise _not_finite("loss", loss, step)
+        if not math.isfinite(norm):
+            if not scaler.overflowed():
+                raise _not_finite("norm of the gradient", norm, step)
+            return loss, False
+        factor = 1.0 if clip is None or norm <= clip else clip / norm
+        update.run(self._parameters, self.gradients, factor / scaler.scale, rate_share)
+        scaler.succeeded()
+        return loss, True
+
+    @torch.no_grad()
+    def _loss_and_norm(self) -> tuple[float, float]:
+        """Read the sum of losses and the norm of all gradients: the one moment at which the host waits for a card."""
+        norms = torch.stack([each.to(torch.float64) for each in torch._foreach_norm(self.gradients)])
+        loss, norm = torch.stack((self._loss, torch.linalg.vector_norm(norms))).tolist()
+        return loss, norm
+
+
+def _not_finite(what: str, value: float, step: int) -> NotFiniteError:
+    return NotFiniteError(
+        f"the {what} of optimiser step {step} is {value}; training stopped, and the weights are those of the step "
+        "before; lower the learning rate, or the largest norm of the gradient",
+        step,
+    )
+
+
+def _sum_type(parameter: nn.Parameter) -> torch.dtype:
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32

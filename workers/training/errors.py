@@ -1,0 +1,36 @@
+"""What can go wrong in a training, each with a sentence for the person who can act.
+
+None of them is an out-of-memory, whatever its text quotes, so none of them is answered by a smaller step. Therefore
+none is a `RuntimeError`, whose text `workers.oom` reads.
+"""
+
+from __future__ import annotations
+
+
+class TrainingError(Exception):
+    """Base of the errors below."""
+
+
+class TaskError(TrainingError):
+    """What should be trained cannot be: no parameters, no data, or nothing of that name."""
+
+
+class NotFiniteError(TrainingError):
+    """The loss or its gradient is NaN or infinite; the weights are still those of the last good step."""
+
+    def __init__(self, sentence: str, step: int) -> None:
+        super().__init__(sentence)
+        self.sentence = sentence
+        self.step = step
+        """The optimiser step that was not done, counted from 0."""
+
+    def __reduce__(self) -> tuple[type[NotFiniteError], tuple[str, int]]:
+        return type(self), (self.sentence, self.step)
+
+
+class UpdateInterruptedError(TrainingError):
+    """An update of the weights was cut off, so they belong to no step. Load a snapshot; never run the step again."""
+
+
+class StateMismatchError(TrainingError):
+    """A saved state is of another model, of another version, or incomplete; nothing was loaded."""

@@ -1,0 +1,149 @@
+"""The presets' models. They avoid what amplifies rounding, so that a training may change its micro-batch.
+
+- The projection to queries, keys and values has no bias. The gradient of a key's bias is zero but for rounding, and
+  Adam scales it up to a full step.
+- GroupNorm in place of BatchNorm, whose result depends on which samples are computed together.
+- Dropout is keyed, and there is none inside the attention.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from workers.training.keyed import KeyedDropout
+
+#: Landmarks of a face, as in the iBUG 300-W annotation.
+POINTS = 68
+
+_CELLS = 4
+"""Edge of the grid to which the CNN pools before its head."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GptShape:
+    """The numbers that make up a GPT."""
+
+    layers: int
+    heads: int
+    width: int
+    seq: int
+    vocabulary: int = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CnnShape:
+    """The numbers that make up a CNN for landmarks."""
+
+    edge: int
+    """Pixels."""
+    widths: tuple[int, ...]
+    """Channels of each stage; each halves the edge."""
+
+
+GPTS = {
+    "gpt-nano": GptShape(layers=4, heads=4, width=64, seq=64),
+    "gpt-mini": GptShape(layers=6, heads=6, width=384, seq=256),
+    # 50,257 tokens of GPT-2, rounded up to a multiple of 64.
+    "gpt2-small": GptShape(layers=12, heads=12, width=768, seq=1024, vocabulary=50_304),
+    "gpt2-medium": GptShape(layers=24, heads=16, width=1024, seq=1024, vocabulary=50_304),
+}
+CNNS = {
+    "cnn-small": CnnShape(edge=32, widths=(16, 32, 64)),
+    "cnn-landmarks": CnnShape(edge=64, widths=(32, 64, 128, 256)),
+}
+
+
+class Gpt(nn.Module):
+    """A GPT-2 whose input embedding is its output layer too."""
+
+    def __init__(self, shape: GptShape, dropout: float) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.places = nn.Embedding(shape.seq, shape.width)
+        self.dropout = KeyedDropout(dropout)
+        self.blocks = nn.ModuleList(Block(shape.width, shape.heads, dropout) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.width)
+        for name, weight in self.named_parameters():
+            if weight.dim() > 1:
+                last = name.endswith(("merge.weight", "shrink.weight"))
+                nn.init.normal_(weight, std=0.02 / (math.sqrt(2 * shape.layers) if last else 1))
+            elif name.endswith("bias"):
+                nn.init.zeros_(weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of each next token."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.dropout(self.tokens(tokens) + self.places(places))
+        for block in self.blocks:
+            x = block(x)
+        return functional.linear(self.norm(x), self.tokens.weight)
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each with a norm before it."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self._heads = heads
+        self.norm_attention = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
+        self.merge = nn.Linear(width, width)
+        self.norm_perceptron = nn.LayerNorm(width)
+        self.widen = nn.Linear(width, 4 * width)
+        self.shrink = nn.Linear(4 * width, width)
+        self.dropout_attention = KeyedDropout(dropout)
+        self.dropout_perceptron = KeyedDropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (rows, tokens, width)."""
+        rows, seq, width = x.shape
+        parts = self.query_key_value(self.norm_attention(x)).view(rows, seq, 3, self._heads, -1)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.dropout_attention(self.merge(seen.transpose(1, 2).reshape(rows, seq, width)))
+        hidden = functional.gelu(self.widen(self.norm_perceptron(x)), approximate="tanh")
+        added: Tensor = self.dropout_perceptron(self.shrink(hidden))
+        return x + added
+
+
+class Cnn(nn.Module):
+    """Finds the landmarks of a face in a grey picture."""
+
+    def __init__(self, shape: CnnShape, dropout: float) -> None:
+        super().__init__()
+        inputs = (1, *shape.widths[:-1])
+        self.blocks = nn.ModuleList(Stage(*widths) for widths in zip(inputs, shape.widths, strict=True))
+        self.dropout = KeyedDropout(dropout)
+        self.head = nn.Linear(shape.widths[-1] * _CELLS**2, 2 * POINTS)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        """Return (rows, points, 2): x and y from -1 to 1."""
+        x = pictures
+        for block in self.blocks:
+            x = block(x)
+        # Not adaptive pooling: its backward pass on a card is not deterministic.
+        x = functional.avg_pool2d(x, x.shape[-1] // _CELLS)
+        points: Tensor = self.head(self.dropout(x.flatten(1)))
+        return points.view(-1, POINTS, 2)
+
+
+class Stage(nn.Module):
+    """Two convolutions; the first halves the picture, the second is added to it."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        # Without biases: the norm after them takes most of a bias away again.
+        self.halve = nn.Conv2d(inputs, outputs, 3, stride=2, padding=1, bias=False)
+        self.norm_halved = nn.GroupNorm(8, outputs)
+        self.refine = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm_refined = nn.GroupNorm(8, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a picture of half the edge."""
+        x = functional.gelu(self.norm_halved(self.halve(x)))
+        return x + functional.gelu(self.norm_refined(self.refine(x)))

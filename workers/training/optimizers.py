@@ -1,0 +1,136 @@
+"""The optimiser and the update, which is done once or not at all.
+
+The states are allocated before the first step, so that the memory of a training does not grow in its first update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW, Optimizer
+
+from workers.oom import classify
+from workers.settings import FailureKind
+from workers.training.averaging import Average
+from workers.training.errors import UpdateInterruptedError
+from workers.training.settings import TrainSettings
+
+_BETAS: Final = (0.9, 0.95)
+
+
+def adamw(parameters: Sequence[nn.Parameter], settings: TrainSettings, lr: float) -> AdamW:
+    """Make AdamW. Only matrices decay: biases and norms have one dimension."""
+    groups = [
+        {"params": [each for each in parameters if each.dim() > 1], "weight_decay": settings.weight_decay},
+        {"params": [each for each in parameters if each.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return AdamW(
+        [group for group in groups if group["params"]],
+        lr=lr,
+        betas=_BETAS,
+        fused=settings.optimizer == "adamw-fused",
+        foreach=settings.optimizer == "adamw-foreach",
+    )
+
+
+def allocate_states(optimizer: Optimizer) -> None:
+    """Allocate what an Adam would allocate in its first step. Of other optimisers nothing is known."""
+    if not isinstance(optimizer, Adam):
+        return
+    for group in optimizer.param_groups:
+        names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+        for parameter in group["params"]:
+            if not optimizer.state[parameter] and parameter.requires_grad:
+                # Where torch itself keeps the number of steps: on the device only if a kernel reads it.
+                device = parameter.device if group["fused"] or group["capturable"] else None
+                state: dict[str, Tensor] = {name: torch.zeros_like(parameter) for name in names}
+                optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32, device=device), **state}
+
+
+def forget_states(optimizer: Optimizer) -> None:
+    """Go back to the states before the first step."""
+    if not isinstance(optimizer, Adam):
+        optimizer.state.clear()
+    for state in optimizer.state.values():
+        for each in state.values():
+            each.zero_()
+
+
+def load_states(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Go on from a saved `state_dict`; into the tensors that are there, if they are alike."""
+    own = optimizer.state_dict()["state"]
+    states = {int(place): state for place, state in saved["state"].items()}
+    pairs = [(own.get(place, {}).get(name), value) for place, state in states.items() for name, value in state.items()]
+    if own.keys() == states.keys() and all(_alike(mine, value) for mine, value in pairs):
+        for mine, value in pairs:
+            mine.copy_(value)
+    else:
+        optimizer.load_state_dict({"state": states, "param_groups": saved["param_groups"]})
+
+
+def _alike(mine: object, value: object) -> bool:
+    return isinstance(mine, Tensor) and isinstance(value, Tensor) and mine.shape == value.shape
+
+
+class Update:
+    """Changes the weights, and says whether it was cut off. What was cut off is never run again."""
+
+    def __init__(self, optimizer: Optimizer, average: Average | None = None) -> None:
+        self.optimizer = optimizer
+        self.cut = False
+        """Whether weights, moments and average belong to no step: an update began and did not end."""
+        self._average = average
+        self._rates = [float(group["lr"]) for group in optimizer.param_groups]
+
+    def check(self) -> None:
+        """Raise `UpdateInterruptedError` if weights belong to no step."""
+        if self.cut:
+            raise UpdateInterruptedError(
+                "an update of the weights was cut off, so the training cannot go on from them; load the last snapshot"
+            )
+
+    def run(
+        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], factor: float, rate_share: float | None
+    ) -> None:
+        """Do one step with `gradients` times `factor`.
+
+        The learning rate is a share of what each group began with; `None` leaves it as it is.
+
+        Raises:
+            UpdateInterruptedError: Memory ran out in it, now or before.
+        """
+        self.check()
+        self.cut = True
+        failure: str | None = None
+        try:
+            self._change(parameters, gradients, factor, rate_share)
+        except Exception as error:
+            found = classify(error)
+            if found.kind not in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
+                raise
+            failure = found.text
+        if failure is not None:  # outside the handler: the error must hold no tensor, and must not look like its cause
+            raise UpdateInterruptedError(
+                f"memory ran out while the weights were being updated ({failure}); the update is not run again, "
+                "because a part of it may have been done; load the last snapshot"
+            )
+        self.cut = False
+
+    @torch.no_grad()
+    def _change(
+        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], factor: float, rate_share: float | None
+    ) -> None:
+        if factor != 1:
+            torch._foreach_mul_(list(gradients), factor)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.to(parameter.dtype)  # itself, unless the weights are half precision
+        if rate_share is not None:
+            for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate * rate_share
+        step: Callable[[], object] = self.optimizer.step
+        step()
+        if self._average is not None:
+            self._average.update()

@@ -1,0 +1,74 @@
+"""In which arithmetic a model is computed: fp32, tf32, bf16 or fp16. Weights, gradients and moments stay fp32."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final
+
+import torch
+
+from workers.training.settings import Precision
+
+_HALVES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+#: As torch's GradScaler has them: double after so many good steps, halve after a bad one.
+_FIRST_SCALE: Final = 2.0**16
+_GOOD_STEPS: Final = 2000
+_LARGEST_SCALE: Final = 2.0**24
+
+
+class LossScaler:
+    """Scales the loss up, so that small gradients are not rounded to zero in fp16. Decides once for each update.
+
+    It is told what came out and looks at no tensor.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self.scale = _FIRST_SCALE if enabled else 1.0
+        self.good_steps = 0
+        """Since the scale last changed."""
+
+    def succeeded(self) -> None:
+        """Say that the gradients of an effective batch were finite."""
+        if not self.enabled:
+            return
+        self.good_steps += 1
+        if self.good_steps == _GOOD_STEPS:
+            self.scale, self.good_steps = min(self.scale * 2, _LARGEST_SCALE), 0
+
+    def overflowed(self) -> bool:
+        """Say that they were not; return whether to skip this update and go on with a smaller scale."""
+        if not self.enabled or self.scale <= 1:
+            return False
+        self.scale, self.good_steps = self.scale / 2, 0
+        return True
+
+    def state(self) -> dict[str, float]:
+        """Return what `load` needs."""
+        return {"scale": self.scale, "good_steps": self.good_steps}
+
+    def load(self, state: Mapping[str, float]) -> None:
+        """Go on from a saved state."""
+        self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
+    """Return the region for one forward pass. It keeps half-precision copies of the weights until it ends."""
+    if precision not in _HALVES:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=_HALVES[precision])
+
+
+def set_up(precision: Precision, *, deterministic: bool) -> None:
+    """Set what torch has for the whole process."""
+    arithmetic = "tf32" if precision == "tf32" else "ieee"
+    torch.backends.cuda.matmul.fp32_precision = arithmetic
+    torch.backends.cudnn.conv.fp32_precision = arithmetic  # type: ignore[attr-defined]  # missing in torch's stubs
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+        torch.backends.cuda.enable_cudnn_sdp(False)

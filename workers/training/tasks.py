@@ -1,0 +1,163 @@
+"""What is trained: a `TrainTask` of model, data set, loss, and optionally optimiser and evaluation.
+
+The presets are tasks, and so is what a user writes; `train.preset` names either. A task knows neither the size of a
+batch nor how it is split.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeAlias, cast
+
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from workers.training.errors import TaskError
+from workers.training.made_data import DrawnFaces, MadeText
+from workers.training.models import CNNS, GPTS, Cnn, CnnShape, Gpt, GptShape
+from workers.training.settings import TrainSettings
+from workers.training.text import TextData
+
+Batch: TypeAlias = Any
+"""A tensor, or tuples, lists and mappings of tensors; the first dimension of each is the samples."""
+
+
+class Items(Protocol):
+    """A data set whose items can be had by their index, as torch's map-style ones."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, key: Any, /) -> Any: ...  # noqa: ANN401 - an index, or a `Sample`
+
+
+def rows_of(batch: Batch) -> int:
+    """Return the number of samples in a batch."""
+    while not isinstance(batch, Tensor):
+        batch = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
+    return len(batch)
+
+
+def part_of(batch: Batch, first: int, rows: int) -> Batch:
+    """Return some samples of a batch, without a copy."""
+    if isinstance(batch, Tensor):
+        return batch[first : first + rows]
+    if isinstance(batch, Mapping):
+        return {key: part_of(each, first, rows) for key, each in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [part_of(each, first, rows) for each in batch]
+    return batch
+
+
+def _no_blocks(_: nn.Module) -> Sequence[nn.Module]:
+    return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainTask:
+    """What is trained."""
+
+    name: str
+    """Snapshots of a task with another name are refused."""
+    model: Callable[[], nn.Module]
+    """Makes the model on the CPU. May draw from torch's random numbers: they are seeded around the call."""
+    dataset: Items
+    loss: Callable[[nn.Module, Batch], Tensor]
+    """The sum (not the mean) of the losses of all items in a part of a batch."""
+    count: Callable[[Batch], int] = rows_of
+    """The items (samples, tokens) in a whole batch; its loss is the sum over its parts divided by this."""
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None
+    """`None`: AdamW, as the settings say."""
+    evaluate: Callable[[nn.Module], Mapping[str, float]] | None = None
+    """Figures of merit, for the model in evaluation mode and with averaged weights if there are some."""
+    blocks: Callable[[nn.Module], Sequence[nn.Module]] = _no_blocks
+    """The modules that can be checkpointed one by one."""
+    collate: Callable[[list[Any]], Batch] | None = None
+    """Makes a batch of samples; `None`: tensors are stacked."""
+    by_sample: bool = False
+    """Whether the data set is asked by `Sample` (number, epoch, index) and not by index, to augment by epoch."""
+    lr: float = 1e-3
+    """Where the settings name none."""
+    items: str = "samples"
+    """What `count` counts."""
+
+
+def find_task(settings: TrainSettings, seed: int) -> TrainTask:
+    """Return the preset, or the user's `package.module:name`: a `TrainTask`, or a function that makes one of settings.
+
+    Raises:
+        TaskError: There is no such task, it fails, or it is none.
+    """
+    if settings.preset in GPTS:
+        return _gpt_task(settings, GPTS[settings.preset], seed)
+    if settings.preset in CNNS:
+        return _cnn_task(settings, CNNS[settings.preset], seed)
+    module_name, _, name = settings.preset.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+        task = found if isinstance(found, TrainTask) else found(settings)
+    except Exception as error:
+        raise TaskError(
+            f"train.preset {settings.preset!r} cannot be loaded on this machine: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(task, TrainTask):
+        raise TaskError(
+            f"train.preset {settings.preset!r} is a {type(task).__name__}; it must be a TrainTask of "
+            "workers.training.tasks, or a function that takes the settings and returns one"
+        )
+    return task
+
+
+def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
+    seq = settings.seq or shape.seq
+    if seq > shape.seq:
+        raise TaskError(f"train.seq is {seq}, and {settings.preset} reads at most {shape.seq} tokens")
+    return TrainTask(
+        name=settings.preset,
+        model=partial(Gpt, shape, settings.dropout),
+        dataset=TextData(settings.data, seq) if settings.data else MadeText(seq, shape.vocabulary, seed),
+        loss=next_token_loss,
+        count=next_tokens,
+        blocks=blocks_of,
+        lr={"gpt2-small": 6e-4, "gpt2-medium": 3e-4}.get(settings.preset, 2e-3),
+        items="tokens",
+    )
+
+
+def _cnn_task(settings: TrainSettings, shape: CnnShape, seed: int) -> TrainTask:
+    if settings.data:
+        raise TaskError(f"train.data is text, and {settings.preset} trains on drawn faces; leave train.data out")
+    return TrainTask(
+        name=settings.preset,
+        model=partial(Cnn, shape, settings.dropout),
+        dataset=DrawnFaces(shape.edge, seed),
+        loss=landmark_loss,
+        blocks=blocks_of,
+        by_sample=True,
+    )
+
+
+def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Sum the cross-entropy of all tokens but the first of each sample."""
+    logits = model(tokens[:, :-1])
+    return functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum")
+
+
+def next_tokens(tokens: Tensor) -> int:
+    """Count the tokens that are predicted."""
+    return tokens.numel() - len(tokens)
+
+
+def landmark_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    """Sum the mean squared distance of coordinates over samples."""
+    pictures, points = batch
+    found: Tensor = model(pictures)
+    return (found.float() - points).square().mean(dim=(1, 2)).sum()
+
+
+def blocks_of(model: nn.Module) -> Sequence[nn.Module]:
+    """Return the blocks of a preset's model."""
+    return list(cast("Gpt | Cnn", model).blocks)

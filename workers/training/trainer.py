@@ -1,0 +1,370 @@
+"""A training as a state machine: each call computes one part of the current effective batch, the last one updates.
+
+    trainer = Trainer(find_task(settings, seed), settings, device, seed)
+    while not trainer.finished:
+        trainer.micro_batch(limit)     # at most so many samples at once; after an out-of-memory call it with fewer
+
+Does not choose sizes, catch out-of-memory, or write snapshots. What it computes does not depend on the limits, but for
+rounding; with the same limits in the same order it is the same to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from workers.training import order, precision, schedule
+from workers.training.accumulator import Accumulator
+from workers.training.averaging import Average
+from workers.training.checkpointing import Checkpointing
+from workers.training.errors import StateMismatchError, TaskError
+from workers.training.keyed import Dropouts
+from workers.training.loader import Loader, LoaderSettings, on_device, should_pin
+from workers.training.optimizers import Update, adamw, allocate_states, forget_states, load_states
+from workers.training.settings import TrainSettings
+from workers.training.snapshots.identity import Identity, Lever
+from workers.training.snapshots.tensor_bytes import weights_sha256
+from workers.training.tasks import Batch, TrainTask, part_of, rows_of
+
+_STATE_VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """What one call did."""
+
+    rows: int
+    """Samples computed; 0 where only the update was left to do."""
+    level: int
+    """Blocks that were checkpointed."""
+    updated: bool
+    """Whether it ended an optimiser step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a training is; a value that can cross processes."""
+
+    step: int
+    steps: int
+    epoch: float
+    samples_used: int
+    loss: float | None
+    """Of the last optimiser step."""
+    first_loss: float | None
+    micro_batch: int
+    accumulation: int
+    """Parts of the last optimiser step."""
+    memory_level: int
+    redone_steps: int
+    """Lost by rolling back, and done again."""
+    skipped_updates: int
+    """Because fp16 gradients overflowed."""
+    data_wait_share: float
+
+
+class Trainer:
+    """One training on one device."""
+
+    def __init__(self, task: TrainTask, settings: TrainSettings, device: torch.device, seed: int) -> None:
+        """Make the model and allocate all that outlives a step.
+
+        Raises:
+            TaskError: There is nothing to train, or no data.
+        """
+        if len(task.dataset) == 0:
+            raise TaskError(f"the data set of {task.name} is empty")
+        precision.set_up(settings.precision, deterministic=settings.deterministic)
+        self.task = task
+        self.settings = settings
+        self.device = device
+        self.seed = seed
+        self.steps = settings.steps
+        if settings.epochs is not None:
+            self.steps = -(-settings.epochs * len(task.dataset) // settings.batch)
+        self.model = self._new_model().to(device).train()
+        self.parameters = [each for each in self.model.parameters() if each.requires_grad]
+        if not self.parameters:
+            raise TaskError(f"the model of {task.name} has no parameter that is trained")
+        self.checkpointing = Checkpointing(task.blocks(self.model))
+        self._dropouts = Dropouts(self.model, order.mixed(seed, 1))
+        self._accumulator = Accumulator(self.parameters)
+        lr = settings.lr or task.lr
+        optimizer = (task.optimizer or (lambda some: adamw(list(some), settings, lr)))(self.parameters)
+        allocate_states(optimizer)
+        self._average = None if settings.ema_decay is None else Average(self.parameters, settings.ema_decay)
+        self._update = Update(optimizer, self._average)
+        self._scaler = precision.LossScaler(enabled=settings.precision == "fp16")
+        self._loader = Loader(
+            cast("Dataset[Any]", task.dataset), self._keys, settings.batch, self._loader_settings(), task.collate
+        )
+        self._clear()
+
+    def _clear(self) -> None:
+        self.step = 0
+        self.samples_used = 0
+        """Of all optimiser steps that are done."""
+        self.skipped_updates = 0
+        self.redone_steps = 0
+        self.losses: list[float] = []
+        """Of the first and of the last optimiser step."""
+        self._splits: list[schedule.Run] = []
+        self._last = MicroBatch(rows=0, level=0, updated=False)
+        self._accumulation = 0
+        self._begin_batch()
+
+    def _begin_batch(self) -> None:
+        self._batch: Batch | None = None
+        self._parts: list[tuple[int, int]] = []
+        """Rows and level of each finished part."""
+        self._accumulator.begin(self.settings.batch, 1)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done."""
+        return self.step >= self.steps
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether no part of an effective batch is under way, and the weights belong to a step."""
+        return self._accumulator.done == 0 and not self._update.cut
+
+    @property
+    def remaining_rows(self) -> int:
+        """Samples of the current effective batch that are not computed yet; 0: only the update is left."""
+        return self._accumulator.remaining
+
+    def micro_batch(self, limit: int, level: int = 0) -> MicroBatch:
+        """Compute the next part of the effective batch, of at most `limit` samples, and update after the last part.
+
+        When it fails, finished parts stay, and the next call goes on. An out-of-memory in the update itself is the
+        exception: see `rollback`.
+
+        Args:
+            limit: Samples computed at once, at most. Parts are as equal as possible.
+            level: How many blocks to checkpoint, where `train.checkpoint` is `auto`.
+
+        Raises:
+            NotFiniteError: The loss or its gradient is NaN or infinite; the weights were not changed.
+            UpdateInterruptedError: An update was cut off.
+            Exception: Whatever the model, the data set or torch raised.
+        """
+        self._update.check()
+        if self._batch is None:
+            self._take_batch()
+        rows = self._accumulator.next_rows(limit)
+        level = self.checkpointing.level_of(self.settings.checkpoint, level)
+        first = self._accumulator.done
+        self._parts = self._parts if first else []
+        if rows:
+            self._accumulator.add(rows, *self._part(first, rows, level))
+            self._parts.append((rows, level))
+        updated = self._accumulator.remaining == 0
+        if updated:
+            self._finish()
+        self._last = MicroBatch(rows=rows, level=level, updated=updated)
+        return self._last
+
+    def replay(self, splits: Iterable[schedule.Run]) -> None:
+        """Compute all recorded micro-batches of another run again, to its last step."""
+        for limit, level in schedule.unrolled(splits):
+            self.micro_batch(limit, level)
+
+    def progress(self) -> Progress:
+        """Say how far the training is."""
+        return Progress(
+            step=self.step,
+            steps=self.steps,
+            epoch=self.samples_used / len(self.task.dataset),
+            samples_used=self.samples_used,
+            loss=self.losses[-1] if self.losses else None,
+            first_loss=self.losses[0] if self.losses else None,
+            micro_batch=self._last.rows,
+            accumulation=self._accumulation,
+            memory_level=self._last.level,
+            redone_steps=self.redone_steps,
+            skipped_updates=self.skipped_updates,
+            data_wait_share=self._loader.wait_share(),
+        )
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the task's own figures, for the averaged weights if there are some."""
+        if self.task.evaluate is None:
+            return {}
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                if self._average is None:
+                    return dict(self.task.evaluate(self.model))
+                with self._average.in_place_of_weights():
+                    return dict(self.task.evaluate(self.model))
+        finally:
+            self.model.train()
+
+    def weights_sha256(self) -> str:
+        """Return the SHA-256 of all weights."""
+        return weights_sha256(self.model.state_dict())
+
+    @property
+    def identity(self) -> Identity:
+        """What a snapshot of this training belongs to."""
+        levers: dict[str, Lever] = {**self.settings.fingerprint(), "seed": self.seed}
+        return Identity.of(self.task.name, self.model.state_dict(), levers)
+
+    def state(self) -> dict[str, Any]:
+        """Return all that `load` needs. The tensors are the training's own: copy them before the next call.
+
+        Raises:
+            RuntimeError: A part of an effective batch is under way.
+        """
+        if not self.at_boundary:
+            raise RuntimeError("a training has a state only between two optimiser steps; see at_boundary")
+        return {
+            "version": _STATE_VERSION,
+            "torch": str(torch.__version__),
+            "weights": self.model.state_dict(),
+            "optimizer": self._update.optimizer.state_dict(),
+            "average": [] if self._average is None else list(self._average.tensors),
+            "scaler": self._scaler.state(),
+            "step": self.step,
+            "samples_used": self.samples_used,
+            "skipped_updates": self.skipped_updates,
+            "redone_steps": self.redone_steps,
+            "losses": list(self.losses),
+            "splits": [list(run) for run in self._splits],
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state.
+
+        Raises:
+            StateMismatchError: It is not of this model; nothing was changed.
+        """
+        own = self.model.state_dict()
+        self._refuse(state, own)
+        self._update.cut = True  # until all is loaded
+        with torch.no_grad():
+            for name, weight in own.items():
+                weight.copy_(state["weights"][name])
+            if self._average is not None:
+                torch._foreach_copy_(self._average.tensors, list(state["average"]))
+        load_states(self._update.optimizer, state["optimizer"])
+        self._scaler.load(state["scaler"])
+        self._clear()
+        self.step = state["step"]
+        self.samples_used = state["samples_used"]
+        self.skipped_updates = state["skipped_updates"]
+        self.redone_steps = state["redone_steps"]
+        self.losses = list(state["losses"])
+        self._splits = [list(run) for run in state["splits"]]
+        self._loader.seek(self.samples_used)
+        self._update.cut = False
+
+    def rollback(self, state: Mapping[str, Any] | None) -> int:
+        """Go back to a saved state, or with `None` to the beginning; return how many optimiser steps are redone."""
+        step, redone = self.step, self.redone_steps
+        self.load(self._first_state() if state is None else state)
+        self.redone_steps = redone + step - self.step
+        return step - self.step
+
+    def close(self) -> None:
+        """End the loader's processes."""
+        self._loader.close()
+
+    def _new_model(self) -> nn.Module:
+        """Make the model with weights that depend on the seed alone, and leave torch's random numbers as they were."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(order.mixed(self.seed, 0) >> 1)
+            return self.task.model()
+
+    def _first_state(self) -> dict[str, Any]:
+        model = self._new_model()
+        Dropouts(model, 0)  # so that its modules have the same names
+        weights = model.state_dict()
+        trained = [each for each in model.parameters() if each.requires_grad]
+        forget_states(self._update.optimizer)
+        return {
+            "version": _STATE_VERSION,
+            "weights": weights,
+            "optimizer": self._update.optimizer.state_dict(),
+            "average": [] if self._average is None else [each.detach() for each in trained],
+            "scaler": precision.LossScaler(enabled=self._scaler.enabled).state(),
+            "step": 0,
+            "samples_used": 0,
+            "skipped_updates": 0,
+            "redone_steps": 0,
+            "losses": [],
+            "splits": [],
+        }
+
+    def _refuse(self, state: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
+        if state.get("version") != _STATE_VERSION:
+            raise StateMismatchError(
+                f"the saved state has version {state.get('version')}, and this program reads {_STATE_VERSION}; go on "
+                "with the version that wrote it, or begin anew"
+            )
+        theirs = Identity.of(self.task.name, state["weights"]).plain()
+        if difference := Identity.of(self.task.name, own).difference(theirs):
+            raise StateMismatchError(f"the saved state is of another model: {difference}")
+        if len(state["average"]) != len(self._average.tensors if self._average else []):
+            raise StateMismatchError("the saved state and train.ema_decay differ: one of them has no averaged weights")
+
+    def _keys(self, samples_used: int, count: int) -> list[Any]:
+        used = order.samples(self.seed, len(self.task.dataset), samples_used, count)
+        return list(used) if self.task.by_sample else [each.index for each in used]
+
+    def _loader_settings(self) -> LoaderSettings:
+        pin = should_pin(self.device) if self.settings.pin == "auto" else self.settings.pin
+        return LoaderSettings(
+            workers=self.settings.loader_workers,
+            prefetch=self.settings.prefetch,
+            pin=pin and self.device.type == "cuda",
+            start_method=self.settings.start_method,
+        )
+
+    def _take_batch(self) -> None:
+        batch = self._loader.next_batch()
+        if (rows := rows_of(batch)) != self.settings.batch:
+            raise TaskError(f"the data set of {self.task.name} gave {rows} samples, not {self.settings.batch}")
+        count = self.task.count(batch)
+        if count < 1:
+            raise TaskError(f"step {self.step} has nothing to learn from: its batch counts {count} items")
+        self._accumulator.begin(rows, count)
+        self._batch = batch
+
+    def _part(self, first: int, rows: int, level: int) -> tuple[Tensor, list[Tensor | None]]:
+        """Compute loss and gradients of the samples `first` to `first + rows - 1` of the batch; changes nothing."""
+        self.checkpointing.level = level
+        part = on_device(part_of(self._batch, first, rows), self.device, non_blocking=self.settings.non_blocking)
+        self._dropouts.key(self.samples_used + first, rows, self.device)
+        with precision.autocast(self.settings.precision, self.device):
+            loss = self.task.loss(self.model, part)
+        if loss.dim():
+            raise TaskError(f"the loss of {self.task.name} has the shape {tuple(loss.shape)}; it must be one number")
+        return loss.detach(), self._accumulator.gradients_of(loss, self._scaler.scale)
+
+    def _finish(self) -> None:
+        """Update the weights with the finished effective batch. Until the update itself begins it can be run again."""
+        share = schedule.learning_rate(self.step, highest=1, steps=self.steps, warmup_steps=self.settings.warmup_steps)
+        loss, updated = self._accumulator.finish(
+            self._update, self._scaler, step=self.step, clip=self.settings.clip, rate_share=share
+        )
+        self.skipped_updates += not updated
+        self._record()
+        self.losses = [*self.losses[:1], loss]
+        self.step += 1
+        self.samples_used += self.settings.batch
+        self._accumulation = len(self._parts)
+        self._begin_batch()
+
+    def _record(self) -> None:
+        remaining, previous = self.settings.batch, self._splits[-1][0] if self._splits else None
+        for rows, level in self._parts:
+            previous = schedule.canonical(remaining, rows, previous)
+            schedule.record(self._splits, previous, level)
+            remaining -= rows
