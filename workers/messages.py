@@ -11,7 +11,7 @@ import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from workers.readings import SensorReading
 from workers.settings import (
@@ -34,11 +34,19 @@ class WorkerState(StrEnum):
     RUNNING = "RUNNING"
     BACKOFF = "BACKOFF"
     EMERGENCY = "EMERGENCY"
+    #: As EMERGENCY, of a workload whose state waits in host memory meanwhile.
+    PARKED = "PARKED"
     THROTTLED = "THROTTLED"
     PAUSED = "PAUSED"
     CORRUPT = "CORRUPT"
+    #: Its workload has finished all that there was to do.
+    DONE = "DONE"
     #: It does no more work: its verdict says why.
     STOPPED = "STOPPED"
+
+
+#: The states of a worker that had no memory for any step.
+STARVED: Final = frozenset({WorkerState.EMERGENCY, WorkerState.PARKED})
 
 
 class FaultKind(StrEnum):
@@ -68,6 +76,8 @@ class Verdict(StrEnum):
     """How the process that sent a report stands."""
 
     OK = "ok"
+    #: The workload is finished; the head ends this process and starts no other.
+    DONE = "done"
     #: The device context is beyond repair; the head must end this process and let a fresh one resume.
     CONTEXT_CORRUPTED = "poisoned"
     #: The directive cannot work on this machine however often it is tried (wrong card, unknown workload).
@@ -223,6 +233,49 @@ NO_COUNTS = StepCounts()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a workload with an end is, a training above all; `None` for what it does not tell.
+
+    The only place that names these figures; they are keys of summary.json.
+    """
+
+    train_step: int | None = None
+    """Optimiser steps done; a step of the engine is a micro-batch, of which an optimiser step takes several."""
+    train_steps: int | None = None
+    """Optimiser steps after which it is finished."""
+    epoch: float | None = None
+    loss: float | None = None
+    """Of the last optimiser step."""
+    first_loss: float | None = None
+    """Of the first."""
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    micro_batch: int | None = None
+    """Samples computed at once."""
+    accumulation: int | None = None
+    """Micro-batches of an optimiser step."""
+    memory_level: int | None = None
+    """How much is done to save memory; 0: nothing."""
+    saved_step: int | None = None
+    """Optimiser steps in the last snapshot that is safe on disk."""
+    redone_steps: int | None = None
+    """Optimiser steps that were done again after going back to a snapshot: by this process, or in a row of the table
+    by all of the slot's."""
+    data_wait_pct: float | None = None
+    """Share of the time in which the device waited for data."""
+    mfu_pct: float | None = None
+    """Floating-point operations of the model, of what the device is rated for."""
+    eta_s: float | None = None
+    """Seconds until it is finished."""
+    weights_sha256: str | None = None
+    """Of all weights, once it is finished."""
+
+
+#: Nothing is told.
+NO_PROGRESS = Progress()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """The result of a slice, which is also the heartbeat. Its counts are of this slice alone."""
 
@@ -247,5 +300,7 @@ class Report:
     """Traceback of the workload's own exception, as text."""
     events: tuple[WorkerEvent, ...] = ()
     resume: ResumeState | None = None
+    progress: Progress | None = None
+    """`None` of a workload without an end, and of a slice that failed before it could be asked."""
     learned: StoredLimit | None = None
     """What a later run under the same circumstances could start from; `None` if the policy learns nothing."""

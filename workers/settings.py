@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final, TypeAlias
 
@@ -69,11 +70,13 @@ class WorkloadSpec:
     """Which workload to run and the size and batch it starts from."""
 
     name: str
-    """`matmul`, or `package.module:Class` for the user's own."""
+    """`matmul`, `train`, or `package.module:Class` for the user's own."""
     dtype: str
     size: int
     batch: int
     seed: int
+    settings: Mapping[str, Scalar] = field(default_factory=dict)
+    """What else the workload is told: the section `train:` of cluster.yaml."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +257,8 @@ class WorkerSpec:
     """Instead of the driver's; `None` asks the driver."""
     fake_card: int = 0
     """Of the fake sensors: which card it reads."""
+    run_id: str | None = None
+    """Under which a workload keeps its state on the node; `None` keeps none."""
     mps_pipe_directory: str | None = None
     """Where the worker finds the MPS daemon of its node; `None` where it works without."""
     mps_memory_limit_bytes: int | None = None

@@ -21,13 +21,11 @@ from orchestrator.burn.phases import Phase
 from orchestrator.core.slot import HeadState, SlotState
 from orchestrator.watch.model import Row
 from orchestrator.watch.phrases import counted
-from workers.messages import WorkerState
+from workers.messages import STARVED, WorkerState
 from workers.units import MIB
 
 #: What a worker must not be when its phase ends.
-_FALLEN = frozenset(
-    {HeadState.QUARANTINED, HeadState.LOST, HeadState.RESTARTING, HeadState.STARTING, WorkerState.EMERGENCY}
-)
+_FALLEN = frozenset({HeadState.QUARANTINED, HeadState.LOST, HeadState.RESTARTING, HeadState.STARTING, *STARVED})
 
 _SLOWED = frozenset({WorkerState.THROTTLED, WorkerState.PAUSED})
 
@@ -210,7 +208,7 @@ def _figures(measured: Measured) -> Figures:
     is_long = len(windows) >= _WINDOWS_LEAST
     return Figures(
         vram_held_pct=100 * median(held) / cap_bytes if held and cap_bytes else None,
-        emergency_pct=_pct_of(sample.state is WorkerState.EMERGENCY for sample in samples),
+        emergency_pct=_pct_of(sample.state in STARVED for sample in samples),
         temperature_max_c=max((temperature_c for _, temperature_c in warmth), default=None),
         hot_longest_s=_longest_s(hot) if hot else None,
         hot_pct=_pct_of(is_hot for _, is_hot in hot),

@@ -25,7 +25,7 @@ from orchestrator.core.slot import (
     Transition,
     changed,
 )
-from workers.messages import Report, Verdict, WorkerState
+from workers.messages import STARVED, Report, Verdict, WorkerState
 
 #: After a restart the actor cannot be reached for a second or two; asking again this often costs next to nothing.
 _RETRY_UNREACHABLE_S = 0.2
@@ -118,7 +118,7 @@ def _go_on(slot: Slot, moment: Moment) -> Transition:
     if slot.draining:
         return (slot if slot.in_flight else changed(slot, phase=Phase.STOPPED, wake_at_s=None)), notes
     # Where nothing runs any more, less is enough: a fresh process has that much more to work with.
-    share = _STARVED_SHARE if slot.state is WorkerState.EMERGENCY else _LIMIT_SHARE
+    share = _STARVED_SHARE if slot.state in STARVED else _LIMIT_SHARE
     leaked_bytes = slot.leak.leaked_bytes(rules.leak_limit_bytes, share * cap_bytes)
     if leaked_bytes is not None:
         return restart_policy.leaked(slot, leaked_bytes, moment)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from orchestrator.core.slot import STALE, HeadState, Slot
-from workers.messages import Report, StepCounts, WorkerState
+from workers.messages import STARVED, Report, StepCounts, WorkerState
 
 #: A slot that worked for less than this share of its time degrades the run.
 LEAST_WORKED: Final = 0.5
@@ -54,7 +54,7 @@ def outcome_of(missed: Sequence[str], *, interrupted: bool) -> tuple[str, int]:
 
 
 def _of_slot(slot: Slot, time_s: float) -> Iterator[str]:
-    if isinstance(slot.state, HeadState) or slot.state is WorkerState.EMERGENCY:
+    if isinstance(slot.state, HeadState) or slot.state in STARVED:
         yield f"ended in {slot.state}: {slot.reason}"
     elif slot.reason.startswith(STALE):
         yield f"ended {slot.reason}"

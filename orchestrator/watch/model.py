@@ -26,12 +26,14 @@ STATE_STYLES: dict[SlotState, str] = {
     WorkerState.CORRUPT: "bold red",
     HeadState.RESTARTING: "magenta",
     WorkerState.EMERGENCY: "bold yellow",
+    WorkerState.PARKED: "bold yellow",
     WorkerState.PAUSED: "yellow",
     WorkerState.THROTTLED: "yellow",
     WorkerState.BACKOFF: "yellow",
     WorkerState.WARMING: "cyan",
     HeadState.STARTING: "cyan",
     WorkerState.RUNNING: "green",
+    WorkerState.DONE: "bold green",
     WorkerState.STOPPED: "dim",
 }
 STATES_WORST_FIRST = tuple(STATE_STYLES)

@@ -35,7 +35,7 @@ _REASONS_OF_ROOM = 4
 _HIDDEN_TEMPERATURE = "VRAM temperature: not reported by GeForce"
 
 #: In these states a reason is only worth a line of its own when the row is in trouble nevertheless.
-_QUIET_STATES = frozenset({WorkerState.RUNNING, WorkerState.STOPPED})
+_QUIET_STATES = frozenset({WorkerState.RUNNING, WorkerState.DONE, WorkerState.STOPPED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

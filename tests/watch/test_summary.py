@@ -53,8 +53,8 @@ def test_worst_first_by_state_then_trouble_then_natural_slot() -> None:
 
     ordered = [row.slot for row in worst_first(rows)]
 
-    others = [f"x/{state}" for state in STATES_WORST_FIRST if state not in {"RUNNING", "STOPPED"}]
-    assert ordered == [*others, "pc1/4", "pc1/3", "pc1/2", "pc1/10", "x/RUNNING", "x/STOPPED"]
+    others = [f"x/{state}" for state in STATES_WORST_FIRST if state not in {"RUNNING", "DONE", "STOPPED"}]
+    assert ordered == [*others, "pc1/4", "pc1/3", "pc1/2", "pc1/10", "x/RUNNING", "x/DONE", "x/STOPPED"]
 
 
 @pytest.mark.parametrize("name", ["", "7", "pc/٣", "a" * 50 + "9" * 5000, "1/2/3"])

@@ -16,13 +16,15 @@ import psutil
 
 from workers import oom
 from workers.engine.oom_recovery import ask_after_oom, claim_memory, handle_failure, stay_in_emergency
-from workers.engine.session import Session, open_session
+from workers.engine.open_session import open_session
+from workers.engine.session import Session
 from workers.engine.slice_stats import SliceStats
 from workers.messages import (
     ContextCorruptedError,
     Directive,
     IncompatibleError,
     MemoryInfo,
+    Progress,
     Report,
     StepCounts,
     Verdict,
@@ -51,6 +53,7 @@ class Engine:
         """Work for about `directive.duration_s`; the report's verdict says whether this process may continue."""
         stats = SliceStats(slot=self._spec.slot, directive=directive)
         memory: MemoryInfo | None = None
+        progress: Progress | None = None
         verdict = Verdict.OK
         try:
             if self._corrupted is not None:
@@ -58,8 +61,12 @@ class Engine:
             if self._session is None:
                 self._session = open_session(self._spec, stats)
             self._session.begin_slice(stats)
-            if _prepare(self._session, stats):
+            if not self._session.workload.finished and _prepare(self._session, stats):
                 _work(self._session, stats)
+            progress = self._session.progress()
+            if self._session.workload.finished:
+                verdict = Verdict.DONE
+                stats.settle(WorkerState.DONE, "all its work is done")
             memory = replace(self._session.device.memory(), kept_bytes=self._session.kept_bytes)
         except IncompatibleError as error:
             verdict = Verdict.INCOMPATIBLE
@@ -74,7 +81,7 @@ class Engine:
             else:  # an error of the workload: it ends the slice and nothing else
                 stats.count(StepCounts(steps_error=1))
                 stats.settle(WorkerState.BACKOFF, f"the workload failed outside its step: {failure.text}")
-        return self._report(stats, verdict, memory)
+        return replace(self._report(stats, verdict, memory), progress=progress)
 
     def _give_up(self, stats: SliceStats, reason: str) -> Verdict:
         self._corrupted = reason
@@ -123,9 +130,10 @@ def _prepare(session: Session, stats: SliceStats) -> bool:
     progressive allocation waits until the head has said how many bytes are for this worker.
     """
     if session.lease_bytes == 0:
-        stats.settle(WorkerState.WARMING, "its device is open; it waits for its share of the card")
         if session.state is not None:
-            session.release()
+            session.park(stats)
+        waits = "its device is open; it waits for its share of the card"
+        stats.settle(*session.waiting_state(WorkerState.WARMING, waits))
         time.sleep(min(stats.remaining_s, _IDLE_POLL_S))
         return False
     if session.state is None:
@@ -155,7 +163,7 @@ def _work(session: Session, stats: SliceStats) -> None:
                 return
             case Run():
                 event = _step(session, stats, decision)
-        if event is None:
+        if event is None or session.workload.finished:
             return
         if isinstance(event, StepOk):
             _between_steps(session, stats, event)
@@ -180,7 +188,7 @@ def _step(session: Session, stats: SliceStats, run: Run) -> StepOk | StepOom | N
     session.start_step(run, stats)
     stats.use(run.size, run.batch)
     try:
-        result, seconds = session.device.timed(lambda: session.workload.step(run.size, run.batch))
+        result, seconds = session.device.timed(lambda: session.step(run))
         flop = _flop(result)
     except Exception as error:  # noqa: BLE001 - classified outside the handler
         # Only text leaves the handler: the traceback holds the frames, and the frames hold the tensors.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from workers import oom
 from workers.devices.base import Device
-from workers.engine.session import Session
+from workers.engine.session import Session, level_of
 from workers.engine.slice_stats import SliceStats
 from workers.messages import ContextCorruptedError, StepCounts, WorkerState
 from workers.oom import Failure
@@ -39,8 +39,8 @@ def handle_failure(
         raise ContextCorruptedError(failure.text)
     if session.believes(failure):
         return _recover(session, stats, run, failure, at_least_bytes)
-    session.release()
-    session.device.rebase()
+    session.shed()
+    session.rebase()
     broken = _emergency_failure(session)  # some failures of the device itself read like a bug of the workload
     if broken is not None:
         raise ContextCorruptedError(broken.text)
@@ -53,9 +53,9 @@ def handle_failure(
 def _recover(session: Session, stats: SliceStats, run: Run, failure: Failure, at_least_bytes: int) -> StepOom:
     started_s = time.monotonic()
     stats.count(StepCounts(steps_oom=1, oom_count=1))
-    session.release()
+    session.shed()
     _prove_alive(session, stats)
-    session.device.rebase()
+    session.rebase()
     needed_bytes = session.workload.needed_bytes(run.size, run.batch)
     free_bytes = session.device.free_bytes()
     if run.hold_bytes is None and needed_bytes is not None and needed_bytes <= session.claim_bytes:
@@ -72,6 +72,7 @@ def _recover(session: Session, stats: SliceStats, run: Run, failure: Failure, at
         at_least_bytes=at_least_bytes,
         free_bytes=free_bytes,
         recovery_s=time.monotonic() - started_s,
+        **level_of(run),
     )
     return StepOom(
         at_s=time.monotonic(),
@@ -183,11 +184,11 @@ def _obtained(device: Device, wanted_bytes: int) -> int | None:
 
 def ask_after_oom(session: Session, stats: SliceStats, event: StepOom) -> Decision:
     """Tell the policy of an out-of-memory, and return what it wants next: another step, a release or the emergency."""
-    decision = session.ask(event)
-    if isinstance(decision, Run):
-        again = (decision.size, decision.batch) == (event.size, event.batch)
-        changed = {"size": decision.size != event.size, "batch": decision.batch != event.batch}
-        words = " and ".join(f"{name} {getattr(decision, name)}" for name, differs in changed.items() if differs)
+    failed, decision = session.last_run, session.ask(event)
+    if isinstance(decision, Run) and failed is not None:
+        changed = [name for name in ("size", "batch", "level") if getattr(decision, name) != getattr(failed, name)]
+        again = not changed
+        words = " and ".join(f"{name} {getattr(decision, name)}" for name in changed)
         then = "once more the same" if again else f"down to {words}"
         stats.settle(WorkerState.BACKOFF, f"out of memory at size {event.size}, batch {event.batch}; {then}")
         stats.event(
@@ -196,16 +197,17 @@ def ask_after_oom(session: Session, stats: SliceStats, event: StepOom) -> Decisi
             from_batch=event.batch,
             size=decision.size,
             batch=decision.batch,
+            **level_of(decision),
         )
     return decision
 
 
 def stay_in_emergency(session: Session, stats: SliceStats, reason: str) -> None:
     """No step fits: prove that the device answers, wait for the end of the slice, and measure again for the next."""
-    stats.settle(WorkerState.EMERGENCY, reason)
     session.enter_emergency(stats, reason)
-    session.release()
+    session.park(stats)
+    stats.settle(*session.waiting_state(WorkerState.EMERGENCY, reason))
     _prove_alive(session, stats)
     time.sleep(max(_EMERGENCY_PAUSE_S, stats.remaining_s))
-    session.device.rebase()
+    session.rebase()
     claim_memory(session, stats)

@@ -1,32 +1,28 @@
-"""What one worker process holds for its slot, from the first directive on, and how it is opened.
+"""What one worker process holds for its slot, from the first directive on.
 
-Only this file changes a `Session`: others call the methods. Does not run steps (`engine.py`) and does not recover from
-failures (`oom_recovery.py`).
+Only this file changes a `Session`: others call the methods. Does not open one (`open_session.py`), run steps
+(`engine.py`), or recover from failures (`oom_recovery.py`).
 """
 
 from __future__ import annotations
 
-import gc
 import time
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
-from workers import oom
-from workers.devices.base import Device, open_device
+from workers.devices.base import Device
 from workers.engine.duty_cycle import DutyCycle
 from workers.engine.fault_injection import ChaoticWorkload
 from workers.engine.result_checks import ResultChecks
 from workers.engine.slice_stats import SliceStats
 from workers.engine.thermal_control import ThermalControl
-from workers.learned_limits.limits import choose, workload_fingerprint
-from workers.messages import ContextCorruptedError, IncompatibleError, StepCounts, WorkerState
-from workers.nvml.fake.library import load
+from workers.learned_limits.limits import choose
+from workers.messages import Progress, WorkerState
 from workers.oom import MAX_PROBABLE_IN_A_ROW, Failure
-from workers.policy.base import Decision, Event, Growth, Policy, Pressure, Run
-from workers.policy.registry import make_policy
-from workers.settings import FailureKind, LimitKey, StoredLimit, WorkerSpec
+from workers.policy.base import Decision, Event, Policy, Pressure, Run
+from workers.settings import FailureKind, LimitKey, Scalar, StoredLimit, WorkerSpec
 from workers.units import MIB
-from workers.workloads.base import Workload, WorkloadContext, find_workload
+from workers.workloads.base import StepResult, Workload
 
 #: Shortest time between two measurements of free memory after steps: each takes up to 0.2 ms.
 _MEASURE_EVERY_S: Final = 0.02
@@ -77,6 +73,10 @@ class Session:
     measured_at_s: float = float("-inf")
     """When it was measured last (monotonic seconds)."""
     last_run: Run | None = None
+    level: int = 0
+    """Of the last step, as the workload was told it."""
+    parked_bytes: int = 0
+    """The workload's state that waits in host memory; 0 while it is on the device, or there is none."""
     reported_run: Run | None = None
     """The last run whose size was told by an event, or the first one."""
     failed_run: Run | None = None
@@ -87,7 +87,7 @@ class Session:
     opened_kept_bytes: int = 0
     """What the process held after the workload was made."""
     kept_bytes: int | None = None
-    """What it held beyond that after the last release."""
+    """What it held beyond that after the last release; `None` also of a workload that keeps a state."""
     checked_held_bytes: int | None = None
     """The most that it held between steps when it was last looked whether that is needed."""
 
@@ -134,6 +134,16 @@ class Session:
             if shrinks:
                 self.device.release()
 
+    def step(self, run: Run) -> StepResult | None:
+        """Have the workload do a step, with its state back on the device, at the level that is asked for."""
+        if self.parked_bytes:
+            self.workload.unpark()
+            self.parked_bytes = 0
+        if run.level != self.level:
+            self.workload.set_level(run.level)
+            self.level = run.level
+        return self.workload.step(run.size, run.batch)
+
     def step_succeeded(self) -> None:
         """Forget the failures before this step."""
         self.probable_in_a_row = 0
@@ -167,7 +177,9 @@ class Session:
         if before is None or run == before:
             self.reported_run = run
             return
-        now_units, before_units = (each.hold_bytes or each.size * each.size * each.batch for each in (run, before))
+        now_units, before_units = (
+            each.units or each.hold_bytes or each.size * each.size * each.batch for each in (run, before)
+        )
         if max(now_units, before_units) < _MIN_CHANGE_FACTOR * min(now_units, before_units):
             return
         self.reported_run = run
@@ -180,23 +192,54 @@ class Session:
             batch=run.batch,
             hold_bytes=run.hold_bytes,
             allowed_bytes=self.allowed_bytes,
+            **level_of(run),
         )
 
-    def release(self) -> None:
-        """Have the workload drop its tensors, and everything unused go back to the device."""
+    def shed(self) -> None:
+        """Have the workload drop what it can do without, and everything unused go back to the device."""
         with self.device.enforced():
-            self.workload.release()
+            self.workload.shed()
+        self._given_back()
+
+    def park(self, stats: SliceStats) -> None:
+        """Have the workload take all it has off the device; its state waits in host memory if it keeps one."""
+        if self.parked_bytes:
+            return
+        with self.device.enforced():
+            self.parked_bytes = self.workload.park()
+        self._given_back()
+        if self.parked_bytes:
+            stats.event("parked", state_bytes=self.parked_bytes)
+
+    def _given_back(self) -> None:
         self.device.release()
-        self.kept_bytes = max(0, self.device.kept_bytes() - self.opened_kept_bytes)
+        # A state that is kept is no leak, and its size is the workload's own affair.
+        kept_bytes = max(0, self.device.kept_bytes() - self.opened_kept_bytes)
+        self.kept_bytes = None if self._keeps_state() else kept_bytes
         self.checked_held_bytes = None
 
+    def rebase(self) -> None:
+        """Measure what the process holds besides tensors, unless a state on a CPU would be taken for that."""
+        if self.device.info.kind != "cpu" or not self._keeps_state():
+            self.device.rebase()
+
+    def _keeps_state(self) -> bool:
+        return self.workload.progress() is not None
+
+    def progress(self) -> Progress | None:
+        """Return how far the workload is, as it tells it."""
+        progress = self.workload.progress()
+        if isinstance(progress, Progress | None):
+            return progress
+        raise TypeError(f"progress must return a Progress or None, not {type(progress).__name__}")
+
     def release_if_grown(self) -> None:
-        """Have everything released if far more is held between steps than before: what then remains is a leak."""
+        """Have what can be dropped released if far more is held between steps than before: the rest is a leak."""
         held_bytes = self.device.held_bytes()
         if self.checked_held_bytes is None:
             self.checked_held_bytes = held_bytes
         elif held_bytes > self.checked_held_bytes + _WORTH_A_LOOK * self.device.most_bytes:
-            self.release()
+            self.shed()
 
     def set_claim(self, claim_bytes: int) -> None:
         """Let the workload fill this much from now on."""
@@ -244,6 +287,12 @@ class Session:
             needed_at_floor_bytes=self.workload.needed_bytes(floor.size, floor.batch),
         )
 
+    def waiting_state(self, state: WorkerState, reason: str) -> tuple[WorkerState, str]:
+        """Return the state of a worker that has no memory for a step, and the reason to show."""
+        if not self.parked_bytes:
+            return state, reason
+        return WorkerState.PARKED, f"{reason}; {self.parked_bytes / MIB:.0f} MiB of its state wait in host memory"
+
     def working_state(self, note: str = "") -> tuple[WorkerState, str]:
         """Return the state of a worker that does its work, and the reason to show; `note` is the least of reasons."""
         if self.checks.reason is not None:
@@ -263,98 +312,6 @@ class Session:
         return f"{self.allowed_bytes / MIB:.0f} of {cap_bytes / MIB:.0f} MiB: {why}"
 
 
-def _make_workload(spec: WorkerSpec, device: Device, context: WorkloadContext) -> Workload:
-    """Make the workload under its cap; `IncompatibleError` if it can never fit, else what its constructor raises."""
-    make = find_workload(spec.workload.name)
-    try:
-        with device.enforced():
-            return make(context)
-    except Exception as error:
-        failure = oom.classify(error)
-        held_bytes = device.held_bytes() + (failure.requested_bytes or 0)
-        if failure.kind is not FailureKind.DEFINITE or held_bytes <= device.most_bytes:
-            raise
-    raise IncompatibleError(
-        f"{spec.slot}: the constructor of workload {spec.workload.name} needs {held_bytes / MIB:.0f} MiB or more, and "
-        f"the cap is {device.most_bytes / MIB:.0f} MiB; allocate in `step` what its size decides, or raise "
-        f"nodes.{spec.node}.vram_per_worker_gib"
-    )
-
-
-def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
-    """Open device and workload.
-
-    Raises:
-        IncompatibleError: They can never work here.
-        ContextCorruptedError: The device failed while it was opened; a fresh process may do better.
-    """
-    # torch's modules are never freed. Hidden from the collector, they make a collection cost 1 ms instead of 70. There
-    # is no collection before it: that would cost each start what this saves, for little garbage.
-    gc.freeze()
-    failure: Failure | None = None
-    chaos: ChaoticWorkload | None = None
-    try:
-        if spec.fake_sensors is not None:
-            load(spec.fake_sensors)  # before any query to the real ones
-        device = open_device(spec)
-        thermal = ThermalControl(spec, device.info.uuid)
-        context = WorkloadContext(device=device.torch_device, dtype=device.torch_dtype, seed=spec.workload.seed)
-        workload = _make_workload(spec, device, context)
-        if spec.step_faults is not None:
-            chaos = ChaoticWorkload(workload, spec.step_faults)
-            workload = cast("Workload", chaos)
-    except (IncompatibleError, ContextCorruptedError):
-        raise
-    except Exception as error:  # noqa: BLE001 - any failure of a driver or a user's constructor becomes a sentence
-        failure = oom.classify(error)
-        text = f"{type(error).__name__}: {failure.text}, at {oom.place(error)}"
-    if failure is not None:
-        if failure.kind is FailureKind.OTHER:
-            raise IncompatibleError(f"{spec.slot}: cannot start: {text}")
-        if failure.kind is not FailureKind.CONTEXT_CORRUPTED:
-            stats.count(StepCounts(oom_count=1))  # tells the head that the card is full, and not that it is broken
-        raise ContextCorruptedError(f"cannot open the device: {text}")
-    growth = Growth(
-        size_power=workload.size_power,
-        batch_power=workload.batch_power,
-        fills_claim=workload.fills_claim,
-        needed_bytes=workload.needed_bytes,
-        most_bytes=device.most_bytes,
-    )
-    try:
-        policy = make_policy(spec.policy, spec.memory, spec.workload, growth)
-    except ValueError as error:
-        raise IncompatibleError(f"{spec.slot}: {error}") from error
-    info = device.info
-    stats.event(
-        "device_opened",
-        device=info.name,
-        pid=info.pid,
-        cap_bytes=info.cap_bytes,
-        context_bytes=info.context_bytes,
-        context_source=info.context_source,
-        peak_source=info.peak_source,
-        dtype=info.dtype,
-        threads=info.threads,
-    )
-    return Session(
-        spec=spec,
-        device=device,
-        workload=workload,
-        policy=policy,
-        key=LimitKey(
-            card=info.name,
-            total_bytes=info.total_bytes,
-            driver=info.driver,
-            torch=info.torch_version,
-            dtype=info.dtype,
-            workload=workload_fingerprint(spec.workload.name, size=spec.workload.size, batch=spec.workload.batch),
-            cap_bytes=info.cap_bytes,
-        ),
-        thermal=thermal,
-        checks=ResultChecks(spec.check_share, f"{spec.slot}, {info.name}" + (f" {info.uuid}" if info.uuid else "")),
-        duty=DutyCycle(spec.duty),
-        chaos=chaos,
-        incarnation=stats.directive.incarnation,
-        opened_kept_bytes=device.kept_bytes(),
-    )
+def level_of(run: Run) -> dict[str, Scalar]:
+    """Return what an event says of a run's level; nothing where the workload offers none."""
+    return {} if run.units is None else {"level": run.level}

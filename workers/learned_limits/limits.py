@@ -101,6 +101,11 @@ def workload_fingerprint(workload: str | Callable[..., object], **settings: Scal
     return " ".join([_MARK.join(part for part in parts if part is not None), *words])
 
 
+def settings_hash(settings: Mapping[str, Scalar]) -> str:
+    """Return what distinguishes these settings from others, whatever their order."""
+    return hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:_HASH_DIGITS]
+
+
 def workload_name(fingerprint: str) -> str:
     """Return the name that a fingerprint begins with."""
     return fingerprint.partition(" ")[0].partition(_MARK)[0]

@@ -15,7 +15,7 @@ The sequence of one slice::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
@@ -70,12 +70,27 @@ class Pressure:
     """What a step at the policy's `floor` needs at least; `None` if the workload does not say."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One of the steps that a workload offers instead of a size and a batch."""
+
+    units: int
+    """What it takes grows in a straight line with this, beside what is fixed; 1 or more."""
+    batch: int
+    level: int = 0
+    """How much the workload does to save memory: whatever it makes of the number."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """Run a step of this size and batch, then report how it went."""
 
     size: int
     batch: int
+    level: int = 0
+    """See `Rung.level`."""
+    units: int | None = None
+    """Of the rung; `None` of a workload that offers none."""
     hold_bytes: int | None = None
     """What a workload that fills its claim should hold; `None` leaves that as it is."""
 
@@ -106,6 +121,8 @@ class Growth:
     """Least bytes for a size and batch; a pure function."""
     most_bytes: int
     """No step can ever hold more: the cap, less what the device keeps free of it."""
+    rungs: Sequence[Rung] | None = None
+    """The only steps there are, in ascending order of their units; `None`: any size and batch."""
 
 
 Event: TypeAlias = StepOk | StepOom | Pressure

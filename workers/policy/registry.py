@@ -20,5 +20,7 @@ def make_policy(name: str, memory: MemorySettings, workload: WorkloadSpec, growt
     if name == AdaptivePolicy.name:
         return AdaptivePolicy(memory, workload, growth)
     if name == ClassicPolicy.name:
+        if growth.rungs is not None:
+            raise ValueError(f"workload {workload.name!r} needs memory.policy: adaptive; classic knows no rungs")
         return ClassicPolicy(memory, workload)
     raise ValueError(f"no policy is called {name!r}; there are: {AdaptivePolicy.name}, {ClassicPolicy.name}")

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import torch
 
-from workers.messages import IncompatibleError
+from workers.messages import IncompatibleError, Progress
+from workers.policy.base import Rung
+from workers.settings import Scalar
 from workers.verification.check import Check
 
-_MATMUL: Final = "workers.workloads.matmul:Matmul"
+_BUILT_IN: Final = {"matmul": "workers.workloads.matmul:Matmul", "train": "workers.workloads.train:Train"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +33,14 @@ class WorkloadContext:
     """The element type to compute in, as far as the workload has a choice."""
     seed: int
     """For whatever it draws at random."""
+    settings: Mapping[str, Scalar] = field(default_factory=dict)
+    """The section `train:` of cluster.yaml."""
+    slot: str = ""
+    """Such as `pc1/3`."""
+    state_dir: Path | None = None
+    """Where on this machine the slot's state of this run may be kept; made by who needs it. `None`: nowhere."""
+    fresh: bool = True
+    """Whether this is the slot's first process in the run: what lies in `state_dir` is then not to be continued."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +62,10 @@ class Workload(ABC):
     #: Whether a step holds all of the claim whatever its size is, see `resize`; then `needed_bytes` must be known.
     fills_claim: bool = False
 
+    #: Whether all is done that there was to do, and whatever must outlive the process is written. Looked at before a
+    #: slice and after each step; a class may make it a property. The slot is then DONE, and its process is ended.
+    finished: bool = False
+
     def __init__(self, context: WorkloadContext) -> None:
         """Keep the context; allocate nothing large here, memory is found in `step`."""
         self.context = context
@@ -65,6 +81,43 @@ class Workload(ABC):
     @abstractmethod
     def release(self) -> None:
         """Drop every tensor, so that nothing this workload holds keeps memory. Called when memory has run out."""
+
+    def shed(self) -> None:
+        """Drop what a failed step has left, and keep the state that took many steps to make. Drops all by default.
+
+        Called after every step that failed, and when far more is held between steps than before.
+        """
+        self.release()
+
+    def park(self) -> int:
+        """Move the state to host memory, so that no tensor is left on the device; return the bytes that wait there.
+
+        Called when not even the smallest step fits. By default all is dropped, and nothing waits.
+        """
+        self.release()
+        return 0
+
+    def unpark(self) -> None:  # noqa: B027 - by default nothing waits
+        """Move the state back; called before the next step if `park` returned more than 0.
+
+        May run out of memory: the state must then still be in host memory, and this is called again later.
+        """
+
+    def rungs(self, batch: int) -> Sequence[Rung] | None:
+        """Offer the only steps there are, in ascending order of memory; `None`: any size, and any batch up to this.
+
+        For workloads whose memory does not follow size and batch alone. `set_level` tells which rung is meant.
+        """
+        del batch  # not used by default
+        return None
+
+    def set_level(self, level: int) -> None:
+        """Take note of the level of the next step, if that is not the one before. 0 at first. Allocate nothing here."""
+        del level  # there is none by default
+
+    def progress(self) -> Progress | None:
+        """Tell how far it is, at the end of every slice; `None`: it has no end and keeps no state between steps."""
+        return None
 
     def resize(self, claim_bytes: int) -> None:
         """Take note of the claim: the bytes that progressive allocation has obtained. Ignored by default."""
@@ -105,12 +158,12 @@ class Workload(ABC):
 
 
 def find_workload(name: str) -> type[Workload]:
-    """Import the workload `matmul`, or the user's `package.module:Class`.
+    """Import the workload `matmul` or `train`, or the user's `package.module:Class`.
 
     Raises:
         IncompatibleError: The name cannot be imported, or names something that is no workload.
     """
-    module_name, _, class_name = (_MATMUL if name == "matmul" else name).partition(":")
+    module_name, _, class_name = _BUILT_IN.get(name, name).partition(":")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
     except Exception as error:

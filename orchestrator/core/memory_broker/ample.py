@@ -16,7 +16,7 @@ from typing import TypeAlias
 from orchestrator.core.memory_broker.free_memory import WINDOW_S
 from orchestrator.core.memory_broker.leases import Books, Claimant, taken_in
 from orchestrator.core.slot import Phase, Slot
-from workers.messages import MemoryInfo, Report, WorkerState
+from workers.messages import STARVED, MemoryInfo, Report
 
 #: When a report came, its slot, its incarnation and sequence, and what it said. The rest of it need not be kept.
 _Look: TypeAlias = tuple[float, str, tuple[int, int], MemoryInfo]
@@ -108,7 +108,7 @@ def _is_as_before(slot: Slot, report: Report, claimant: Claimant) -> bool:
         and report.incarnation == claimant.report[0]
         and device.uuid == claimant.card
         and device.cap_bytes == claimant.cap_bytes
-        and report.state is not WorkerState.EMERGENCY
+        and report.state not in STARVED
     )
 
 

@@ -18,7 +18,7 @@ from orchestrator.core.memory_broker.ample import AmpleCards, ample_cards
 from orchestrator.core.memory_broker.leases import NO_BOOKS, Books, Claimant, leased
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import Phase, Slot
-from workers.messages import WorkerState
+from workers.messages import STARVED
 from workers.settings import ASSUMED_CONTEXT_BYTES
 
 #: A share is kept free so long for a process that was sent for: loading torch and opening the card take some seconds.
@@ -137,7 +137,7 @@ class MemoryBroker:
             unopened_bytes=unopened_bytes,
             report=None if report is None else (report.incarnation, report.sequence),
             memory=None if report is None else report.memory,
-            starving=report is not None and report.state is WorkerState.EMERGENCY,
+            starving=report is not None and report.state in STARVED,
         )
 
 

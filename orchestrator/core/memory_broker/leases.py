@@ -62,7 +62,7 @@ class Claimant:
     """Incarnation and sequence of the last report of its present process; `None` before the first."""
     memory: MemoryInfo | None = None
     starving: bool = False
-    """Whether it could run nothing in that slice: EMERGENCY."""
+    """Whether it could run nothing in that slice: EMERGENCY or PARKED."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,11 @@ with which memory grows in a straight line) and the step that it stands for. Dec
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from workers.policy.base import Growth, Run
+from workers.policy.base import Growth, Run, Rung
 from workers.settings import MemorySettings, WorkloadSpec
 
 #: Sizes are a multiple of this: whole tiles of every tensor core so far.
@@ -47,12 +48,25 @@ class Ladder:
 
 
 def ladder_of(memory: MemorySettings, workload: WorkloadSpec, growth: Growth) -> Ladder:
-    """Return the ladder of a workload: of bytes held where it fills its claim, else of sizes and batches.
+    """Return the ladder of a workload: its own rungs, bytes held where it fills its claim, else sizes and batches.
 
     Raises:
-        ValueError: It fills its claim and does not say what a size needs.
+        ValueError: It fills its claim and does not say what a size needs, or its rungs are none or not in order.
     """
+    if growth.rungs is not None:
+        return _offered(workload, growth.rungs)
     return _filling(memory, workload, growth) if growth.fills_claim else _stepping(memory, workload, growth)
+
+
+def _offered(workload: WorkloadSpec, rungs: Sequence[Rung]) -> Ladder:
+    """Rungs as the workload offers them."""
+    units = tuple(rung.units for rung in rungs)
+    if not units or units[0] < 1 or any(lower >= upper for lower, upper in pairwise(units)):
+        raise ValueError(f"the rungs of workload {workload.name!r} must have ascending units from 1 up, not {units}")
+    steps = {
+        rung.units: Run(size=workload.size, batch=rung.batch, level=rung.level, units=rung.units) for rung in rungs
+    }
+    return Ladder(units=units, run=steps.__getitem__)
 
 
 def _filling(memory: MemorySettings, workload: WorkloadSpec, growth: Growth) -> Ladder:
