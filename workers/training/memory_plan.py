@@ -1,0 +1,226 @@
+"""Whether a training fits, told without a card and without its memory: it is computed on tensors that have no data.
+
+Covers what tensors take: weights, sums of gradients, states of the optimiser, averaged weights, and the highest level
+that activations reach in a part of a batch. Not what a runtime takes (see `devices`), and not what an allocator loses
+between its blocks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import default_collate
+
+from workers.training import order, precision
+from workers.training.accumulator import Accumulator
+from workers.training.averaging import Average
+from workers.training.checkpointing import Checkpointing
+from workers.training.keyed import Dropouts
+from workers.training.optimizers import adamw, allocate_states
+from workers.training.settings import TrainSettings
+from workers.training.tasks import TrainTask
+from workers.units import MIB
+
+#: What the caching allocator rounds a block up to (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
+_CUDA_BLOCK_BYTES: Final = 512
+
+#: cuBLAS's own memory for one handle, as torch gives it (at/cuda/CUDABlas.cpp); 32 MiB on Hopper and later cards.
+_CUBLAS_BYTES: Final = 8 * MIB + 128 * 1024
+
+#: The same of oneDNN on a CPU, measured with one thread (torch 2.13): 1 MiB for matrices, 4 MiB for convolutions, 8 MiB
+#: in half precision.
+_ONEDNN_BYTES: Final = 4 * MIB
+_ONEDNN_HALF_BYTES: Final = 8 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes on the device that a training takes with parts of so many samples; for a report."""
+
+    micro: int
+    level: int
+    """Blocks that are checkpointed."""
+    weights_bytes: int
+    gradients_bytes: int
+    """Sums over the parts of a batch, in fp32."""
+    optimizer_bytes: int
+    average_bytes: int
+    activations_bytes: int
+    """The most that a part takes beside all that: what is kept for the backward pass, and its gradients."""
+    update_bytes: int
+    """The most that the update takes, when no activations are there."""
+    workspace_bytes: int
+    """What libraries keep for their own use."""
+
+    @property
+    def state_bytes(self) -> int:
+        """What is there at all times."""
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.average_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """The highest level of all."""
+        return self.state_bytes + max(self.activations_bytes, self.update_bytes) + self.workspace_bytes
+
+
+class MemoryPlanner:
+    """Holds a training of one task without its data.
+
+    Raises:
+        Exception: Whatever the task's model or data set raises; a model may also do what tensors without data cannot.
+    """
+
+    def __init__(self, task: TrainTask, settings: TrainSettings, *, on_card: bool) -> None:
+        """Make the model and all that outlives a step; takes no memory for it."""
+        self._task = task
+        self._settings = settings
+        self._on_card = on_card
+        key = order.Sample(number=0, epoch=0, index=0)
+        self._batch_of_one = (task.collate or default_collate)([task.dataset[key if task.by_sample else 0]])
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._live = _LiveBytes(_CUDA_BLOCK_BYTES if on_card else 1)
+        held = []
+        with self._without_data():
+            self._model = task.model().train()
+            self._checkpointing = Checkpointing(task.blocks(self._model))
+            self._dropouts = Dropouts(self._model, 0)
+            held.append(self._live.now_bytes)
+            parameters = [each for each in self._model.parameters() if each.requires_grad]
+            self._accumulator = Accumulator(parameters)
+            held.append(self._live.now_bytes)
+            optimizer = (task.optimizer or (lambda some: adamw(list(some), settings, 1e-3)))(parameters)
+            allocate_states(optimizer)
+            held.append(self._live.now_bytes)
+            self._average = None if settings.ema_decay is None else Average(parameters, settings.ema_decay)
+            held.append(self._live.now_bytes)
+        self._optimizer = optimizer
+        self._state = [after - before for before, after in zip([0, *held], held, strict=False)]
+        self._update_bytes = _update_bytes(optimizer, parameters)
+        self.plan = cache(self._plan)
+
+    @property
+    def most_level(self) -> int:
+        """How many blocks can be checkpointed."""
+        return self._checkpointing.most
+
+    def largest_micro(self, cap_bytes: int, level: int) -> MemoryPlan | None:
+        """Return the plan with the largest parts that fit, up to the whole batch; `None`: not even one sample fits."""
+        fits, too_large = 0, self._settings.batch + 1
+        micro = self._settings.batch  # most trainings fit as a whole
+        while too_large - fits > 1:
+            if self.plan(micro, level).total_bytes <= cap_bytes:
+                fits = micro
+            else:
+                too_large = micro
+            micro = (fits + too_large) // 2
+        return self.plan(fits, level) if fits else None
+
+    def _plan(self, micro: int, level: int) -> MemoryPlan:
+        """Return the plan for parts of `micro` samples."""
+        with self._without_data():
+            before_bytes = self._live.begin()
+            self._compute_part(micro, level)
+        weights, gradients, optimizer, average = self._state
+        return MemoryPlan(
+            micro=micro,
+            level=level,
+            weights_bytes=weights,
+            gradients_bytes=gradients,
+            optimizer_bytes=optimizer,
+            average_bytes=average,
+            activations_bytes=self._live.peak_bytes - before_bytes,
+            update_bytes=self._update_bytes,
+            workspace_bytes=self._workspace_bytes(),
+        )
+
+    def _workspace_bytes(self) -> int:
+        if self._on_card:
+            return _CUBLAS_BYTES
+        return _ONEDNN_HALF_BYTES if self._settings.precision in {"bf16", "fp16"} else _ONEDNN_BYTES
+
+    def _compute_part(self, micro: int, level: int) -> None:
+        """Do what the trainer does with a part of a batch."""
+        self._checkpointing.level = max(0, min(level, self._checkpointing.most))
+        part = tree_map(lambda each: _of_rows(each, micro), self._batch_of_one)
+        self._dropouts.key(0, micro, torch.device("cpu"))
+        self._accumulator.begin(micro, 1)
+        with precision.autocast(self._settings.precision, torch.device("cpu")):
+            loss = self._task.loss(self._model, part)
+        self._accumulator.add(micro, loss.detach(), self._accumulator.gradients_of(loss))
+
+    def _without_data(self) -> ExitStack:
+        """Enter the mode in which tensors have no data, and count their bytes."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(self._fake)
+            stack.enter_context(self._live)
+            return stack.pop_all()
+
+
+class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # missing in torch's stubs
+    """Counts the bytes of all storages that operators return, for as long as they live."""
+
+    def __init__(self, block_bytes: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now_bytes = 0
+        self.peak_bytes = 0
+        self._block_bytes = block_bytes
+        self._known: set[int] = set()
+
+    def begin(self) -> int:
+        """Forget the peak; return what lives now."""
+        self.peak_bytes = self.now_bytes
+        return self.now_bytes
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the operator returns
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, Tensor):
+                self._count(each.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        number = id(storage)  # torch keeps one Python object for a storage as long as that lives
+        if number in self._known:
+            return
+        size = -(-storage.nbytes() // self._block_bytes) * self._block_bytes
+        weakref.finalize(storage, self._forget, number, size).atexit = False
+        self._known.add(number)
+        self.now_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+
+    def _forget(self, number: int, size: int) -> None:
+        self._known.discard(number)
+        self.now_bytes -= size
+
+
+def _of_rows(one: object, rows: int) -> object:
+    return one.new_empty((rows, *one.shape[1:])) if isinstance(one, Tensor) else one
+
+
+def _update_bytes(optimizer: Optimizer, parameters: list[nn.Parameter]) -> int:
+    """What torch's Adam allocates in a step (torch/optim/adam.py); of other optimisers nothing is known."""
+    sizes = [each.numel() * each.element_size() for each in parameters]
+    defaults = optimizer.defaults
+    if defaults.get("fused"):
+        return 0
+    if defaults.get("foreach"):
+        return sum(sizes)  # the roots of all second moments at once
+    return 2 * max(sizes)  # of one parameter, the root and the root divided
