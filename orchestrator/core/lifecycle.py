@@ -3,7 +3,8 @@
     ABSENT ──NodeJoined──> WORKING <──Tick at wake_at_s── PAUSING
        ^                    │   │                            ^
        └──────NodeLeft──────┘   ├──slice failed or overdue───┘   (too often: QUARANTINED)
-                                └──Drain, last report──> STOPPED
+                                ├──Drain, last report──> STOPPED
+                                └──report that all is done──> DONE
 
 Rules:
 
@@ -12,10 +13,11 @@ Rules:
 2. Two slices are under way in a working slot, one running and one queued, so that a card never waits for the head.
 3. A slice counts when its report arrives, once. A report of another incarnation, or of a slice not under way, is
    refused: the slot has given that slice up, and its work may have been done again (`step_accounting.py`).
-4. A slot that is neither working, quarantined nor stopped waits for its node or has a time to wake up.
+4. A slot that is neither working, quarantined, stopped nor done waits for its node or has a time to wake up.
 5. Quarantine is final until the user starts a new run, or `run --resume`.
 6. The first slice of a process is one step. More is sent only after its report, so that a process that does not come
    up has at most one step to lose.
+7. A slot whose workload is finished is done: it gets no slice and no process any more, also not by `run --resume`.
 
 Every pair of phase and event is in `_TABLE`: handled, ignored for a reason, or illegal. An illegal one means that the
 supervisor or the membership is wrong about what it does, and `advance` raises `IllegalEventError`.
@@ -166,6 +168,18 @@ def _close(slot: Slot, _: Close, moment: Moment) -> Transition:
     return _stopped(_stale(slot, overdue_s) if slot.ready and overdue_s > 0 else slot)
 
 
+def _not_awaited(slot: Slot) -> Transition:
+    return restart_policy.done(step_accounting.all_lost(slot)) if slot.in_flight else (slot, ())
+
+
+def _node_left_when_done(slot: Slot, _: NodeLeft, __: Moment) -> Transition:
+    return _not_awaited(slot)
+
+
+def _close_when_done(slot: Slot, _: Close, __: Moment) -> Transition:
+    return _not_awaited(slot)
+
+
 def _stale(slot: Slot, overdue_s: float) -> Slot:
     return replace(slot, reason=f"{STALE}: its slice is {overdue_s:.0f} s overdue")
 
@@ -182,19 +196,25 @@ _AWAY = "the slot's reason is that its node is away"
 _ONE_SAID_IT = "slices of one process fail together, and the first failure gave up the others"
 _RULE_5 = "rule 5"
 _FINAL = "the slot has ended; the supervisor still tells every slot"
+_RULE_7 = "rule 7"
 
-#: What an event does to a slot that is absent, working, pausing, quarantined or stopped, in the order of `Phase`: its
-#: handler, or why it changes nothing, or `None` where it is illegal.
+#: What an event does to a slot that is absent, working, pausing, quarantined, stopped or done, in the order of `Phase`:
+#: its handler, or why it changes nothing, or `None` where it is illegal.
 _TABLE: Mapping[type[Event], tuple[Handler | str | None, ...]] = {
-    NodeJoined: (_node_joined, None, None, _RULE_5, _FINAL),
-    NodeLeft: (None, _node_left, _node_left, _RULE_5, _FINAL),
-    NodeRefused: (_node_refused, None, None, _RULE_5, _FINAL),
-    CardQuarantined: (None, _card_quarantined, _card_quarantined, _RULE_5, None),
-    SliceReported: (slice_results.refused, slice_results.reported, *(slice_results.refused,) * 3),
-    SliceFailed: (_ONE_SAID_IT, slice_results.failed, *(_ONE_SAID_IT,) * 3),
-    DeathExplained: (_AWAY, _death_explained, _death_explained, _death_explained, _FINAL),
-    Tick: (_NOT_A_TIME, _time_passed_while_working, _time_passed_while_pausing, _RULE_5, _FINAL),
-    Drain: (_drain, _drain, _drain, _FINAL, _FINAL),
-    Close: (_close, _close, _close, _FINAL, _FINAL),
+    NodeJoined: (_node_joined, None, None, _RULE_5, _FINAL, _RULE_7),
+    NodeLeft: (None, _node_left, _node_left, _RULE_5, _FINAL, _node_left_when_done),
+    NodeRefused: (_node_refused, None, None, _RULE_5, _FINAL, _RULE_7),
+    CardQuarantined: (None, _card_quarantined, _card_quarantined, _RULE_5, None, _RULE_7),
+    SliceReported: (
+        slice_results.refused,
+        slice_results.reported,
+        *(slice_results.refused,) * 3,
+        slice_results.reported_when_done,
+    ),
+    SliceFailed: (_ONE_SAID_IT, slice_results.failed, *(_ONE_SAID_IT,) * 3, slice_results.failed_when_done),
+    DeathExplained: (_AWAY, _death_explained, _death_explained, _death_explained, _FINAL, _RULE_7),
+    Tick: (_NOT_A_TIME, _time_passed_while_working, _time_passed_while_pausing, _RULE_5, _FINAL, _RULE_7),
+    Drain: (_drain, _drain, _drain, _FINAL, _FINAL, _RULE_7),
+    Close: (_close, _close, _close, _FINAL, _FINAL, _close_when_done),
 }
 _CELLS = {(phase, event): cell for event, row in _TABLE.items() for phase, cell in zip(Phase, row, strict=True)}

@@ -76,6 +76,12 @@ def impossible(slot: Slot, why: str, moment: Moment, *, worked_before: bool) -> 
     return slot, (EndRun(reason=why),)
 
 
+def done(slot: Slot) -> Transition:
+    """Send a slot whose work is finished nothing more; its process is ended once all has come back that was sent."""
+    slot = replace(slot, phase=Phase.DONE, wake_at_s=None)
+    return slot, () if slot.in_flight else (Abandon(),)
+
+
 def quarantine(slot: Slot, why: str) -> Transition:
     """Give the slot up until the user starts a new run."""
     slot = replace(

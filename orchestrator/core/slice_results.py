@@ -69,9 +69,29 @@ def reported(slot: Slot, event: SliceReported, moment: Moment) -> Transition:
     return slot, (Accept(report=report), *commands)
 
 
-def _accepted(slot: Slot, flight: Flight, report: Report, moment: Moment) -> Transition:
-    worked_before = slot.report is not None
-    slot = changed(
+def reported_when_done(slot: Slot, event: SliceReported, moment: Moment) -> Transition:
+    """Count a report that was under way when the slot was found to be done; it stays that."""
+    report = event.report
+    flight = step_accounting.flight_of(slot, report.incarnation, report.sequence)
+    if flight is None or report.slot != slot.slot:
+        return refused(slot, event, moment)
+    counted = _counted(slot, flight, report, moment)
+    slot, commands = restart_policy.done(changed(counted, state=slot.state, reason=slot.reason))
+    return slot, (Accept(report=report), *commands)
+
+
+def failed_when_done(slot: Slot, event: SliceFailed, _: Moment) -> Transition:
+    """Give up what a process did not come to that is no longer needed."""
+    flight = step_accounting.flight_of(slot, event.incarnation, event.sequence)
+    if flight is None:
+        return slot, ()
+    if event.failure is SliceFailure.UNSENT:
+        slot = changed(slot, in_flight=step_accounting.others(slot, flight))
+    return restart_policy.done(step_accounting.all_lost(slot))
+
+
+def _counted(slot: Slot, flight: Flight, report: Report, moment: Moment) -> Slot:
+    return changed(
         slot,
         in_flight=step_accounting.others(slot, flight),
         ready=True,
@@ -90,6 +110,13 @@ def _accepted(slot: Slot, flight: Flight, report: Report, moment: Moment) -> Tra
         errors_in_a_row=slot.errors_in_a_row + 1 if report.error is not None else 0,
         leak=observed(slot.leak, report),
     )
+
+
+def _accepted(slot: Slot, flight: Flight, report: Report, moment: Moment) -> Transition:
+    worked_before = slot.report is not None
+    slot = _counted(slot, flight, report, moment)
+    if report.verdict is Verdict.DONE:
+        return restart_policy.done(slot)
     if report.verdict is Verdict.INCOMPATIBLE:
         return restart_policy.impossible(slot, report.reason, moment, worked_before=worked_before)
     if slot.errors_in_a_row >= moment.rules.max_workload_errors:

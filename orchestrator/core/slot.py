@@ -45,6 +45,8 @@ class Phase(StrEnum):
     PAUSING = "pausing"
     QUARANTINED = "quarantined"
     STOPPED = "stopped"
+    #: Its work is finished; it waits for nothing but the reports of what was sent before that was known.
+    DONE = "done"
 
 
 #: The first word in the reason of a slot whose slice is overdue.

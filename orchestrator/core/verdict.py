@@ -61,6 +61,8 @@ def _of_slot(slot: Slot, time_s: float) -> Iterator[str]:
     counts = slot.counts
     if counts.verify_errors:
         yield f"{counts.verify_errors} wrong of {counts.verify_checks} results checked"
+    if slot.state is WorkerState.DONE:
+        return  # however long it took
     if not counts.steps_ok:
         yield "no good step"
     elif slot.worked_s < LEAST_WORKED * time_s:

@@ -13,13 +13,13 @@ from typing import Any
 from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import Target
-from orchestrator.core.slot import Rules, Slot
+from orchestrator.core.slot import Phase, Rules, Slot
 from orchestrator.errors import UsageError
 from orchestrator.run import environment as environments
 from orchestrator.run.environment import Environment
 from orchestrator.watch.archive import StoredRun
 from orchestrator.watch.records import SlotRecord
-from workers.messages import NO_COUNTS, StepCounts
+from workers.messages import NO_COUNTS, StepCounts, WorkerState
 from workers.units import MIB
 
 
@@ -61,6 +61,11 @@ def environment_of(stored: StoredRun) -> Environment:
         raise UsageError(
             f"run {facts.run_id} ended before it began ({stored.error}); begin another: python -m orchestrator run"
         )
+    if stored.is_done:
+        raise UsageError(
+            f"run {facts.run_id} has finished all that there was to do; look at it: python -m orchestrator report "
+            f"{facts.run_id}"
+        )
     if not stored.is_resumable:
         raise UsageError(
             f"run {facts.run_id} has worked all of its {facts.duration_s:.0f} s (outcome: {stored.outcome}); "
@@ -81,8 +86,11 @@ def past_of(stored: StoredRun) -> Past:
 
 def _slot(record: SlotRecord) -> Slot:
     lost_before = int(_counter(record.counters, "steps_lost_upper_bound", 0))
+    done = record.state == WorkerState.DONE
+    finished: dict[str, Any] = {"phase": Phase.DONE, "state": WorkerState.DONE, "reason": record.reason} if done else {}
     return Slot(
         slot=record.slot,
+        **finished,
         # The earlier processes are gone, and their reports must not be mistaken for those of new ones.
         incarnation=record.incarnation + 1,
         next_sequence=record.next_sequence,

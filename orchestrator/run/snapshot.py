@@ -10,7 +10,7 @@ from typing import overload
 
 from orchestrator.config.gpu_specs import match_profile, peak_tflops
 from orchestrator.core.placement import SlotPlan
-from orchestrator.core.slot import HeadState, Slot, SlotState
+from orchestrator.core.slot import HeadState, Phase, Slot, SlotState
 from orchestrator.core.step_accounting import steps_at_risk
 from orchestrator.watch.model import Brief, LazyRows, Row
 from orchestrator.watch.records import SlotProgress, SlotRecord
@@ -82,13 +82,19 @@ class Meter:
 
 
 def _is_at_work(slot: Slot) -> bool:
-    return not isinstance(slot.state, HeadState)  # without a process, its last throughput no longer holds
+    # Without a process, its last throughput no longer holds.
+    return not isinstance(slot.state, HeadState) and slot.phase is not Phase.DONE
 
 
 def _reason(slot: Slot, now_s: float) -> str:
     """Return the slot's reason; of a first process that is awaited, also for how long it has been."""
     waited_s = 0 if slot.working_since_s is None else int(now_s - slot.working_since_s)
     return f"{slot.reason}, {waited_s} s so far" if waited_s and slot.state is HeadState.STARTING else slot.reason
+
+
+def _heartbeat_age_s(slot: Slot, now_s: float) -> float | None:
+    """Return the age of the last report while another one is to come."""
+    return None if slot.heard_at_s is None or slot.phase is Phase.DONE else now_s - slot.heard_at_s
 
 
 def _peak_pct(tflops: float | None, device: DeviceInfo | None, sm_clock_mhz: int | None) -> float | None:
@@ -170,7 +176,7 @@ def row(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
         duty_requested=plan.spec.duty,
         duty_measured=meter.duty if _is_at_work(slot) else None,
         temperature_of=temperature_of,
-        heartbeat_age_s=now_s - slot.heard_at_s if slot.heard_at_s is not None else None,
+        heartbeat_age_s=_heartbeat_age_s(slot, now_s),
         **{name: getattr(report, name, None) for name in _OF_REPORT},
         **{name: getattr(memory, name, None) for name in _OF_MEMORY},
         **{name: getattr(sensors, name, None) for name in _OF_SENSORS},

@@ -58,6 +58,10 @@ _EXPLAIN_WITHIN_S = 3.0
 _OBJECTS_PER_SLOT = 20
 
 
+#: A slot in one of these phases is not sent anything any more, whatever happens.
+_OVER = frozenset({Phase.QUARANTINED, Phase.DONE})
+
+
 @contextmanager
 def _fewer_collections(slot_count: int) -> Iterator[None]:
     """Collect as often as a run of so many slots needs; what was loaded before it is not looked at."""
@@ -173,7 +177,7 @@ class Supervisor:
     def _over(self) -> bool:
         if self.interrupted():
             return True
-        if all(slot.phase is Phase.QUARANTINED for slot in self._slots.values()):
+        if all(slot.phase in _OVER for slot in self._slots.values()):
             return True
         return self._ends_at_s is not None and self.clock.monotonic_s() >= self._ends_at_s
 
@@ -253,7 +257,7 @@ class Supervisor:
         if self._ends_at_s is not None:
             return
         now_s = self.clock.monotonic_s()
-        here = [slot for slot in self._slots.values() if slot.phase is not Phase.ABSENT]
+        here = [slot for slot in self._slots.values() if slot.phase not in {Phase.ABSENT, Phase.DONE}]
         answered = [slot for slot in here if slot.ready or slot.phase is Phase.QUARANTINED]
         if not answered:
             return
@@ -343,7 +347,8 @@ class Supervisor:
     def _perform(self, name: str, command: slots.Command) -> None:
         match command:
             case slots.Place():
-                self.fleet.place(self._plans[name].reservation, self._plans[name].spec)
+                plan = self._plans[name]
+                self.fleet.place(plan.reservation, replace(plan.spec, run_id=self.facts.run_id))
             case Directive():
                 slot, injector = self._slots[name], self.injector
                 now_s = self.clock.monotonic_s()

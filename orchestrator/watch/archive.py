@@ -27,6 +27,7 @@ from orchestrator.watch.opening import explained, reading
 from orchestrator.watch.records import COUNTERS, STORE_NAME, RunFacts, SlotRecord
 from workers.files import read_small
 from workers.host.processes import is_alive
+from workers.messages import WorkerState
 
 NOTE_NAME = "head.json"
 """The note in a run folder that says which process works on it."""
@@ -88,9 +89,15 @@ class StoredRun:
         return self.outcome == "failed" and self.elapsed_s == 0
 
     @property
+    def is_done(self) -> bool:
+        """Whether every slot has finished all that there was to do."""
+        return bool(self.slots) and all(slot.state == WorkerState.DONE for slot in self.slots)
+
+    @property
     def is_resumable(self) -> bool:
-        """Whether another head can continue it: it began, has ended in any way, and there is time left."""
-        return self.outcome != "running" and not self.was_refused and self.remaining_s >= LEAST_TO_RESUME_S
+        """Whether another head can continue it: it began, has ended in any way, and there is something left to do."""
+        over = self.outcome == "running" or self.was_refused or self.is_done
+        return not over and self.remaining_s >= LEAST_TO_RESUME_S
 
     @property
     def was_killed(self) -> bool:

@@ -36,7 +36,7 @@ from orchestrator.core.slot import (
 from tests.core.scene import report_of
 from workers.messages import NO_COUNTS, Directive
 
-FINAL = {Phase.QUARANTINED, Phase.STOPPED}
+FINAL = {Phase.QUARANTINED, Phase.STOPPED, Phase.DONE}
 
 #: What the membership and the circuit breaker never tell a slot of a phase. Everything else may happen at any time.
 ILLEGAL: set[tuple[Phase, type[Event]]] = {
@@ -172,6 +172,7 @@ class Books(RuleBasedStateMachine):
         assert self.placed
         assert not self.abandoned
         assert not self.drained, "after Drain nothing is submitted"
+        assert self.slot.phase is not Phase.DONE, "what is done is not begun again"
         assert self.node_is_there
         assert submit.sequence == self.first_sequence + len(self.submitted), "sequences are counted without a gap"
         assert submit.incarnation == self.slot.incarnation

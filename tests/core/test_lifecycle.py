@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.core.slot import (
+    Abandon,
     Accept,
+    Close,
+    Command,
     Drain,
     HeadState,
     NodeJoined,
@@ -23,7 +27,7 @@ from orchestrator.core.slot import (
 )
 from tests.core.scene import Scene
 from tests.counting import counters, counters_of
-from workers.messages import Directive, WorkerState
+from workers.messages import Directive, Verdict, WorkerState
 
 
 def test_a_report_counts_and_the_next_slice_goes_out_at_once() -> None:
@@ -121,3 +125,39 @@ def test_a_pause_is_between_half_and_whole_and_never_beyond_the_maximum(
 
 def test_a_thousand_deaths_overflow_nothing() -> None:
     assert max(pauses_s(1100, restart_backoff_s=0.001, restart_backoff_max_s=0.01)) <= 0.011
+
+
+def done(scene: Scene, **changes: object) -> list[Command]:
+    """Let the running slice be the one in which all is done."""
+    return scene.deeds(scene.report(verdict=Verdict.DONE, state=WorkerState.DONE, reason="all is done", **changes))
+
+
+def test_a_slot_whose_work_is_done_gets_nothing_more_and_its_process_ends_after_its_last_report() -> None:
+    scene = Scene.working()
+    scene.feed(scene.report())
+    assert done(scene, steps_ok=3) == [], "a queued slice is still awaited"
+    assert done(scene) == [Abandon()]
+    assert (scene.slot.phase, scene.slot.in_flight, scene.slot.counts.steps_ok) == (Phase.DONE, (), 3)
+    assert scene.slot.steps_lost_upper_bound == 0
+    for event in (NodeLeft(), NodeJoined(), Tick(), Drain(), Close()):
+        assert scene.feed(event, later_s=500) == []
+    assert (scene.slot.state, scene.slot.reason) == (WorkerState.DONE, "all is done")
+
+
+def test_the_report_of_the_slice_before_counts_when_it_comes_in_last() -> None:
+    scene = Scene.working()
+    early = scene.report(steps_ok=4)
+    late_sequence = scene.slot.in_flight[1].sequence
+    scene.feed(scene.report(sequence=late_sequence, verdict=Verdict.DONE, state=WorkerState.DONE))
+    assert scene.deeds(early) == [Abandon()]
+    assert (scene.slot.state, scene.slot.counts.steps_ok) == (WorkerState.DONE, 4)
+
+
+@pytest.mark.parametrize("end", ["dies", "left", "closed"])
+def test_a_process_that_goes_with_a_slice_that_is_no_longer_needed_is_not_replaced(end: str) -> None:
+    scene = Scene.working()
+    done(scene)
+    event = {"dies": scene.failure(), "left": NodeLeft(), "closed": Close()}[end]
+    assert scene.deeds(event) == [Abandon()]
+    assert (scene.slot.phase, scene.slot.restarts, scene.slot.in_flight) == (Phase.DONE, 0, ())
+    assert scene.slot.state is WorkerState.DONE

@@ -164,6 +164,18 @@ class LifecycleMachine(Books):
         self.accepted(name, counts, resume=resume, state=state, verdict=verdict, error=error)
 
     @precondition(lambda self: self.under_way)
+    @rule(data=st.data(), counts=sums, is_finished=seldom, share=st.floats(0, 1))
+    def work_may_be_finished(
+        self, data: st.DataObject, counts: dict[str, int | float], is_finished: bool, share: float
+    ) -> None:
+        """Report that all is done, by any slice under way: the report of the one before may come in later."""
+        if is_finished:
+            name = data.draw(st.sampled_from(self.under_way))
+            self.do_steps(name, share)
+            self.accepted(name, counts, state=WorkerState.DONE, verdict=Verdict.DONE, reason="all is done")
+            assert self.slot.phase is Phase.DONE
+
+    @precondition(lambda self: self.under_way)
     @rule(grows_mib=st.sampled_from([0, 30, 70]))
     def worker_reports_at_length_and_may_leak(self, grows_mib: int) -> None:
         """Report as often as it takes to notice, until the slot has enough of it."""
@@ -339,6 +351,9 @@ class LifecycleMachine(Books):
                 assert slot.wake_at_s is None
                 assert slot.ready or slot.heard_at_s is None, "this process has not reported"
                 assert slot.in_flight or self.at_its_end(slot)
+            case Phase.DONE:
+                assert slot.wake_at_s is None
+                assert self.abandoned == (not slot.in_flight), "its process is ended once nothing is awaited from it"
             case Phase.QUARANTINED | Phase.STOPPED:
                 assert (slot.in_flight, slot.wake_at_s) == ((), None)
 
@@ -347,13 +362,18 @@ class LifecycleMachine(Books):
         slot = self.slot
         assert slot.reason
         assert (slot.phase is Phase.QUARANTINED) == (slot.state is HeadState.QUARANTINED)
+        assert (slot.phase is Phase.DONE) == (slot.state is WorkerState.DONE)
         if slot.phase is Phase.ABSENT:
             assert slot.state is (HeadState.LOST if slot.placed else HeadState.STARTING)
 
     @invariant()
-    def quarantined_and_stopped_are_final(self) -> None:
+    def quarantined_stopped_and_done_are_final(self) -> None:
         before, after = self.history[-2:] if len(self.history) > 1 else self.history * 2
-        if before.phase in FINAL:
+        if before.phase is Phase.DONE:
+            assert (after.phase, after.incarnation, after.restarts, after.next_sequence, after.reason) == (
+                (before.phase, before.incarnation, before.restarts, before.next_sequence, before.reason)
+            ), "only what was under way is still counted"
+        elif before.phase in FINAL:
             # Why the last process ended may be known only later.
             assert replace(after, reason=before.reason) == before
             assert after.reason.startswith(before.reason)
@@ -366,7 +386,7 @@ class LifecycleMachine(Books):
 
     @invariant()
     def deaths_and_errors_are_below_their_limits(self) -> None:
-        if self.slot.phase is not Phase.QUARANTINED:
+        if self.slot.phase not in {Phase.QUARANTINED, Phase.DONE}:
             assert len(self.slot.deaths_at_s) < self.run_rules.max_deaths
             assert self.slot.errors_in_a_row < self.run_rules.max_workload_errors
         assert list(self.slot.deaths_at_s) == sorted(self.slot.deaths_at_s)

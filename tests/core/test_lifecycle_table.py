@@ -25,6 +25,7 @@ from orchestrator.core.slot import (
 )
 from tests.core.lifecycle_books import ILLEGAL
 from tests.core.scene import RULES, Scene, report_of
+from workers.messages import Verdict, WorkerState
 
 EVENTS: tuple[Event, ...] = (
     NodeJoined(),
@@ -47,6 +48,8 @@ def in_phase(phase: Phase) -> Slot:
         scene.work()
     if phase in {Phase.PAUSING, Phase.QUARANTINED}:
         scene.feed(scene.failure())
+    if phase is Phase.DONE:
+        scene.feed(scene.report(verdict=Verdict.DONE, state=WorkerState.DONE))
     if phase is Phase.STOPPED:
         scene.feed(Close())
     assert scene.slot.phase is phase

@@ -23,7 +23,7 @@ from orchestrator.core.fleet import (
 )
 from orchestrator.run.clock import Clock
 from tests.core.scene import CPU, MEMORY, report_of
-from workers.messages import Directive, FaultKind, Verdict
+from workers.messages import Directive, FaultKind, Verdict, WorkerState
 from workers.settings import WorkerSpec
 
 #: Steps of every worker in a second.
@@ -105,6 +105,8 @@ class ScriptedFleet:
         """What `why_ended` answers."""
         self.says: dict[str, Mapping[str, Any]] = {}
         """Slot -> what every report of it says, beside the usual."""
+        self.finished_after: dict[str, int] = {}
+        """Slot -> the steps after which its work is done."""
         self.start_s: dict[str, float] = {}
         """Slot -> how long its processes take to start, if not `START_S`."""
         self.dies_at_once: set[str] = set()
@@ -314,7 +316,8 @@ class ScriptedFleet:
 
     def _end(self, slot: str, process: _Process, work: _Slice) -> None:
         process.queue.remove(work)
-        done = work.steps if process.corrupted is None else 0
+        left = self.finished_after.get(slot, self.really_done[slot] + work.steps) - self.really_done[slot]
+        done = min(work.steps, left) if process.corrupted is None else 0
         self.really_done[slot] += done
         assert work.began_s is not None
         report: dict[str, Any] = {
@@ -324,6 +327,8 @@ class ScriptedFleet:
             "memory": MEMORY,
             "resume": {"done": self.really_done[slot]},
         }
+        if slot in self.finished_after and done == left:
+            report |= {"verdict": Verdict.DONE, "state": WorkerState.DONE, "reason": "all its work is done"}
         if process.corrupted is not None:
             report |= {"verdict": Verdict.CONTEXT_CORRUPTED, "reason": process.corrupted}
         report |= self.says.get(slot, {})

@@ -54,6 +54,7 @@ def joins_late(run: Run) -> None:
     ("script", "missed"),
     [
         (says("pc2/0", WorkerState.EMERGENCY, from_s=19.0), r"pc2/0: ended in EMERGENCY: as told"),
+        (says("pc2/0", WorkerState.PARKED, from_s=19.0), r"pc2/0: ended in PARKED: as told"),
         (
             hangs_in_every_process,
             r"pc2/0: ended STALE: its slice is \d+ s overdue; worked .* \(restarts 2, .*",
@@ -68,7 +69,7 @@ def joins_late(run: Run) -> None:
         (says("pc2/0", WorkerState.RUNNING, verify_checks=2, verify_errors=1), r"pc2/0: \d+ wrong of \d+ .*"),
         (says("pc2/0", WorkerState.RUNNING, steps_oom=3), r"success rate 0\.\d{3} < run.min_success_rate 0.95"),
     ],
-    ids=["emergency", "hangs in every process", "hangs", "restarting", "lost", "idle", "wrong", "rate"],
+    ids=["emergency", "parked", "hangs in every process", "hangs", "restarting", "lost", "idle", "wrong", "rate"],
 )
 def test_what_fell_short_degrades_the_run_and_is_named(new_run: RunMaker, script: Script, missed: str) -> None:
     run = new_run(hang_timeout_s=5, stale_after_s=4, max_deaths=9, duration="30s", stop_grace_s=60)

@@ -25,6 +25,9 @@ from workers.messages import Directive, FaultKind, ProcessFault, Report, Verdict
 _CALM_S = 60.0
 _CALM_SHARE = 0.2
 
+#: Of a process that works as it should.
+_WELL = frozenset({Verdict.OK, Verdict.DONE})
+
 _RUN_ENDED_FIRST = "never struck: the run ended first"
 _NOT_BACK = "not back when the run ended"
 
@@ -103,7 +106,8 @@ class Chaos:
     _over: bool = False
     _working: set[str] = field(default_factory=set)
     """Slots whose present process has reported."""
-    _quarantined: set[str] = field(default_factory=set)
+    _over_for_good: set[str] = field(default_factory=set)
+    """Slots that get no process any more: quarantined, or done."""
     _timers: list[_Timer] = field(default_factory=list)
     _strikes: dict[str, _Strike] = field(default_factory=dict)
     _down: dict[str, _Down] = field(default_factory=dict)
@@ -181,9 +185,11 @@ class Chaos:
             self._process_gone(before, after, accepted, died=died, now_s=now_s)
         elif silent and (strike := self._strikes.get(slot)) is not None and strike.can_have_met(before):
             strike.struck(before, "no report when the run ended", now_s)
+        if after.phase is Phase.DONE:
+            self._over_for_good.add(slot)
         if given_up:
             self._slot_given_up(after, now_s)
-        elif after.ready and not before.ready and not died and after.report and after.report.verdict is Verdict.OK:
+        elif after.ready and not before.ready and not died and after.report and after.report.verdict in _WELL:
             self._slot_back(after, now_s)
         if after.phase is Phase.WORKING and after.ready and not after.draining:
             self._working.add(slot)
@@ -247,7 +253,7 @@ class Chaos:
             fault=self._enter(FaultKind.NODE, node, now_s),
             ended_at_s=now_s,
             start_at_s=now_s + pause_s,
-            waiting={slot for slot, home in self.homes.items() if home == node} - self._quarantined,
+            waiting={slot for slot, home in self.homes.items() if home == node} - self._over_for_good,
             given_up=[],
         )
         return NodeCommand(node=node, start=False)
@@ -287,7 +293,7 @@ class Chaos:
 
     def _slot_given_up(self, after: Slot, now_s: float) -> None:
         slot, node = after.slot, self.homes[after.slot]
-        self._quarantined.add(slot)
+        self._over_for_good.add(slot)
         if (strike := self._strikes.get(slot)) is not None:
             if strike.last_heard_s is not None:
                 self._close_strike(slot, FaultOutcome.GIVEN_UP, f"given up: {after.reason}")
