@@ -1,0 +1,161 @@
+"""Memory runs out in a training, at all kinds of operations of one effective batch.
+
+The failures are injected where torch dispatches its operations, below its Python functions. So each operation is a
+place to fail, those of the backward pass included. An operation on lists can also end halfway.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.training.scene import CPU, settings, task
+from workers.oom import classify
+from workers.settings import FailureKind
+from workers.testing import OomInjector
+from workers.training.errors import NotFiniteError, UpdateInterruptedError
+from workers.training.snapshots.tensor_bytes import tensors_in, weights_sha256
+from workers.training.trainer import Trainer
+
+
+class Watched(TorchDispatchMode):
+    """Names the operations, and lets one of them run out of memory: before it, or if it works on lists halfway."""
+
+    def __init__(self, fail_at: int | None = None, *, halfway: bool = False) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self._injector = OomInjector(num=0 if fail_at is None else 1, skip=fail_at or 0)
+        self._halfway = halfway
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        self.names.append(func.overloadpacket.__name__)
+        if self._injector.due():
+            if self._halfway:
+                func(*(each[: len(each) // 2] if isinstance(each, list) else each for each in args), **kwargs or {})
+            raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+        return func(*args, **kwargs or {})
+
+
+def small(**keys: object) -> Trainer:
+    """Return a training of three steps and 3,000 parameters, whose gradients are always clipped."""
+    chosen = settings(**{"batch": 4, "steps": 3, "warmup_steps": 0, "clip": 0.01} | keys)
+    return Trainer(task("gpt", chosen.dropout, layers=1, width=12, heads=1, vocabulary=16), chosen, CPU, 5)
+
+
+def copied(tree: Any) -> Any:  # noqa: ANN401
+    """Return a copy of a state."""
+    if isinstance(tree, torch.Tensor):
+        return tree.clone()
+    if isinstance(tree, dict):
+        return {key: copied(each) for key, each in tree.items()}
+    return [copied(each) for each in tree] if isinstance(tree, list | tuple) else tree
+
+
+def course(run: Trainer, watched: Watched) -> str:
+    """Do the second optimiser step under watch, and one more; return which kind of failure was met."""
+    failure, kinds = "none", []
+    saved = copied(run.state())
+    while run.step < 2:
+        sums, remaining = run._accumulator.gradients, run.remaining_rows
+        before = copied(sums)
+        try:
+            with watched:
+                run.micro_batch(2)
+        except torch.OutOfMemoryError:
+            failure = "out of memory"
+            if run.remaining_rows == remaining == 2 and not run._accumulator.torn:
+                assert all(map(torch.equal, sums, before)), "the finished part was changed"
+        except UpdateInterruptedError as error:
+            failure = "update"
+            kinds.append(classify(error).kind)
+            with pytest.raises(UpdateInterruptedError):
+                run.micro_batch(2)
+            assert not run.at_boundary
+            assert run.rollback(saved) == 0
+    assert set(kinds) <= {FailureKind.OTHER}, "the engine must not take it for an out-of-memory"
+    run.micro_batch(2)
+    run.micro_batch(2)
+    return failure
+
+
+def outcome(run: Trainer) -> str:
+    """Return weights, moments, averages and numbers of updates."""
+    state = run.state()
+    tensors = list(tensors_in([state[key] for key in ("weights", "optimizer", "average")]))
+    return weights_sha256({f"{place:04}": each for place, each in enumerate(tensors)}) + str(run.losses)
+
+
+class Begun:
+    """A training after its first step, again and again."""
+
+    def __init__(self, optimizer: str) -> None:
+        self._run = small(optimizer=optimizer)
+        self._run.micro_batch(4)
+        self._state = copied(self._run.state())
+        self._run.load(self._state)  # so that the loader begins here, as it will after each failure
+        watched = Watched()
+        assert course(self._run, watched) == "none"
+        self.names = watched.names
+        self.undisturbed = outcome(self._run)
+
+    def with_failure(self, place: int, *, halfway: bool = False) -> str:
+        """Fail at one operation; return which kind of failure that was, once all has ended as without it."""
+        self._run.load(self._state)
+        failure = course(self._run, Watched(place, halfway=halfway))
+        assert outcome(self._run) == self.undisturbed, f"{self.names[place]} at {place}"
+        return failure
+
+
+def test_an_operation_that_runs_out_of_memory_anywhere_costs_no_bit() -> None:
+    """Each kind of operation fails where it is met first, and where it is met last."""
+    begun = Begun("adamw-fused")
+    found: dict[str, set[str]] = {"none": set(), "out of memory": set(), "update": set()}
+    last = {name: place for place, name in enumerate(begun.names)}
+    for place, name in enumerate(begun.names):
+        if place == last[name] or name not in begun.names[:place]:
+            found[begun.with_failure(place)].add(name)
+    assert not found["none"]
+    assert {"_foreach_mul_", "_fused_adamw_", "_foreach_lerp_"} <= found["update"]
+    assert {"mm", "gelu", "gelu_backward", "_foreach_copy_", "_foreach_add_", "_foreach_norm"} <= found["out of memory"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-fused", "adamw-foreach"])
+def test_an_operation_on_lists_that_ends_halfway_costs_no_bit(optimizer: str) -> None:
+    begun = Begun(optimizer)
+    places = [place for place, name in enumerate(begun.names) if name.startswith(("_foreach_", "_fused_"))]
+    assert len(places) >= 6
+    for place in places:
+        assert begun.with_failure(place, halfway=True) != "none"
+
+
+def test_without_a_saved_state_an_interrupted_update_goes_back_to_the_beginning() -> None:
+    alone, run = small(), small()
+    while not alone.finished:
+        alone.micro_batch(4)
+    run.micro_batch(4)
+    watched = Watched()
+    with watched:
+        run.micro_batch(4)
+    place = watched.names.index("_foreach_lerp_")
+    run = small()
+    run.micro_batch(4)
+    with pytest.raises(UpdateInterruptedError, match="not run again"), Watched(place):
+        run.micro_batch(4)
+    assert run.rollback(None) == 1
+    while not run.finished:
+        run.micro_batch(4)
+    assert outcome(run) == outcome(alone)
+    assert run.progress().redone_steps == 1
+
+
+def test_a_loss_that_is_not_a_number_stops_with_the_step_and_changes_no_weight() -> None:
+    run = small(lr=1e30, clip=None, ema_decay=None)
+    with pytest.raises(NotFiniteError, match=r"of optimiser step \d is (nan|inf)") as stopped:
+        run.replay([[4, 0, 3]])
+    assert stopped.value.step == run.step > 0
+    shorter = small(lr=1e30, clip=None, ema_decay=None)
+    shorter.replay([[4, 0, run.step]])
+    assert run.weights_sha256() == shorter.weights_sha256()
