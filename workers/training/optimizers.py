@@ -5,6 +5,7 @@ The states are allocated before the first step, so that the memory of a training
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -68,7 +69,9 @@ def load_states(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         for mine, value in pairs:
             mine.copy_(value)
     else:
-        optimizer.load_state_dict({"state": states, "param_groups": saved["param_groups"]})
+        # Copied: torch would go on with the very tensors that were saved, and change them.
+        copies = copy.deepcopy({"state": states, "param_groups": saved["param_groups"]})
+        optimizer.load_state_dict(copies)
 
 
 def _alike(mine: object, value: object) -> bool:

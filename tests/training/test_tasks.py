@@ -1,0 +1,143 @@
+"""What is trained: the presets, and a user's own task."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.training.scene import CPU
+from workers.training.errors import StateMismatchError, TaskError
+from workers.training.settings import PRESETS, TrainSettings
+from workers.training.tasks import find_task
+from workers.training.trainer import Trainer
+
+OWN_TASK = """
+import torch
+from torch import nn
+from workers.training.tasks import TrainTask
+
+
+class Points(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        x = torch.tensor([index / 64 - 0.5])
+        return {"x": x, "y": x.abs()}
+
+
+def task(settings):
+    return TrainTask(
+        name="points",
+        model=lambda: nn.Sequential(nn.Linear(1, 16), nn.Dropout(0.1), nn.Tanh(), nn.Linear(16, 1)),
+        dataset=Points(),
+        loss=lambda model, batch: (model(batch["x"]) - batch["y"]).square().sum(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.3, momentum=0.9),
+        evaluate=lambda model: {"at_zero": model(torch.zeros(1, 1)).item()},
+    )
+
+
+empty = TrainTask(name="empty", model=lambda: nn.ReLU(), dataset=Points(), loss=None)
+number = 3
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_task.py").write_text(OWN_TASK)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_task", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("preset", "millions"),
+    [
+        ("gpt-nano", 0.22), ("gpt-mini", 10.8), ("gpt2-small", 124.4), ("gpt2-medium", 354.8), ("cnn-small", 0.21),
+        ("cnn-landmarks", 1.73),
+    ],
+)  # fmt: skip
+def test_a_preset_has_its_size_and_no_bias_that_only_rounding_moves(preset: str, millions: float) -> None:
+    assert preset in PRESETS
+    with torch.device("meta"):
+        model = find_task(TrainSettings(preset=preset), 0).model()
+    assert sum(each.numel() for each in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)
+    assert not [name for name, _ in model.named_parameters() if "query_key_value.bias" in name]
+    assert not [each for each in model.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
+
+
+@pytest.mark.parametrize(("preset", "precision"), [("gpt-nano", "bf16"), ("gpt-nano", "fp16"), ("cnn-small", "tf32")])
+def test_the_loss_of_a_small_preset_falls(preset: str, precision: str) -> None:
+    settings = TrainSettings(preset=preset, steps=25, warmup_steps=5, batch=8, precision=precision)
+    run = Trainer(find_task(settings, 0), settings, CPU, 0)
+    run.replay([[8, 0, 25]])
+    assert run.losses[1] < 0.9 * run.losses[0]
+    assert run.progress().loss == run.losses[1]
+    assert run.progress().skipped_updates < 5
+
+
+@pytest.mark.usefixtures("own_module")
+def test_a_users_own_task_is_trained_evaluated_and_resumed() -> None:
+    settings = TrainSettings(preset="own_task:task", epochs=10, batch=16, precision="fp32", warmup_steps=0)
+    run = Trainer(find_task(settings, 0), settings, CPU, 0)
+    assert run.steps == 40
+    run.replay([[16, 0, 20]])
+    other = Trainer(find_task(settings, 0), settings, CPU, 0)
+    other.load(run.state())
+    for each in (run, other):
+        each.replay([[16, 0, 20]])
+        assert each.finished
+    assert run.weights_sha256() == other.weights_sha256()
+    assert run.losses[1] < run.losses[0] / 5
+    assert abs(run.evaluate()["at_zero"]) < 0.2
+    assert run.model.training
+
+
+@pytest.mark.usefixtures("own_module")
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"preset": "own_task:nothing"}, "'own_task:nothing' cannot be loaded on this machine: AttributeError"),
+        ({"preset": "no_such:task"}, "ModuleNotFoundError: No module named 'no_such'"),
+        ({"preset": "own_task:number"}, "TypeError: 'int' object is not callable"),
+        ({"preset": "own_task:empty"}, "the model of empty has no parameter that is trained"),
+        ({"preset": "gpt-nano", "seq": 65}, "train.seq is 65, and gpt-nano reads at most 64 tokens"),
+        ({"preset": "cnn-small", "data": "here"}, "trains on drawn faces; leave train.data out"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_in_one_sentence(keys: dict[str, object], sentence: str) -> None:
+    settings = TrainSettings(**keys)  # type: ignore[arg-type]
+    with pytest.raises(TaskError, match=sentence) as refused:
+        Trainer(find_task(settings, 0), settings, CPU, 0)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"preset": "cnn-small"}, "of another model: its weight blocks"),
+        ({"preset": "gpt-nano", "ema_decay": 0.9}, "one of them has no averaged weights"),
+    ],
+)
+def test_a_state_of_another_model_is_refused_and_changes_nothing(keys: dict[str, object], sentence: str) -> None:
+    settings = TrainSettings(preset="gpt-nano")
+    run = Trainer(find_task(settings, 0), settings, CPU, 0)
+    before = run.weights_sha256()
+    others = TrainSettings(**keys)  # type: ignore[arg-type]
+    state = Trainer(find_task(others, 1), others, CPU, 1).state()
+    with pytest.raises(StateMismatchError, match=sentence):
+        run.load(state)
+    with pytest.raises(StateMismatchError, match="has version 0, and this program reads 1"):
+        run.load(state | {"version": 0})
+    assert run.weights_sha256() == before
+    assert run.at_boundary
+
+
+def test_neither_model_nor_training_draws_from_torchs_own_random_numbers() -> None:
+    settings = TrainSettings(preset="gpt-nano", steps=2, dropout=0.1, batch=4)
+    before = torch.get_rng_state()
+    Trainer(find_task(settings, 0), settings, CPU, 0).replay([[3, 1, 4]])
+    assert torch.get_rng_state().equal(before)
