@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import Dataset
 
 from tests.scene import vm_data_bytes, wait_for
+from workers.training.errors import TaskError
 from workers.training.loader import Loader, LoaderSettings, on_device
 
 BATCH = 6
@@ -128,7 +129,7 @@ def _replaces_a_killed_process() -> None:
 
 def _says_what_cannot_be_sent() -> None:
     loader = Loader(NotPicklable(), order, BATCH, LoaderSettings(workers=1))
-    with pytest.raises(RuntimeError, match=r"cannot be sent to loader processes .*set train\.loader_workers to 0"):
+    with pytest.raises(TaskError, match=r"cannot be sent to loader processes .*set train\.loader_workers to 0"):
         loader.next_batch()
     loader.close()
 

@@ -38,6 +38,7 @@ def state_at(step: int) -> dict[str, Any]:
         "moments": [{"step": torch.tensor(float(step)), "of": {0: torch.full((5,), step, dtype=torch.int64)}}],
         "samples_used": step * 16,
         "splits": [[4, step]],
+        "betas": (0.9, None),
         "torch": "2",
     }
 
@@ -48,8 +49,8 @@ def same(left: object, right: object) -> bool:
         return isinstance(right, torch.Tensor) and left.dtype == right.dtype and torch.equal(left, right)
     if isinstance(left, dict):
         return isinstance(right, dict) and left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
-    if isinstance(left, list):
-        return isinstance(right, list) and len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, list | tuple):
+        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
     return left == right and type(left) is type(right)
 
 

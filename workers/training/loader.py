@@ -19,6 +19,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from workers.training.errors import TaskError
+
 Order: TypeAlias = Callable[[int, int], Sequence[Any]]
 """From (samples used, how many) to what the data set is asked for, one key for each sample."""
 
@@ -69,7 +71,8 @@ class Loader:
         """Return the next batch, on the host.
 
         Raises:
-            RuntimeError: The data set cannot be sent to loader processes, or they have ended twice.
+            TaskError: The data set cannot be sent to loader processes.
+            RuntimeError: They have ended twice.
             Exception: Whatever the data set raised. The next call tries the same batch again.
         """
         began_s = time.perf_counter()
@@ -77,8 +80,8 @@ class Loader:
         try:
             try:
                 batch = self._next()
-            except (RuntimeError, OSError, EOFError):
-                if not self._lost_a_process():
+            except (RuntimeError, OSError, EOFError) as failure:
+                if not self._may_be_a_lost_process(failure):
                     raise
                 self.close()
                 batch = self._next()
@@ -105,9 +108,13 @@ class Loader:
             self._batches = self._open()
         return next(self._batches)
 
-    def _lost_a_process(self) -> bool:
-        """Whether one was ended from outside; torch tells that by several exceptions, and restarts none."""
-        return any(not each.is_alive() for each in getattr(self._batches, "_workers", ()))
+    def _may_be_a_lost_process(self, failure: Exception) -> bool:
+        """Whether one may have been ended from outside; torch tells that by several exceptions, and restarts none.
+
+        A broken connection to it is told before its end is. One more attempt does no harm if it was something else.
+        """
+        processes = getattr(self._batches, "_workers", ())
+        return any(isinstance(failure, OSError | EOFError) or not each.is_alive() for each in processes)
 
     def _open(self) -> Iterator[Any]:
         parallel = self._settings.workers > 0
@@ -129,7 +136,7 @@ class Loader:
                 warnings.filterwarnings("ignore", "Got pickle error")  # told below, with what to do
                 return iter(loader)
         except (pickle.PicklingError, TypeError, AttributeError) as failure:
-            raise RuntimeError(
+            raise TaskError(
                 f"the data set cannot be sent to loader processes ({failure}); set train.loader_workers to 0, or make "
                 "what it holds picklable"
             ) from failure

@@ -17,13 +17,15 @@ from typing import Final
 import torch
 from torch.utils.data import Dataset
 
+from workers.training.errors import TaskError
+
 VOCABULARY: Final = 256
 
 #: Read of each file to see whether it is text. Images, archives, programs and UTF-16 have a zero byte in it.
 _LOOK_BYTES: Final = 65_536
 
 
-class TextError(ValueError):
+class TextError(TaskError):
     """There is no text to train on; the message says where, why and what to do."""
 
 

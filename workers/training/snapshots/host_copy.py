@@ -73,7 +73,7 @@ class HostCopy:
         if isinstance(tree, Mapping):
             return {key: self._copied(each, (*path, key)) for key, each in tree.items()}
         if isinstance(tree, list | tuple):
-            return [self._copied(each, (*path, key)) for key, each in _children(tree)]
+            return type(tree)(self._copied(each, (*path, key)) for key, each in _children(tree))
         return tree
 
 

@@ -103,7 +103,7 @@ class Snapshots:
         self.wait()
         refused = []
         self._opened = True
-        present = {path: snapshot_file.read_number(path) for path in self._slots if path.exists()}
+        present = {path: snapshot_file.read_number(path) for path in self._slots if _is_there(path)}
         self._number = max(number or 0 for number in (self._number, *present.values()))
         # What cannot be dated comes first: it may be the newest, and its refusal is to be told.
         for path in sorted(present, key=lambda path: present[path] or math.inf, reverse=True):
@@ -255,3 +255,14 @@ class Snapshots:
                     leftover.unlink(missing_ok=True)
                 except OSError as failure:
                     self.report = replace(self.report, failure=f"{leftover} cannot be removed: {failure.strerror}")
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is a file, also one that cannot be looked at: that is to be told, and not taken for none."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
