@@ -25,7 +25,8 @@ from orchestrator.watch.columns import columns_for
 from orchestrator.watch.model import STATES_WORST_FIRST
 from tests.in_child import InChild, MakeSpec
 from tests.scene import ROOT
-from workers.messages import Directive, Report, Verdict, WorkerState
+from tests.watch.scene import make_row
+from workers.messages import Directive, Progress, Report, Verdict, WorkerState
 from workers.settings import WorkerSpec
 
 EXAMPLE = ROOT / "docs" / "examples" / "mlp_workload.py"
@@ -161,7 +162,7 @@ def test_the_readme_explains_every_state_and_column() -> None:
     assert {state for words in explained for state in words.split(", ")} == {
         state.value for state in STATES_WORST_FIRST
     }
-    for column in columns_for((), UNICODE):
+    for column in columns_for((make_row(progress=Progress(train_step=1)),), UNICODE):
         title = column.title.split()[-1].removesuffix("%").strip() or column.title.split()[0]
         assert re.search(rf"^\| .*{re.escape(title)}.* \|", readme, re.MULTILINE), column.title
 

@@ -11,7 +11,8 @@ import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final, TypeAlias
+from functools import cache
+from typing import Final, TypeAlias, get_args, get_type_hints
 
 from workers.readings import SensorReading
 from workers.settings import (
@@ -269,6 +270,19 @@ class Progress:
     """Seconds until it is finished."""
     weights_sha256: str | None = None
     """Of all weights, once it is finished."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no other process could read, such as a loss that is still a tensor."""
+        for name, kinds in _progress_kinds().items():
+            value = getattr(self, name)
+            if type(value) not in kinds:
+                raise TypeError(f"progress: {name} cannot be {value!r:.80}, a {type(value).__name__}")
+
+
+@cache
+def _progress_kinds() -> dict[str, frozenset[type]]:
+    kinds = {name: set(get_args(hint)) for name, hint in get_type_hints(Progress).items()}
+    return {name: frozenset(known | {int} if float in known else known) for name, known in kinds.items()}
 
 
 #: Nothing is told.

@@ -2,7 +2,8 @@
 
 Whatever the size of the steps is, what the process keeps after a release is no longer needed. Beside that it uses the
 resident memory of the process, and on a card also what its tensors hold. Both vary with the work, so the lowest value
-of the last reports is compared with the highest of the first ones after the work last changed. Measures nothing (the
+of the last reports is compared with the highest of the first ones after the work last changed. While a state is parked
+in host memory nothing is compared. Measures nothing (the
 worker does) and ends nothing (`lifecycle.py`).
 """
 
@@ -10,13 +11,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from workers.messages import Report
+from workers.messages import Report, WorkerState
 
 #: The first reports after a change still grow into their size: lazily loaded kernels, a ring that fills.
 _SETTLING = 3
 
 #: Reports whose highest value is what the work really needs.
 _BASE = 5
+
+#: Optimiser steps in which the memory of a training still grows: its states appear in the first.
+_FIRST_STEPS = 2
 
 #: Reports whose least value is what does not go away any more.
 _RECENT = 5
@@ -26,8 +30,10 @@ _RECENT = 5
 class LeakWatch:
     """What is known of one process's memory since its work last changed."""
 
-    work: tuple[int, int | None, int | None, int | None] | None = None
-    """Incarnation, size, batch and claim."""
+    work: tuple[int | None, ...] | None = None
+    """Incarnation, size, batch and claim; of a training also its level, and whether a snapshot was saved."""
+    first_step: int | None = None
+    """The optimiser step that the process told first; `None` where nothing is trained."""
     seen: int = 0
     base_bytes: int | None = None
     """Highest of the reports that set the scale."""
@@ -63,9 +69,16 @@ def observed(watch: LeakWatch, report: Report) -> LeakWatch:
     if held_bytes is None:
         return watch
     kept_bytes = None if report.memory is None else report.memory.kept_bytes
-    work = (report.incarnation, report.size, report.batch, report.claim_bytes)
-    if work != watch.work:
-        return LeakWatch(work=work, kept_bytes=kept_bytes, reports=watch.reports + 1)
+    work: tuple[int | None, ...] | None = (report.incarnation, report.size, report.batch, report.claim_bytes)
+    first_step, progress = watch.first_step, report.progress
+    if progress is not None and progress.train_step is not None and work is not None:
+        first_step = progress.train_step if first_step is None else first_step
+        # The copy that a snapshot is written from stays in memory.
+        work = (*work, progress.memory_level, progress.saved_step is not None)
+        if progress.train_step < first_step + _FIRST_STEPS or report.state is WorkerState.PARKED:
+            work = None
+    if work is None or work != watch.work:
+        return LeakWatch(work=work, first_step=first_step, kept_bytes=kept_bytes, reports=watch.reports + 1)
     seen = watch.seen + 1
     base_bytes, recent_bytes = watch.base_bytes, watch.recent_bytes
     if seen > _SETTLING + _BASE:

@@ -25,6 +25,7 @@ from orchestrator.core.slot import (
     Transition,
     changed,
 )
+from orchestrator.core.training import followed
 from workers.messages import STARVED, Report, Verdict, WorkerState
 
 #: After a restart the actor cannot be reached for a second or two; asking again this often costs next to nothing.
@@ -76,7 +77,7 @@ def reported_when_done(slot: Slot, event: SliceReported, moment: Moment) -> Tran
     if flight is None or report.slot != slot.slot:
         return refused(slot, event, moment)
     counted = _counted(slot, flight, report, moment)
-    slot, commands = restart_policy.done(changed(counted, state=slot.state, reason=slot.reason))
+    slot, commands = restart_policy.done(changed(counted, state=slot.state, reason=slot.reason, training=slot.training))
     return slot, (Accept(report=report), *commands)
 
 
@@ -102,6 +103,7 @@ def _counted(slot: Slot, flight: Flight, report: Report, moment: Moment) -> Slot
         state=report.state,
         reason=report.reason,
         report=report,
+        training=followed(slot.training, report),
         device=report.device if report.device is not None else slot.device,
         resume=report.resume if report.resume is not None else slot.resume,
         counts=slot.counts + report.counts,

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from orchestrator.core.fleet import DeathCause, SliceFailed, SliceReported
 from orchestrator.core.leak_detector import NO_WATCH, LeakWatch
+from orchestrator.core.training import NO_TRAINING, Training
 from workers.messages import NO_COUNTS, DeviceInfo, Directive, Report, ResumeState, StepCounts, WorkerState
 from workers.settings import Scalar
 
@@ -118,6 +119,7 @@ class Slot:
     leak_told: bool = False
     resume: ResumeState | None = None
     report: Report | None = None
+    training: Training = NO_TRAINING
     device: DeviceInfo | None = None
     """The last that any report named: a broken process reports none."""
     counts: StepCounts = NO_COUNTS

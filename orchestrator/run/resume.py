@@ -14,12 +14,14 @@ from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import Target
 from orchestrator.core.slot import Phase, Rules, Slot
+from orchestrator.core.training import Training
 from orchestrator.errors import UsageError
 from orchestrator.run import environment as environments
 from orchestrator.run.environment import Environment
 from orchestrator.watch.archive import StoredRun
+from orchestrator.watch.model import is_row_value
 from orchestrator.watch.records import SlotRecord
-from workers.messages import NO_COUNTS, StepCounts, WorkerState
+from workers.messages import NO_COUNTS, Progress, StepCounts, WorkerState
 from workers.units import MIB
 
 
@@ -88,9 +90,11 @@ def _slot(record: SlotRecord) -> Slot:
     lost_before = int(_counter(record.counters, "steps_lost_upper_bound", 0))
     done = record.state == WorkerState.DONE
     finished: dict[str, Any] = {"phase": Phase.DONE, "state": WorkerState.DONE, "reason": record.reason} if done else {}
+    told = {name: value for name in Progress.__slots__ if is_row_value(name, value := record.row.get(name))}
     return Slot(
         slot=record.slot,
         **finished,
+        training=Training(told=Progress(**told)),
         # The earlier processes are gone, and their reports must not be mistaken for those of new ones.
         incarnation=record.incarnation + 1,
         next_sequence=record.next_sequence,

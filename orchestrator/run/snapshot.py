@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from operator import attrgetter
 from typing import overload
 
@@ -12,10 +12,11 @@ from orchestrator.config.gpu_specs import match_profile, peak_tflops
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import HeadState, Phase, Slot, SlotState
 from orchestrator.core.step_accounting import steps_at_risk
+from orchestrator.core.training import Training
 from orchestrator.watch.model import Brief, LazyRows, Row
 from orchestrator.watch.records import SlotProgress, SlotRecord
 from orchestrator.watch.store import RunStore
-from workers.messages import DeviceInfo, MemoryInfo, Report, ResumeState, StepCounts, WorkerState
+from workers.messages import DeviceInfo, MemoryInfo, Progress, Report, ResumeState, StepCounts, WorkerState
 from workers.readings import SensorReading
 
 #: Throughput and duty are means over the reports of about this long: steady to read, quick to fall.
@@ -26,6 +27,9 @@ _counters_of = attrgetter(*StepCounts.__slots__)
 #: Fields that a row has under the same name: of a report, of its memory and of its sensors.
 _OF_REPORT = ("size", "batch", "claim_bytes")
 _OF_MEMORY = tuple(name for name in MemoryInfo.__slots__ if name in Row.__slots__)
+#: What progress tells of a process at work.
+_SPEEDS = ("samples_per_s", "tokens_per_s", "data_wait_pct", "mfu_pct", "eta_s")
+
 _OF_SENSORS = tuple(name for name in SensorReading.__slots__ if name in Row.__slots__)
 
 
@@ -84,6 +88,14 @@ class Meter:
 def _is_at_work(slot: Slot) -> bool:
     # Without a process, its last throughput no longer holds.
     return not isinstance(slot.state, HeadState) and slot.phase is not Phase.DONE
+
+
+def _progress(slot: Slot) -> Progress:
+    """Return how far the slot is; without a process it has no speed."""
+    progress = slot.training.progress
+    if not isinstance(slot.state, HeadState) or progress.train_step is None:
+        return progress
+    return replace(progress, **dict.fromkeys(_SPEEDS))
 
 
 def _reason(slot: Slot, now_s: float) -> str:
@@ -177,6 +189,7 @@ def row(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
         duty_measured=meter.duty if _is_at_work(slot) else None,
         temperature_of=temperature_of,
         heartbeat_age_s=_heartbeat_age_s(slot, now_s),
+        progress=_progress(slot),
         **{name: getattr(report, name, None) for name in _OF_REPORT},
         **{name: getattr(memory, name, None) for name in _OF_MEMORY},
         **{name: getattr(sensors, name, None) for name in _OF_SENSORS},
@@ -190,14 +203,15 @@ class Recorder:
         self._plans = plans
         self._meters = meters
         self._store = store
-        self._written: dict[str, tuple[SlotState, str, int, ResumeState | None]] = {}
+        self._written: dict[str, tuple[SlotState, str, int, ResumeState | None, Training]] = {}
 
     def take(self, changed: Collection[str], slots: Mapping[str, Slot], now_s: float, now_unix_s: float) -> None:
         """Give the store what is new of these slots at `now_s` (monotonic seconds)."""
         records, written = [], self._written
         for name in changed:
             slot = slots[name]
-            told = (slot.state, slot.reason, slot.incarnation, slot.resume)
+            # Every step that a training tells of: one that is done again later must be known to have been done.
+            told = (slot.state, slot.reason, slot.incarnation, slot.resume, slot.training)
             if written.get(name) != told:
                 written[name] = told
                 records.append(self._record(slot, now_s))

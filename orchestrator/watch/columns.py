@@ -5,7 +5,7 @@ Covers one cell at a time. Does not cover the layout: widths, lines and the reas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -17,6 +17,7 @@ from orchestrator.watch.model import LOW_SUCCESS_RATE, STATE_STYLES, Row, finite
 from workers.units import GIB, MIB
 
 _BAR_CELLS = 10
+_LONGEST_ETA_S = 9_999 * 3600.0
 
 #: Names of the columns, the most important first. A narrow terminal drops them from the end; the first few stay.
 KEPT_LONGEST_FIRST = (
@@ -24,7 +25,12 @@ KEPT_LONGEST_FIRST = (
     "card", "vram_bar", "throttle", "duty", "power", "peak", "reason", "dtype", "restarts", "card_memory",
     "utilisation", "clock", "memory_temperature",
 )  # fmt: skip
-NEVER_DROPPED = KEPT_LONGEST_FIRST[:4]
+#: How many of the first stay.
+NEVER_DROPPED = 4
+
+#: What is there only where something is trained: the more important ones, and the others.
+_TRAINING = ("train_step", "loss", "samples", "eta", "micro", "saved", "level", "wait", "mfu")
+_TRAINING_LAST = ("tokens", "epoch", "redone")
 
 Cell: TypeAlias = Callable[[Row], Text | None]
 
@@ -39,6 +45,18 @@ class Column:
     cell: Cell
     is_words: bool = False
     """Words are aligned to the left, numbers to the right."""
+
+
+def _trains(row: Row) -> bool:
+    return row.progress.train_step is not None
+
+
+def kept_longest_first(rows: Iterable[Row]) -> tuple[str, ...]:
+    """Return the names of the columns of these rows, and `reason`, the most important first."""
+    if not any(map(_trains, rows)):
+        return KEPT_LONGEST_FIRST
+    slot, state, size, tflops, *others = KEPT_LONGEST_FIRST
+    return (slot, state, *_TRAINING, *others[:2], *_TRAINING_LAST, *others[2:], size, tflops)
 
 
 def columns_for(rows: Sequence[Row], glyphs: Glyphs) -> tuple[Column, ...]:
@@ -80,6 +98,7 @@ def columns_for(rows: Sequence[Row], glyphs: Glyphs) -> tuple[Column, ...]:
         Column("slot", "slot", "", words(lambda row: row.slot, 32), is_words=True),
         Column("card", "card", "", words(card, 16), is_words=True),
         Column("state", "state", "", lambda row: Text(row.state.value, STATE_STYLES[row.state]), is_words=True),
+        *(_training_columns(rows, glyphs) if any(map(_trains, rows)) else ()),
         Column("size", "size", "/batch", size),
         Column("dtype", "type", "", words(lambda row: row.dtype, 10), is_words=True),
         Column("tflops", "TFLOP/s", "", figures("tflops", decimals=tflops_decimals)),
@@ -112,6 +131,44 @@ def columns_for(rows: Sequence[Row], glyphs: Glyphs) -> tuple[Column, ...]:
             "restarts", "re-", "starts", lambda row: Text(whole(row.restarts) or "", "magenta" if row.restarts else "")
         ),
         Column("heartbeat", "seen", "s ago", _heartbeat),
+    )
+
+
+def _training_columns(rows: Sequence[Row], glyphs: Glyphs) -> tuple[Column, ...]:
+    """Return what is shown of slots that train."""
+    told = [row.progress for row in rows]
+
+    def count(*names: str) -> Cell:
+        return lambda row: _text(joined((whole(getattr(row.progress, name)) for name in names), glyphs.missing))
+
+    def figure(*names: str, significant: int = 3) -> Cell:
+        values = (getattr(progress, name) for progress in told for name in names)
+        decimals = cells.decimals_for(values, significant=significant)
+        return lambda row: _text(
+            joined((number(getattr(row.progress, name), decimals) for name in names), glyphs.missing)
+        )
+
+    def micro(row: Row) -> Text | None:
+        parts = (whole(row.progress.micro_batch), whole(row.progress.accumulation))
+        return _text(None if None in parts else "x".join(map(str, parts)))
+
+    def eta(row: Row) -> Text | None:
+        seconds = finite(row.progress.eta_s)
+        return _text(None if seconds is None else cells.clock(min(seconds, _LONGEST_ETA_S)))
+
+    return (
+        Column("train_step", "step", "/of", count("train_step", "train_steps")),
+        Column("loss", "loss", "/first", figure("loss", "first_loss", significant=4)),
+        Column("samples", "samples", "/s", figure("samples_per_s")),
+        Column("tokens", "tokens", "/s", figure("tokens_per_s")),
+        Column("eta", "ETA", "", eta),
+        Column("epoch", "epoch", "", figure("epoch")),
+        Column("micro", "micro", "x acc", micro),
+        Column("level", "level", "", count("memory_level")),
+        Column("saved", "saved", "step", count("saved_step")),
+        Column("redone", "redone", "steps", count("redone_steps")),
+        Column("wait", "data", "wait %", figure("data_wait_pct", significant=2)),
+        Column("mfu", "MFU", "%", figure("mfu_pct")),
     )
 
 

@@ -6,8 +6,8 @@ shares are 0..1, names ending in `_pct` are 0..100, and `None` means unknown.
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from functools import cache, lru_cache
 from typing import Any, TypeAlias, TypeVar, get_args, get_type_hints
 
 from orchestrator.core.slot import HeadState, Slot, SlotState, slot_state
-from workers.messages import NO_COUNTS, StepCounts, WorkerState
+from workers.messages import NO_COUNTS, NO_PROGRESS, Progress, StepCounts, WorkerState
 
 #: States from worst to best: the order of the table, and of every list of states in words. Their colours repeat what
 #: the word says; no information is in the colour alone.
@@ -47,8 +47,8 @@ AnyBrief = TypeVar("AnyBrief", bound="Brief")
 
 
 def finite(value: float | None) -> float | None:
-    """Return the number, or `None` where it is unknown, infinite or not a number."""
-    return value if value is not None and math.isfinite(value) else None
+    """Return the number, or `None` where it is unknown, infinite, not a number, or whole and too large for a float."""
+    return value if value is not None and abs(value) <= sys.float_info.max else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +56,7 @@ class Row:
     """One slot of the health table; `ROW_KEYS` are its keys in summary.json.
 
     Counts are the head's, over the whole run: they outlive the process in the slot and never go backwards.
+    Progress does, when a process begins at a snapshot.
     """
 
     slot: str
@@ -101,12 +102,18 @@ class Row:
     fan_pct: float | None = None
     throttle_pct: float | None = None
     heartbeat_age_s: float | None = None
+    progress: Progress = NO_PROGRESS
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as JSON knows it: no enums, and `None` for a number that is not finite."""
-        values = {key: getattr(self.counts if key in _COUNT_KEYS else self, key) for key in ROW_KEYS}
+        values = {key: getattr(self._teller_of(key), key) for key in ROW_KEYS}
         values["state"] = self.state.value
         return {key: finite(value) if isinstance(value, float) else value for key, value in values.items()}
+
+    def _teller_of(self, key: str) -> object:
+        if key in _COUNT_KEYS:
+            return self.counts
+        return self.progress if key in _PROGRESS_KEYS else self
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Row:
@@ -118,8 +125,9 @@ class Row:
             if not is_row_value(name, value):
                 raise ValueError(f"slot {known['slot']}: {name} cannot be {value!r}")
         counts = StepCounts(**{name: value for name, value in known.items() if name in StepCounts.__slots__})
+        progress = Progress(**{name: value for name, value in known.items() if name in Progress.__slots__})
         own = {name: value for name, value in known.items() if name in Row.__slots__}
-        return cls(**{**own, "state": slot_state(known["state"]), "counts": counts})
+        return cls(**{**own, "state": slot_state(known["state"]), "counts": counts, "progress": progress})
 
 
 #: Keys that follow another one, and are told by a row's counts.
@@ -131,16 +139,18 @@ _COUNTS_AFTER = {
 
 _COUNT_KEYS = frozenset(key for keys in _COUNTS_AFTER.values() for key in keys)
 
-#: The keys of a row in JSON, in the order of summary.json: its fields, with its counts at their places.
-ROW_KEYS = tuple(
-    key for item in fields(Row) if item.name != "counts" for key in (item.name, *_COUNTS_AFTER.get(item.name, ()))
-)
+_PROGRESS_KEYS = frozenset(Progress.__slots__)
+_OWN_KEYS = tuple(item.name for item in fields(Row) if item.name not in {"counts", "progress"})
+
+#: The keys of a row in JSON, in the order of summary.json: its fields with its counts at their places, its progress.
+ROW_KEYS = (*(key for name in _OWN_KEYS for key in (name, *_COUNTS_AFTER.get(name, ()))), *Progress.__slots__)
 
 
 @cache
 def _row_kinds() -> dict[str, frozenset[type]]:
     """Key of a row -> the types that its value has in JSON."""
-    hints = {**get_type_hints(StepCounts), "success_rate": float | None, **get_type_hints(Row), "state": str}
+    counted, progress = get_type_hints(StepCounts), get_type_hints(Progress)
+    hints = {**counted, **progress, "success_rate": float | None, **get_type_hints(Row), "state": str}
     kinds = {key: set(get_args(hints[key]) or (hints[key],)) for key in ROW_KEYS}
     # JSON writes 70.0 as 70 as often as not.
     return {key: frozenset(known | {int} if float in known else known) for key, known in kinds.items()}

@@ -6,7 +6,7 @@ Pure. Does not cover the table's cells, nor outcome and exit code: those are the
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -103,8 +103,28 @@ def closing_lines(snapshot: Snapshot, glyphs: Glyphs) -> tuple[str, ...]:
         restarts = counted(sum(row.restarts for row in rows), "restart")
         said = (_steps_words(counts), f"{whole(counts.oom_count)} OOM", restarts)
         lines.append(line(name, len(rows), sum(known) if known else None, *said))
+    lines += _training_lines(snapshot.rows, glyphs)
     ran = f"ran {glyphs.clean(format_duration(snapshot.elapsed_s))}"
     return (*lines, line("total", len(snapshot.rows), snapshot.tflops_total, *totals(snapshot), ran))
+
+
+def _training_lines(rows: Iterable[Row], glyphs: Glyphs) -> Iterator[str]:
+    """Yield how far each slot that trains came."""
+    for row in rows:
+        told = row.progress
+        if told.train_step is None:
+            continue
+        decimals = decimals_for((told.loss, told.first_loss))
+        first, last = (number(loss, decimals) or glyphs.missing for loss in (told.first_loss, told.loss))
+        of = "" if told.train_steps is None else f" of {whole(told.train_steps)}"
+        said = [f"trained {whole(told.train_step)}{of} steps", f"loss {first} -> {last}"]
+        if told.saved_step is not None:
+            said.append(f"saved at {whole(told.saved_step)}")
+        if told.redone_steps:
+            said.append(f"{counted(told.redone_steps, 'step')} done again")
+        if told.weights_sha256 is not None:
+            said.append(f"weights {glyphs.shorten(glyphs.clean(told.weights_sha256), 64)}")
+        yield f"{glyphs.clean(row.slot)}  {', '.join(said)}"
 
 
 def _steps_words(counts: StepCounts) -> str:

@@ -15,7 +15,7 @@ from rich.console import Group
 from rich.text import Span, Text
 
 from orchestrator.watch.cells import UNICODE, Glyphs, clock, flow
-from orchestrator.watch.columns import KEPT_LONGEST_FIRST, NEVER_DROPPED, Column, columns_for
+from orchestrator.watch.columns import NEVER_DROPPED, Column, columns_for, kept_longest_first
 from orchestrator.watch.model import STATE_STYLES, Brief, Row, Snapshot, trouble, worst_first
 from orchestrator.watch.phrases import tflops_words, time_words, totals
 from workers.messages import WorkerState
@@ -73,7 +73,7 @@ def health_table(snapshot: Snapshot, width: int, height: int | None = None, glyp
     footer = [Text(), *_footer(snapshot, rows, width, glyphs)]
     columns = columns_for(rows, glyphs)
     cells = [{column.name: column.cell(row) for column in columns} for row in rows]
-    layout = _layout(columns, cells, width, glyphs)
+    layout = _layout(columns, kept_longest_first(rows), cells, width, glyphs)
     titles = _titles(layout, glyphs)
     drawn = [_drawn(row, shown, layout, glyphs) for row, shown in zip(rows, cells, strict=True)]
     room = None if height is None else height - len(header) - len(titles)
@@ -127,9 +127,16 @@ def _notices(notices: Sequence[str], width: int, most: int | None, glyphs: Glyph
     return lines
 
 
-def _layout(columns: Sequence[Column], cells: Sequence[dict[str, Text | None]], width: int, glyphs: Glyphs) -> _Layout:
+def _layout(
+    columns: Sequence[Column],
+    order: Sequence[str],
+    cells: Sequence[dict[str, Text | None]],
+    width: int,
+    glyphs: Glyphs,
+) -> _Layout:
     widths: dict[str, int] = {}
-    known: set[str] = {*NEVER_DROPPED, "reason"}
+    never_dropped = order[:NEVER_DROPPED]
+    known: set[str] = {*never_dropped, "reason"}
     for column in columns:
         shown = [cell for row in cells if (cell := row[column.name]) is not None]
         if shown:
@@ -140,10 +147,10 @@ def _layout(columns: Sequence[Column], cells: Sequence[dict[str, Text | None]], 
     fits_whole = sum(needed.values()) + _GAP_CELLS * (len(needed) - 1) <= width
     kept: set[str] = set()
     used = -_GAP_CELLS
-    for name in KEPT_LONGEST_FIRST:
+    for name in order:
         cost = needed[name] + _GAP_CELLS
         # Columns without one value go before any other.
-        if fits_whole or name in NEVER_DROPPED or (name in known and used + cost <= width):
+        if fits_whole or name in never_dropped or (name in known and used + cost <= width):
             kept.add(name)
             used += cost
     if used > width:

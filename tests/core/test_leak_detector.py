@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from orchestrator.core.leak_detector import NO_WATCH, LeakWatch, observed
 from tests.core.scene import CPU, MEMORY, MIB, report_of
-from workers.messages import Report
+from workers.messages import Progress, Report, WorkerState
 
 CARD = replace(CPU, kind="cuda")
 
@@ -126,3 +126,29 @@ def test_a_report_that_measured_nothing_changes_nothing(unknown: Report) -> None
         assert observed(watch, unknown) == watch
         watch = observed(watch, report(100 * MIB))
     assert watch.growth_bytes == 0
+
+
+def training(rss_mib: int, step: int, *, state: WorkerState = WorkerState.RUNNING, **told: int) -> Report:
+    return report(rss_mib * MIB, state=state, progress=Progress(train_step=step, **told))
+
+
+def test_a_training_is_watched_from_the_third_optimiser_step_of_its_process_on() -> None:
+    slow_start = [training(100 + 40 * index, 700 + index // 10) for index in range(20)]
+    assert after(slow_start).growth_bytes is None
+    steady = [*slow_start, *[training(900, 702)] * UNTIL_KNOWN]
+    assert after(steady).growth_bytes == 0
+    assert after([*steady, *[training(990, 710)] * 5]).growth_bytes == 90 * MIB, "a leak is found all the same"
+
+
+def test_a_state_that_waits_in_host_memory_is_no_leak() -> None:
+    steady = [training(100, step) for step in range(30)]
+    parked = [*steady, *[training(1500, 29, state=WorkerState.PARKED)] * 30]
+    assert after(parked).growth_bytes is None
+    assert after([*parked, *[training(1500, 30)] * UNTIL_KNOWN]).growth_bytes == 0, "the copy may stay"
+
+
+@pytest.mark.parametrize("change", [{"memory_level": 2}, {"saved_step": 20}])
+def test_another_level_and_the_first_snapshot_are_other_work(change: dict[str, int]) -> None:
+    steady = [training(100, step) for step in range(30)]
+    assert after([*steady, *[training(900, 30, **change)] * (UNTIL_KNOWN - 1)]).growth_bytes is None
+    assert after([*steady, *[training(900, 30, **change)] * UNTIL_KNOWN]).growth_bytes == 0

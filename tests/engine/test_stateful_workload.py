@@ -70,7 +70,7 @@ def test_without_memory_the_state_is_parked_and_it_goes_on_by_itself(in_child: I
     reports, calls, *_ = in_child(counted, spec(state_mib=32), directives)
     parked = reports[7:10]
     assert [report.state for report in parked] == [WorkerState.PARKED] * 3
-    assert all("; 32 MiB of its state wait in host memory" in report.reason for report in parked)
+    assert all(report.reason.startswith("32 MiB of its state wait in host memory: ") for report in parked)
     held = [report.memory.allocated_bytes for report in parked]
     assert max(held) < 8 * MIB, held
     assert reports[5].memory.allocated_bytes >= 32 * MIB

@@ -23,11 +23,14 @@ from orchestrator.core.fleet import (
 )
 from orchestrator.run.clock import Clock
 from tests.core.scene import CPU, MEMORY, report_of
-from workers.messages import Directive, FaultKind, Verdict, WorkerState
+from workers.messages import Directive, FaultKind, Progress, Verdict, WorkerState
 from workers.settings import WorkerSpec
 
 #: Steps of every worker in a second.
 STEPS_PER_S = 20
+
+#: Steps between two snapshots of what trains.
+SAVED_EVERY = 50
 
 #: A process needs so long before it takes its first step.
 START_S = 2.0
@@ -79,6 +82,7 @@ class _Process:
     queue: list[_Slice] = field(default_factory=list)
     hangs: bool = False
     corrupted: str | None = None
+    train_step: int = 0
 
 
 @dataclass(eq=False)
@@ -107,6 +111,12 @@ class ScriptedFleet:
         """Slot -> what every report of it says, beside the usual."""
         self.finished_after: dict[str, int] = {}
         """Slot -> the steps after which its work is done."""
+        self.trains: set[str] = set()
+        """Slots that tell their progress, an optimiser step for each step, with a snapshot of every 50th."""
+        self.saved: Counter[str] = Counter()
+        """Of each slot the step of its last snapshot."""
+        self.redone: Counter[str] = Counter()
+        """Steps that a slot had told of and had to do again."""
         self.start_s: dict[str, float] = {}
         """Slot -> how long its processes take to start, if not `START_S`."""
         self.dies_at_once: set[str] = set()
@@ -294,7 +304,7 @@ class ScriptedFleet:
         return process
 
     def _new_process(self, slot: str) -> _Process:
-        return _Process(up_at_s=self._now_s + self.start_s.get(slot, START_S))
+        return _Process(up_at_s=self._now_s + self.start_s.get(slot, START_S), train_step=self.saved[slot])
 
     def _begin(self, slot: str, process: _Process) -> None:
         """Let the first slice of the queue run to its end, whatever that will be."""
@@ -331,6 +341,11 @@ class ScriptedFleet:
             report |= {"verdict": Verdict.DONE, "state": WorkerState.DONE, "reason": "all its work is done"}
         if process.corrupted is not None:
             report |= {"verdict": Verdict.CONTEXT_CORRUPTED, "reason": process.corrupted}
+        if slot in self.trains:
+            process.train_step += done
+            self.saved[slot] = process.train_step // SAVED_EVERY * SAVED_EVERY
+            loss = 10.0 / (1 + process.train_step)
+            report["progress"] = Progress(train_step=process.train_step, saved_step=self.saved[slot], loss=loss)
         report |= self.says.get(slot, {})
         directive = work.directive
         told = report_of(slot, directive.incarnation, directive.sequence, **report)
@@ -347,6 +362,8 @@ class ScriptedFleet:
         actor = self._actors[slot]
         process, actor.process = actor.process, None
         actor.reachable_at_s = self._now_s + UNREACHABLE_S
+        if process is not None:
+            self.redone[slot] += max(0, process.train_step - self.saved[slot])
         for work in process.queue if process is not None else ():
             if work.began_s is not None:
                 self.really_done[slot] += min(work.steps, int(max(0.0, self._now_s - work.began_s) * STEPS_PER_S))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from orchestrator.core.slot import HeadState
 from orchestrator.watch.model import Row
-from workers.messages import StepCounts, WorkerState
+from workers.messages import Progress, StepCounts, WorkerState
 
 _BY_TYPE = {
     str: st.text(st.characters(), max_size=30),  # lone surrogates included
@@ -27,5 +27,6 @@ def _any(kind: type) -> st.SearchStrategy[Any]:
     return st.builds(kind, **{name: st.one_of(*(_BY_TYPE[each] for each in kinds)) for name, kinds in values.items()})
 
 
+_BY_TYPE[Progress] = _any(Progress)
 _BY_TYPE[StepCounts] = _any(StepCounts)
 ANY_ROW = _any(Row)

@@ -13,12 +13,12 @@ from rich.console import Console
 
 from orchestrator.core.slot import HeadState
 from orchestrator.watch.cells import ASCII, UNICODE, Glyphs, clock, glyphs_for, number, share_pct, whole
-from orchestrator.watch.columns import KEPT_LONGEST_FIRST, columns_for
+from orchestrator.watch.columns import columns_for, kept_longest_first
 from orchestrator.watch.model import Row, Snapshot
 from orchestrator.watch.table import health_table
 from tests.watch.scene import make_row, make_snapshot
 from tests.watch.strategies import ANY_ROW
-from workers.messages import WorkerState
+from workers.messages import Progress, WorkerState
 
 WIDTHS = (200, 150, 120, 100, 80, 60, 40)
 
@@ -31,8 +31,29 @@ NASTY = (
     {"tflops": math.nan, "power_w": math.inf, "heartbeat_age_s": 1e9, "temperature_c": -273.15},
     {"allocated_bytes": 10**400, "reserved_bytes": 0, "cap_bytes": 0, "device_used_bytes": 10**400},
     {"slot": "the-workstation-in-the-cellar-of-the-house/12", "state": HeadState.LOST},
+    {"progress": Progress(train_step=10**400, loss=math.nan, first_loss=10**400, eta_s=math.inf, micro_batch=-1)},
     {"dtype": "\udc80", "gpu_name": "", "reason": "", "state": WorkerState.WARMING},
 )
+
+
+PROGRESS = Progress(
+    train_step=1250,
+    train_steps=20_000,
+    epoch=0.31,
+    loss=2.0413,
+    first_loss=10.5312,
+    samples_per_s=38.6,
+    tokens_per_s=39_526.0,
+    micro_batch=3,
+    accumulation=4,
+    memory_level=2,
+    saved_step=1210,
+    redone_steps=17,
+    data_wait_pct=0.4,
+    mfu_pct=31.2,
+    eta_s=5832.0,
+)
+TRAINING = make_row(progress=PROGRESS)
 
 
 def table_of(snapshot: Snapshot, width: int, height: int | None = None, glyphs: Glyphs = UNICODE) -> list[str]:
@@ -121,10 +142,29 @@ def test_what_a_card_does_not_tell_is_said_and_not_left_to_be_guessed() -> None:
     assert "not reported" not in drawn(gpu_name="NVIDIA GeForce RTX 3090", temperature_c=None)
 
 
-def test_every_column_has_a_place_in_the_order() -> None:
-    names = {column.name for column in columns_for([make_row()], UNICODE)} | {"reason"}
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (80, "step loss samples ETA micro saved"),
+        (120, "step loss samples ETA micro saved level data MFU"),
+        (200, "step loss samples ETA micro saved level data MFU epoch tokens redone card VRAM OOM good"),
+    ],
+)
+def test_what_trains_shows_how_far_it_is_and_nothing_else_does(width: int, shown: str) -> None:
+    lines = table_of(make_snapshot(TRAINING, make_row(slot="pc1/1")), width)
+    heading = next(line for line in lines if line.lstrip().startswith("slot"))
+    assert set(shown.split()) <= set(heading.split()), "\n".join(lines)
+    (row,) = [line for line in lines if line.startswith("pc1/0")]
+    for cell in ("1250/20000", "2.04/10.53", "38.6", "1:37:12", "3x4", "1210"):
+        assert f" {cell} " in f"{row} ", row
+    without = table_of(make_snapshot(make_row()), 200)
+    assert not {"step", "loss", "ETA", "micro"} & set("\n".join(without).split())
 
-    assert names == set(KEPT_LONGEST_FIRST)
+
+def test_every_column_has_a_place_in_the_order() -> None:
+    for row in (make_row(), TRAINING):
+        names = [*(column.name for column in columns_for([row], UNICODE)), "reason"]
+        assert sorted(names) == sorted(kept_longest_first([row]))
 
 
 def test_a_reason_gets_its_own_line_when_narrow_unless_all_is_well() -> None:

@@ -291,7 +291,7 @@ class Session:
         """Return the state of a worker that has no memory for a step, and the reason to show."""
         if not self.parked_bytes:
             return state, reason
-        return WorkerState.PARKED, f"{reason}; {self.parked_bytes / MIB:.0f} MiB of its state wait in host memory"
+        return WorkerState.PARKED, f"{self.parked_bytes / MIB:.0f} MiB of its state wait in host memory: {reason}"
 
     def working_state(self, note: str = "") -> tuple[WorkerState, str]:
         """Return the state of a worker that does its work, and the reason to show; `note` is the least of reasons."""

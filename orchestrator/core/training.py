@@ -1,0 +1,49 @@
+"""How far the training of a slot is, over all of its processes. Pure.
+
+A process that goes on from a snapshot does some steps again that the one before had done and told of. It cannot know
+how many; the reports of both together say it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from workers.messages import NO_PROGRESS, Progress, Report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """What was told of it so far."""
+
+    told: Progress = NO_PROGRESS
+    """By the last process that told anything."""
+    incarnation: int | None = None
+    """Of that process."""
+    redone_before: int = 0
+    """Steps done again by the processes before it, and by it because they had got further than their snapshot."""
+
+    @property
+    def progress(self) -> Progress:
+        """The last that was told, with the steps that were done again by all processes."""
+        if self.told.train_step is None:
+            return self.told
+        return replace(self.told, redone_steps=self.redone_before + (self.told.redone_steps or 0))
+
+
+#: Nothing was told.
+NO_TRAINING = Training()
+
+
+def followed(training: Training, report: Report) -> Training:
+    """Take a report into account; one without progress changes nothing."""
+    told = report.progress
+    if told is None:
+        return training
+    if report.incarnation == training.incarnation:
+        return replace(training, told=told)
+    redone = training.redone_before + (training.told.redone_steps or 0)
+    if told.train_step is not None:
+        # Where it began: its first report may come after some steps.
+        from_step = told.train_step if told.saved_step is None else min(told.train_step, told.saved_step)
+        redone += max(0, (training.told.train_step or 0) - from_step)
+    return Training(told=told, incarnation=report.incarnation, redone_before=redone)
