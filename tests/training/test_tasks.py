@@ -74,9 +74,9 @@ def test_the_loss_of_a_small_preset_falls(preset: str, precision: str) -> None:
     settings = TrainSettings(preset=preset, steps=25, warmup_steps=5, batch=8, precision=precision)
     run = Trainer(find_task(settings, 0), settings, CPU, 0)
     run.replay([[8, 0, 25]])
-    assert run.losses[1] < 0.9 * run.losses[0]
-    assert run.progress().loss == run.losses[1]
-    assert run.progress().skipped_updates < 5
+    assert run.course.losses[1] < 0.9 * run.course.losses[0]
+    assert run.progress().loss == run.course.losses[1]
+    assert run.course.skipped_updates < 5
 
 
 @pytest.mark.usefixtures("own_module")
@@ -91,7 +91,7 @@ def test_a_users_own_task_is_trained_evaluated_and_resumed() -> None:
         each.replay([[16, 0, 20]])
         assert each.finished
     assert run.weights_sha256() == other.weights_sha256()
-    assert run.losses[1] < run.losses[0] / 5
+    assert run.course.losses[1] < run.course.losses[0] / 5
     assert abs(run.evaluate()["at_zero"]) < 0.2
     assert run.model.training
 

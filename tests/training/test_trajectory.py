@@ -7,8 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.training.scene import CNN, GPT, trainer
+from workers.training.snapshots.tensor_bytes import tensors_in
 from workers.training.trainer import Trainer
 
 
@@ -17,13 +20,20 @@ def train(run: Trainer, limit: Callable[[], int], level: Callable[[], int] = lam
     losses: list[float] = []
     while not run.finished:
         if run.micro_batch(limit(), level()).updated:
-            losses.append(run.losses[-1])
+            losses.append(run.course.losses[-1])
     return losses
 
 
 def gap(one: list[float], other: list[float]) -> float:
     """Return the largest relative difference of two courses."""
     return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
+
+
+def held_by(run: Trainer) -> list[torch.Tensor]:
+    """Return all that a training holds between two calls."""
+    optimizer = list(run._update.optimizer.state.values())
+    sums = [*run._accumulator.gradients, *run._accumulator.loss]
+    return list(tensors_in([run.model.state_dict(), optimizer, run._average.tensors, sums]))
 
 
 @pytest.mark.parametrize("kind", [GPT, CNN])
@@ -36,7 +46,7 @@ def test_a_micro_batch_drawn_anew_for_each_part_changes_the_loss_by_rounding_onl
     assert alone[-1] < 0.8 * alone[0], "it learns, so a difference would show"
     assert gap(losses, alone) <= max(1e-6, 3 * gap(control, alone))
     again = trainer(kind)
-    again.replay(changing.state()["splits"])
+    again.replay(changing.course.splits)
     assert again.step == 200
     assert again.weights_sha256() == changing.weights_sha256()
 
@@ -57,7 +67,7 @@ def test_a_checkpointing_level_drawn_anew_for_each_part_changes_no_bit(kind: str
     assert train(alone, lambda: 6) == train(changing, lambda: 6, level)
     assert alone.weights_sha256() == changing.weights_sha256()
     assert set(levels) == {0, 1, 2}
-    assert [run[:2] for run in changing.state()["splits"]][:3] != [[6, 0]] * 3, "levels are recorded"
+    assert [run[:2] for run in changing.course.splits][:3] != [[6, 0]] * 3, "levels are recorded"
 
 
 def test_another_seed_is_another_training() -> None:
@@ -74,6 +84,33 @@ def test_a_training_goes_on_from_its_state_as_if_it_had_not_stopped() -> None:
     second.load(first.state())
     train(second, lambda: 5)
     assert second.weights_sha256() == whole.weights_sha256()
-    assert second.state()["splits"] == whole.state()["splits"]
+    assert second.course.splits == whole.course.splits
     for one, other in zip(second.state()["average"], whole.state()["average"], strict=True):
         assert one.equal(other)
+
+
+def test_a_training_is_parked_in_the_middle_of_a_batch_and_goes_on_to_the_same_bits() -> None:
+    alone, run = trainer(steps=4), trainer(steps=4)
+    train(alone, lambda: 5)
+    for _ in range(4):
+        run.micro_batch(5)
+    needed_bytes = sum(each.nbytes for each in held_by(run))
+    assert run.park() == needed_bytes
+    assert all(each.is_shared() for each in held_by(run)), "on a CPU, outside of what the cap counts"
+
+    class Full(TorchDispatchMode):
+        left = 30
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+            self.left -= 1
+            if self.left < 0:
+                raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+            return func(*args, **kwargs or {})
+
+    with Full(), pytest.raises(torch.OutOfMemoryError):
+        run.unpark()
+    assert all(each.is_shared() for each in held_by(run)), "all of it stays in host memory"
+    run.unpark()
+    assert not any(each.is_shared() for each in held_by(run))
+    train(run, lambda: 5)
+    assert run.weights_sha256() == alone.weights_sha256()

@@ -85,7 +85,7 @@ def outcome(run: Trainer) -> str:
     """Return weights, moments, averages and numbers of updates."""
     state = run.state()
     tensors = list(tensors_in([state[key] for key in ("weights", "optimizer", "average")]))
-    return weights_sha256({f"{place:04}": each for place, each in enumerate(tensors)}) + str(run.losses)
+    return weights_sha256({f"{place:04}": each for place, each in enumerate(tensors)}) + str(run.course.losses)
 
 
 class Begun:

@@ -24,7 +24,8 @@ class Accumulator:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
         self.gradients = [torch.zeros_like(each, dtype=_sum_type(each)) for each in parameters]
-        self._loss = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
+        #: A list, so that it can be parked like the gradients.
+        self.loss = [torch.zeros((), dtype=torch.float64, device=parameters[0].device)]
         self.begin(0, 1)
 
     def begin(self, rows: int, count: int) -> None:
@@ -68,10 +69,10 @@ class Accumulator:
             for own, new in pairs:
                 if new is None:
                     own.zero_()
-            self._loss.copy_(loss)
+            self.loss[0].copy_(loss)
         else:
             torch._foreach_add_(sums, summands)
-            self._loss.add_(loss)
+            self.loss[0].add_(loss)
         self.done += rows
         self._adding = False
 
@@ -101,7 +102,7 @@ class Accumulator:
     def _loss_and_norm(self) -> tuple[float, float]:
         """Read the sum of losses and the norm of all gradients: the one moment at which the host waits for a card."""
         norms = torch.stack([each.to(torch.float64) for each in torch._foreach_norm(self.gradients)])
-        loss, norm = torch.stack((self._loss, torch.linalg.vector_norm(norms))).tolist()
+        loss, norm = torch.stack((self.loss[0], torch.linalg.vector_norm(norms))).tolist()
         return loss, norm
 
 

@@ -104,3 +104,8 @@ class Dropouts:
             keys = row_keys(self._seed, range(len(self._layers)), numbers)
             for each in self._layers:
                 each.keys = keys[each.layer]
+
+    def forget(self) -> None:
+        """Drop the keys; the next `key` makes new ones."""
+        for each in self._layers:
+            each.keys = None

@@ -12,24 +12,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
+from workers.messages import Progress
 from workers.training import order, precision, schedule
 from workers.training.accumulator import Accumulator
 from workers.training.averaging import Average
 from workers.training.checkpointing import Checkpointing
+from workers.training.course import Course
 from workers.training.errors import StateMismatchError, TaskError
+from workers.training.feed import Feed
 from workers.training.keyed import Dropouts
-from workers.training.loader import Loader, LoaderSettings, on_device, should_pin
+from workers.training.loader import on_device
 from workers.training.optimizers import Update, adamw, allocate_states, forget_states, load_states
+from workers.training.parking import Parking
 from workers.training.settings import TrainSettings
 from workers.training.snapshots.identity import Identity, Lever
 from workers.training.snapshots.tensor_bytes import weights_sha256
-from workers.training.tasks import Batch, TrainTask, part_of, rows_of
+from workers.training.tasks import TrainTask, part_of
 
 _STATE_VERSION: Final = 1
 
@@ -46,28 +49,6 @@ class MicroBatch:
     """Whether it ended an optimiser step."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """How far a training is; a value that can cross processes."""
-
-    step: int
-    steps: int
-    epoch: float
-    samples_used: int
-    loss: float | None
-    """Of the last optimiser step."""
-    first_loss: float | None
-    micro_batch: int
-    accumulation: int
-    """Parts of the last optimiser step."""
-    memory_level: int
-    redone_steps: int
-    """Lost by rolling back, and done again."""
-    skipped_updates: int
-    """Because fp16 gradients overflowed."""
-    data_wait_share: float
-
-
 class Trainer:
     """One training on one device."""
 
@@ -77,8 +58,7 @@ class Trainer:
         Raises:
             TaskError: There is nothing to train, or no data.
         """
-        if len(task.dataset) == 0:
-            raise TaskError(f"the data set of {task.name} is empty")
+        self._feed = Feed(task, settings, device, seed)
         precision.set_up(settings.precision, deterministic=settings.deterministic)
         self.task = task
         self.settings = settings
@@ -100,29 +80,19 @@ class Trainer:
         self._average = None if settings.ema_decay is None else Average(self.parameters, settings.ema_decay)
         self._update = Update(optimizer, self._average)
         self._scaler = precision.LossScaler(enabled=settings.precision == "fp16")
-        self._loader = Loader(
-            cast("Dataset[Any]", task.dataset), self._keys, settings.batch, self._loader_settings(), task.collate
-        )
-        self._clear()
-
-    def _clear(self) -> None:
-        self.step = 0
-        self.samples_used = 0
-        """Of all optimiser steps that are done."""
-        self.skipped_updates = 0
-        self.redone_steps = 0
-        self.losses: list[float] = []
-        """Of the first and of the last optimiser step."""
-        self._splits: list[schedule.Run] = []
+        self._parking = Parking(device)
         self._last = MicroBatch(rows=0, level=0, updated=False)
         self._accumulation = 0
-        self._begin_batch()
-
-    def _begin_batch(self) -> None:
-        self._batch: Batch | None = None
+        self.course = Course()
+        self.redone_steps = 0
+        """Lost by rolling back, and done again."""
         self._parts: list[tuple[int, int]] = []
-        """Rows and level of each finished part."""
-        self._accumulator.begin(self.settings.batch, 1)
+        """Rows and level of each finished part of the current effective batch."""
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps done."""
+        return self.course.step
 
     @property
     def finished(self) -> bool:
@@ -137,7 +107,7 @@ class Trainer:
     @property
     def remaining_rows(self) -> int:
         """Samples of the current effective batch that are not computed yet; 0: only the update is left."""
-        return self._accumulator.remaining
+        return self.settings.batch if self._feed.batch is None else self._accumulator.remaining
 
     def micro_batch(self, limit: int, level: int = 0) -> MicroBatch:
         """Compute the next part of the effective batch, of at most `limit` samples, and update after the last part.
@@ -155,8 +125,9 @@ class Trainer:
             Exception: Whatever the model, the data set or torch raised.
         """
         self._update.check()
-        if self._batch is None:
-            self._take_batch()
+        if self._feed.batch is None:
+            self._feed.take()
+            self._accumulator.begin(self.settings.batch, self._feed.count)
         rows = self._accumulator.next_rows(limit)
         level = self.checkpointing.level_of(self.settings.checkpoint, level)
         first = self._accumulator.done
@@ -176,20 +147,19 @@ class Trainer:
             self.micro_batch(limit, level)
 
     def progress(self) -> Progress:
-        """Say how far the training is."""
+        """Say how far the training is, as far as that needs no clock."""
+        losses = self.course.losses
         return Progress(
-            step=self.step,
-            steps=self.steps,
-            epoch=self.samples_used / len(self.task.dataset),
-            samples_used=self.samples_used,
-            loss=self.losses[-1] if self.losses else None,
-            first_loss=self.losses[0] if self.losses else None,
+            train_step=self.step,
+            train_steps=self.steps,
+            epoch=self.course.samples_used / len(self.task.dataset),
+            loss=losses[-1] if losses else None,
+            first_loss=losses[0] if losses else None,
             micro_batch=self._last.rows,
             accumulation=self._accumulation,
             memory_level=self._last.level,
             redone_steps=self.redone_steps,
-            skipped_updates=self.skipped_updates,
-            data_wait_share=self._loader.wait_share(),
+            data_wait_pct=100 * self._feed.waiting_share(),
         )
 
     def evaluate(self) -> dict[str, float]:
@@ -231,12 +201,7 @@ class Trainer:
             "optimizer": self._update.optimizer.state_dict(),
             "average": [] if self._average is None else list(self._average.tensors),
             "scaler": self._scaler.state(),
-            "step": self.step,
-            "samples_used": self.samples_used,
-            "skipped_updates": self.skipped_updates,
-            "redone_steps": self.redone_steps,
-            "losses": list(self.losses),
-            "splits": [list(run) for run in self._splits],
+            "course": self.course.plain(),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -255,26 +220,38 @@ class Trainer:
                 torch._foreach_copy_(self._average.tensors, list(state["average"]))
         load_states(self._update.optimizer, state["optimizer"])
         self._scaler.load(state["scaler"])
-        self._clear()
-        self.step = state["step"]
-        self.samples_used = state["samples_used"]
-        self.skipped_updates = state["skipped_updates"]
-        self.redone_steps = state["redone_steps"]
-        self.losses = list(state["losses"])
-        self._splits = [list(run) for run in state["splits"]]
-        self._loader.seek(self.samples_used)
+        self.course = Course(**state["course"])
+        self.course.losses, self.course.splits = list(self.course.losses), [list(run) for run in self.course.splits]
+        self._feed.seek(self.course.samples_used)
+        self._accumulator.begin(self.settings.batch, 1)
         self._update.cut = False
 
     def rollback(self, state: Mapping[str, Any] | None) -> int:
         """Go back to a saved state, or with `None` to the beginning; return how many optimiser steps are redone."""
-        step, redone = self.step, self.redone_steps
+        step = self.step
         self.load(self._first_state() if state is None else state)
-        self.redone_steps = redone + step - self.step
+        self.redone_steps += step - self.step
         return step - self.step
+
+    def park(self) -> int:
+        """Move all tensors to host memory, finished parts included; return how many bytes wait there.
+
+        Between this and `unpark` only `state` and `progress` may be called.
+        """
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._dropouts.forget()
+        states = self._update.optimizer.state.values()
+        held = [*states, self._accumulator.gradients, self._accumulator.loss]
+        return self._parking.park(self.model, [*held, *([self._average.tensors] if self._average else [])])
+
+    def unpark(self) -> None:
+        """Move them back; if there is not memory for all of them, they stay and this can be called again."""
+        self._parking.unpark()
 
     def close(self) -> None:
         """End the loader's processes."""
-        self._loader.close()
+        self._feed.close()
 
     def _new_model(self) -> nn.Module:
         """Make the model with weights that depend on the seed alone, and leave torch's random numbers as they were."""
@@ -294,12 +271,7 @@ class Trainer:
             "optimizer": self._update.optimizer.state_dict(),
             "average": [] if self._average is None else [each.detach() for each in trained],
             "scaler": precision.LossScaler(enabled=self._scaler.enabled).state(),
-            "step": 0,
-            "samples_used": 0,
-            "skipped_updates": 0,
-            "redone_steps": 0,
-            "losses": [],
-            "splits": [],
+            "course": Course().plain(),
         }
 
     def _refuse(self, state: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
@@ -314,34 +286,11 @@ class Trainer:
         if len(state["average"]) != len(self._average.tensors if self._average else []):
             raise StateMismatchError("the saved state and train.ema_decay differ: one of them has no averaged weights")
 
-    def _keys(self, samples_used: int, count: int) -> list[Any]:
-        used = order.samples(self.seed, len(self.task.dataset), samples_used, count)
-        return list(used) if self.task.by_sample else [each.index for each in used]
-
-    def _loader_settings(self) -> LoaderSettings:
-        pin = should_pin(self.device) if self.settings.pin == "auto" else self.settings.pin
-        return LoaderSettings(
-            workers=self.settings.loader_workers,
-            prefetch=self.settings.prefetch,
-            pin=pin and self.device.type == "cuda",
-            start_method=self.settings.start_method,
-        )
-
-    def _take_batch(self) -> None:
-        batch = self._loader.next_batch()
-        if (rows := rows_of(batch)) != self.settings.batch:
-            raise TaskError(f"the data set of {self.task.name} gave {rows} samples, not {self.settings.batch}")
-        count = self.task.count(batch)
-        if count < 1:
-            raise TaskError(f"step {self.step} has nothing to learn from: its batch counts {count} items")
-        self._accumulator.begin(rows, count)
-        self._batch = batch
-
     def _part(self, first: int, rows: int, level: int) -> tuple[Tensor, list[Tensor | None]]:
         """Compute loss and gradients of the samples `first` to `first + rows - 1` of the batch; changes nothing."""
         self.checkpointing.level = level
-        part = on_device(part_of(self._batch, first, rows), self.device, non_blocking=self.settings.non_blocking)
-        self._dropouts.key(self.samples_used + first, rows, self.device)
+        part = on_device(part_of(self._feed.batch, first, rows), self.device, non_blocking=self.settings.non_blocking)
+        self._dropouts.key(self.course.samples_used + first, rows, self.device)
         with precision.autocast(self.settings.precision, self.device):
             loss = self.task.loss(self.model, part)
         if loss.dim():
@@ -354,17 +303,7 @@ class Trainer:
         loss, updated = self._accumulator.finish(
             self._update, self._scaler, step=self.step, clip=self.settings.clip, rate_share=share
         )
-        self.skipped_updates += not updated
-        self._record()
-        self.losses = [*self.losses[:1], loss]
-        self.step += 1
-        self.samples_used += self.settings.batch
+        self.course.finished_step(loss, self._parts, updated=updated)
         self._accumulation = len(self._parts)
-        self._begin_batch()
-
-    def _record(self) -> None:
-        remaining, previous = self.settings.batch, self._splits[-1][0] if self._splits else None
-        for rows, level in self._parts:
-            previous = schedule.canonical(remaining, rows, previous)
-            schedule.record(self._splits, previous, level)
-            remaining -= rows
+        self._feed.batch = None
+        self._accumulator.begin(self.settings.batch, 1)
