@@ -10,7 +10,7 @@ rounding; with the same limits in the same order it is the same to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -29,7 +29,7 @@ from workers.training.keyed import Dropouts
 from workers.training.loader import on_device
 from workers.training.optimizers import Update, adamw, allocate_states, forget_states, load_states
 from workers.training.parking import Parking
-from workers.training.settings import TrainSettings
+from workers.training.settings import Precision, TrainSettings
 from workers.training.snapshots.identity import Identity, Lever
 from workers.training.snapshots.tensor_bytes import weights_sha256
 from workers.training.tasks import TrainTask, part_of
@@ -125,15 +125,13 @@ class Trainer:
             Exception: Whatever the model, the data set or torch raised.
         """
         self._update.check()
-        if self._feed.batch is None:
-            self._feed.take()
-            self._accumulator.begin(self.settings.batch, self._feed.count)
+        self._begin_batch()
         rows = self._accumulator.next_rows(limit)
         level = self.checkpointing.level_of(self.settings.checkpoint, level)
         first = self._accumulator.done
         self._parts = self._parts if first else []
         if rows:
-            self._accumulator.add(rows, *self._part(first, rows, level))
+            self._accumulator.add(rows, *self._part(first, rows, level, self.settings.precision, self._scaler.scale))
             self._parts.append((rows, level))
         updated = self._accumulator.remaining == 0
         if updated:
@@ -161,6 +159,27 @@ class Trainer:
             redone_steps=self.redone_steps,
             data_wait_pct=100 * self._feed.waiting_share(),
         )
+
+    def probe(self, sizes: Sequence[int], scale: float = 1.0) -> dict[str, Tensor]:
+        """Return the gradient of the next batch's first samples, computed in fp32 in parts of these sizes, on the host.
+
+        Call it between two optimiser steps. It changes nothing, buffers of the model included. `scale` is what the loss
+        is scaled by on the way; it is taken out again.
+        """
+        self._begin_batch()
+        buffers = [(each, each.clone()) for each in self.model.buffers()]
+        try:
+            self._accumulator.begin(sum(sizes), self._feed.count)
+            for rows in sizes:
+                first = self._accumulator.done
+                self._accumulator.add(rows, *self._part(first, rows, 0, "fp32", scale))
+            names = [name for name, each in self.model.named_parameters() if each.requires_grad]
+            gradients = [each.to("cpu", copy=True) / scale for each in self._accumulator.gradients]
+            return dict(zip(names, gradients, strict=True))
+        finally:
+            self._accumulator.begin(self.settings.batch, self._feed.count)
+            for buffer, saved in buffers:
+                buffer.copy_(saved)
 
     def evaluate(self) -> dict[str, float]:
         """Return the task's own figures, for the averaged weights if there are some."""
@@ -286,16 +305,23 @@ class Trainer:
         if len(state["average"]) != len(self._average.tensors if self._average else []):
             raise StateMismatchError("the saved state and train.ema_decay differ: one of them has no averaged weights")
 
-    def _part(self, first: int, rows: int, level: int) -> tuple[Tensor, list[Tensor | None]]:
+    def _begin_batch(self) -> None:
+        if self._feed.batch is None:
+            self._feed.take()
+            self._accumulator.begin(self.settings.batch, self._feed.count)
+
+    def _part(
+        self, first: int, rows: int, level: int, arithmetic: Precision, scale: float
+    ) -> tuple[Tensor, list[Tensor | None]]:
         """Compute loss and gradients of the samples `first` to `first + rows - 1` of the batch; changes nothing."""
         self.checkpointing.level = level
         part = on_device(part_of(self._feed.batch, first, rows), self.device, non_blocking=self.settings.non_blocking)
         self._dropouts.key(self.course.samples_used + first, rows, self.device)
-        with precision.autocast(self.settings.precision, self.device):
+        with precision.autocast(arithmetic, self.device):
             loss = self.task.loss(self.model, part)
         if loss.dim():
             raise TaskError(f"the loss of {self.task.name} has the shape {tuple(loss.shape)}; it must be one number")
-        return loss.detach(), self._accumulator.gradients_of(loss, self._scaler.scale)
+        return loss.detach(), self._accumulator.gradients_of(loss, scale)
 
     def _finish(self) -> None:
         """Update the weights with the finished effective batch. Until the update itself begins it can be run again."""

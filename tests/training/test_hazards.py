@@ -1,0 +1,71 @@
+"""What makes a training depend on its micro-batch is found and named."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.training.scene import CNN, CPU, GPT, settings, task, trainer
+from workers.training.hazards import hazards
+from workers.training.trainer import Trainer
+
+
+class WithKeyBias(nn.Module):
+    """A model with one parameter, or a part of one, whose gradient is nothing but rounding."""
+
+    def __init__(self, *, one_projection: bool) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(256, 16)
+        widths = [48] if one_projection else [16, 16, 16]
+        self.projections = nn.ModuleList(nn.Linear(16, width) for width in widths)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        query, key, value = torch.cat([each(x) for each in self.projections], dim=-1).chunk(3, dim=-1)
+        return functional.linear(x + functional.scaled_dot_product_attention(query, key, value), self.tokens.weight)
+
+
+class Classic(nn.Module):
+    def __init__(self, *, functional_dropout: bool) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(256, 16)
+        self.norm = nn.Identity() if functional_dropout else nn.BatchNorm1d(16)
+        self.functional_dropout = functional_dropout
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.tokens(tokens).transpose(1, 2)).transpose(1, 2)
+        x = functional.dropout(x, 0.1) if self.functional_dropout else x
+        return functional.linear(x, self.tokens.weight)
+
+
+@pytest.mark.parametrize("kind", [GPT, CNN])
+def test_the_presets_have_none_and_are_left_as_they_are(kind: str) -> None:
+    probed, alone = trainer(kind, steps=2), trainer(kind, steps=2)
+    assert hazards(probed) == []
+    for each in (probed, alone):
+        each.replay([[12, 0, 2]])
+    assert probed.weights_sha256() == alone.weights_sha256()
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        (lambda: WithKeyBias(one_projection=False), "of the gradient of projections.1.bias is nothing but rounding"),
+        (lambda: WithKeyBias(one_projection=True), "of the gradient of projections.0.bias is nothing but rounding"),
+        (lambda: Classic(functional_dropout=False), r"norm \(BatchNorm1d\) normalises over the samples"),
+        (lambda: Classic(functional_dropout=True), "the model draws from torch's own random numbers"),
+    ],
+    ids=["key bias", "key bias in one projection", "batch norm", "functional dropout"],
+)
+def test_a_hazard_is_named_alone_and_the_model_stays_as_it_was(model: type[nn.Module], named: str) -> None:
+    own = replace(task(GPT), model=model, blocks=lambda _: ())
+    run = Trainer(own, settings(precision="bf16"), CPU, 1)
+    before = run.weights_sha256()
+    (sentence,) = hazards(run)
+    assert re.search(named, sentence)
+    assert run.weights_sha256() == before
