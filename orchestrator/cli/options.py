@@ -37,7 +37,7 @@ Debug = Annotated[
     bool, Option("--debug", help="One worker in this process, without Ray: breakpoints in your workload work.")
 ]
 Scale = Annotated[float | None, Option(help="Of bytes in a rehearsal; sizes by its root. Default: 1/16 on a CPU.")]
-Workload = Annotated[Text, Option(help="matmul, or your own package.module:Class.", metavar="NAME")]
+Workload = Annotated[Text, Option(help="matmul, train, or your own package.module:Class.", metavar="NAME")]
 Policy = Annotated[Text, Option(help="How sizes follow memory: adaptive or classic.", metavar="NAME")]
 WaitForNodes = Annotated[bool, Option("--wait-for-nodes", help="Start on what is there; nodes may join later.")]
 Resume = Annotated[Text, Option(help="Resume a run whose head was killed or interrupted.", metavar="RUN_ID")]

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from orchestrator.config.duration import VALID_DURATION, parse_duration
 from workers.settings import ThermalSettings
+from workers.training.settings import TrainSettings
 
 #: A year of seconds would be a typing error for any pause or timeout; a day is the longest that helps.
 _DAY_S = 86_400
@@ -120,9 +121,9 @@ class WorkloadConfig(_Section):
     name: Annotated[
         str,
         Field(
-            pattern=r"^(?:matmul|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*)$",
+            pattern=r"^(?:matmul|train|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*)$",
             max_length=255,
-            description="matmul, or your own as package.module:Class",
+            description="matmul, train, or your own as package.module:Class",
         ),
     ] = "matmul"
     dtype: Dtype = "fp16"
@@ -232,6 +233,7 @@ class Config(_Section):
         Field(min_length=1, max_length=MAX_NODES, description=f"at least one node under its name, at most {MAX_NODES}"),
     ]
     workload: WorkloadConfig = WorkloadConfig()
+    train: TrainSettings = TrainSettings()
     memory: MemoryConfig = MemoryConfig()
     compute_share_mode: ComputeShareMode = "duty"
     thermal: ThermalConfig = ThermalConfig()

@@ -66,7 +66,8 @@ def validated(source: YamlSource) -> Config:
         config = Config.model_validate(source.data)
     except ValidationError as error:
         found = [_translated(source, details) for details in error.errors(include_url=False)]
-        problems += [problem for problem in found if (problem.source, problem.line, problem.key) not in unreadable]
+        fresh = (problem for problem in found if (problem.source, problem.line, problem.key) not in unreadable)
+        problems += dict.fromkeys(fresh)
     problems += _between_keys(source)
     if problems or config is None:
         problems.sort(key=lambda problem: (problem.source != source.name, problem.line or 0))
@@ -80,6 +81,9 @@ def validated(source: YamlSource) -> Config:
 def _translated(source: YamlSource, details: ErrorDetails) -> Problem:
     kind, value = details["type"], details["input"]
     path = tuple(str(part) for part in details["loc"])
+    if path[:1] == ("train",) and len(path) > 2:
+        # Behind the key stands which of the forms of its value was tried; each has a refusal of its own.
+        path, kind = path[:2], "no_form"
     if path[-1:] == ("[key]",):
         valid = _merged(_schema_of(("cluster", "head")))["description"]
         return source.problem(path[:-1], "cannot be the name of a node", valid)
@@ -167,8 +171,10 @@ def _merged(schema: dict[str, Any]) -> dict[str, Any]:
 def _valid(schema: dict[str, Any]) -> str:
     if "properties" in schema:
         return f"a mapping with the keys {', '.join(sorted(schema['properties']))}"
-    field = _merged(schema)
-    words: str = field.get("description") or ", ".join(field.get("enum", ()))
+    field, several = _merged(schema), [form for form in schema.get("anyOf", ()) if form.get("type") != "null"]
+    words: str = field.get("description") or field.get("const") or ", ".join(field.get("enum", ()))
+    if len(several) > 1 and "description" not in schema:
+        words = ", or ".join(map(_valid, several))
     if not words:
         bounds = [f"{said} {field[name]}" for name, said in _BOUNDS.items() if name in field]
         kind = _KINDS.get(field.get("type", ""), "another value")

@@ -62,7 +62,7 @@ def plan_slots(config: Config, target: Target) -> tuple[SlotPlan, ...]:
     budgets = [node_budget(name, node, config) for name, node in config.nodes.items()]
     workers, workload = sum(budget.workers for budget in budgets), config.workload
     workers_bytes = sum(budget.workers * budget.budget_bytes for budget in budgets)
-    memory, thermal = memory_settings(config), config.thermal.settings()
+    memory, thermal, settings = memory_settings(config), config.thermal.settings(), config.train.model_dump()
     plans: list[SlotPlan] = []
     for budget in budgets:
         node, name = config.nodes[budget.node], budget.node
@@ -87,6 +87,7 @@ def plan_slots(config: Config, target: Target) -> tuple[SlotPlan, ...]:
                     batch=budget.batch,
                     # Each worker draws its own numbers, and the same ones in the next run.
                     seed=workload.seed + len(plans),
+                    settings=settings,
                 ),
                 thermal=thermal,
                 check_share=config.verify.share,

@@ -62,6 +62,18 @@ def test_the_text_these_tests_break_is_good(tmp_path: Path) -> None:
         ("duration: 5", "duration: soon", 14, "run.duration", "'soon' is not a duration", "1h30m"),
         ("duration: 5", "duration: 1:30", 14, "run.duration", "'1:30' is not a duration", "1h30m"),
         ("duration: 5", "duration: [5]", 14, "run.duration", "not a duration", "1h30m"),
+        # several forms of one value
+        ("run:\n", "train: {micro: many}\nrun:\n", 13, "train.micro", "'many' is not usable here", "auto, or a whole"),
+        ("run:\n", "train: {pin: 3}\nrun:\n", 13, "train.pin", "3 is not usable here", "auto, or true or false"),
+        (
+            "run:\n",
+            "train: {checkpoint: -1}\nrun:\n",
+            13,
+            "train.checkpoint",
+            "-1 is not usable here",
+            "auto, none, all",
+        ),
+        ("run:\n", "train: {batch: 0}\nrun:\n", 13, "train.batch", "0 is too small", "at least 1"),
         # ranges
         ("workers: 7", "workers: 0", 7, "nodes.pc1.workers", "0 is too small", "at least 1"),
         ("workers: 7", "workers: 1000000", 7, "nodes.pc1.workers", "1000000 is too large", "at most 1024"),
@@ -77,7 +89,8 @@ def test_the_text_these_tests_break_is_good(tmp_path: Path) -> None:
         ),
         (
             *("dtype: fp16", "name: my step", 12, "workload.name"),
-            *("'my step' is not in the right form", "matmul, or your own as package.module:Class (default matmul)"),
+            "'my step' is not in the right form",
+            "matmul, train, or your own as package.module:Class (default matmul)",
         ),
         (
             *("run:\n", "memory: {policy: adaptative}\nrun:\n", 13, "memory.policy"),

@@ -17,6 +17,7 @@ from orchestrator.core.fleet import NodeFact, Reservation
 from orchestrator.core.placement import Missing, SlotPlan, Target, memory_settings, plan_slots, refusals, unnamed
 from tests.core.scene import REFERENCE
 from tests.scene import GUIDES
+from workers.training.settings import TrainSettings
 from workers.units import GIB, MIB
 
 PC1 = NodeFact(name="pc1", node_id="a", address="10.0.0.1", cpus=56.0, gpus=1.0)
@@ -52,6 +53,14 @@ def test_a_worker_of_the_reference_pair_gets_the_numbers_of_its_guide(
 def test_the_seed_of_the_configuration_moves_all_seeds() -> None:
     plans = plan_slots(config({"pc1": {"workers": 2}}, workload={"seed": 40}), Target())
     assert [plan.spec.workload.seed for plan in plans] == [40, 41]
+
+
+def test_the_train_section_reaches_every_worker_flat() -> None:
+    plans = plan_slots(config({"pc1": {"workers": 2}}, train={"steps": 7, "micro": 3, "ema_decay": 0.9}), Target())
+    for plan in plans:
+        settings = plan.spec.workload.settings
+        assert settings == {**TrainSettings().model_dump(), "steps": 7, "micro": 3, "ema_decay": 0.9}
+        assert all(value is None or isinstance(value, str | int | float) for value in settings.values())
 
 
 def test_the_memory_section_reaches_every_worker_in_bytes() -> None:
