@@ -1,7 +1,7 @@
 """The engine: torch and the card. Never imports ray or orchestrator.
 
-Importing it loads nothing else. `resilient` and `AdaptiveSize`, for code outside this product, are loaded at their
-first use.
+Importing it loads nothing else. What is for code outside this product (`resilient`, `AdaptiveSize`, `ElasticStep`) or
+for a user's own training (`TrainTask`) is loaded at its first use.
 """
 
 from __future__ import annotations
@@ -9,17 +9,21 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-__all__ = ["AdaptiveSize", "OutOfBatchError", "Retry", "resilient"]
+__all__ = ["AdaptiveSize", "ElasticStep", "OutOfBatchError", "Retry", "TrainTask", "resilient"]
 
 if TYPE_CHECKING:
     from workers.resilience.adaptive_size import AdaptiveSize
     from workers.resilience.decorator import resilient
     from workers.resilience.retry import OutOfBatchError, Retry
+    from workers.training.elastic import ElasticStep
+    from workers.training.tasks import TrainTask
 else:
     _HOMES = {
         "AdaptiveSize": "workers.resilience.adaptive_size",
+        "ElasticStep": "workers.training.elastic",
         "OutOfBatchError": "workers.resilience.retry",
         "Retry": "workers.resilience.retry",
+        "TrainTask": "workers.training.tasks",
         "resilient": "workers.resilience.decorator",
     }
 

@@ -141,3 +141,14 @@ def test_neither_model_nor_training_draws_from_torchs_own_random_numbers() -> No
     before = torch.get_rng_state()
     Trainer(find_task(settings, 0), settings, CPU, 0).replay([[3, 1, 4]])
     assert torch.get_rng_state().equal(before)
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "all"])
+def test_the_operations_of_a_sample_are_those_of_the_model(checkpoint: str) -> None:
+    """A token takes 6 for each weight of a matrix (the embedding once), and in each layer 12 x width x tokens."""
+    settings = TrainSettings(preset="gpt-nano", checkpoint=checkpoint, dropout=0.1, batch=2)
+    run = Trainer(find_task(settings, 0), settings, CPU, 0)
+    matrices = sum(
+        each.numel() for name, each in run.model.named_parameters() if each.dim() == 2 and "places" not in name
+    )
+    assert run.flop_per_sample() == pytest.approx(64 * (6 * matrices + 12 * 4 * 64 * 64), rel=0.01)

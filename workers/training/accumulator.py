@@ -101,7 +101,7 @@ class Accumulator:
     @torch.no_grad()
     def _loss_and_norm(self) -> tuple[float, float]:
         """Read the sum of losses and the norm of all gradients: the one moment at which the host waits for a card."""
-        norms = torch.stack([each.to(torch.float64) for each in torch._foreach_norm(self.gradients)])
+        norms = torch.stack(torch._foreach_norm(self.gradients)).to(torch.float64)
         loss, norm = torch.stack((self.loss[0], torch.linalg.vector_norm(norms))).tolist()
         return loss, norm
 

@@ -16,6 +16,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from workers.messages import Progress
 from workers.training import order, precision, schedule
@@ -181,6 +183,19 @@ class Trainer:
             for buffer, saved in buffers:
                 buffer.copy_(saved)
 
+    def flop_per_sample(self) -> float:
+        """Count the operations that the model takes for a sample, forward and backward, without what is repeated.
+
+        The backward pass takes twice those of the forward pass. Call it between two optimiser steps.
+        """
+        self._begin_batch()
+        self.checkpointing.level = 0
+        self._dropouts.key(self.course.samples_used, 1, self.device)
+        # Of the attention's kernels not all are counted, the matrix products are.
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            self.task.loss(self.model, on_device(part_of(self._feed.batch, 0, 1), self.device))
+        return 3.0 * int(counter.get_total_flops())
+
     def evaluate(self) -> dict[str, float]:
         """Return the task's own figures, for the averaged weights if there are some."""
         if self.task.evaluate is None:
@@ -280,7 +295,6 @@ class Trainer:
 
     def _first_state(self) -> dict[str, Any]:
         model = self._new_model()
-        Dropouts(model, 0)  # so that its modules have the same names
         weights = model.state_dict()
         trained = [each for each in model.parameters() if each.requires_grad]
         forget_states(self._update.optimizer)
