@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.core.fleet import SliceFailure
 from orchestrator.core.slot import (
     Abandon,
     Accept,
@@ -153,11 +154,13 @@ def test_the_report_of_the_slice_before_counts_when_it_comes_in_last() -> None:
     assert (scene.slot.state, scene.slot.counts.steps_ok) == (WorkerState.DONE, 4)
 
 
-@pytest.mark.parametrize("end", ["dies", "left", "closed"])
+@pytest.mark.parametrize("end", ["dies", "unsent", "left", "closed"])
 def test_a_process_that_goes_with_a_slice_that_is_no_longer_needed_is_not_replaced(end: str) -> None:
     scene = Scene.working()
     done(scene)
-    event = {"dies": scene.failure(), "left": NodeLeft(), "closed": Close()}[end]
+    unsent = scene.failure(SliceFailure.UNSENT)
+    event = {"dies": scene.failure(), "unsent": unsent, "left": NodeLeft(), "closed": Close()}[end]
     assert scene.deeds(event) == [Abandon()]
+    assert (scene.slot.steps_lost_upper_bound == 0) == (end == "unsent")
     assert (scene.slot.phase, scene.slot.restarts, scene.slot.in_flight) == (Phase.DONE, 0, ())
     assert scene.slot.state is WorkerState.DONE

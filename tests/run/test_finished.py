@@ -78,3 +78,11 @@ def test_a_head_that_goes_on_leaves_alone_what_is_done_and_refuses_a_run_that_is
     assert second.supervisor.shortfalls() == ()
     with pytest.raises(UsageError, match="finished all that there was to do"):
         environment_of(second.stored())
+
+
+def test_a_node_that_was_ended_does_not_wait_for_what_is_done(new_run: RunMaker) -> None:
+    scene = new_run(duration="60s", pc1=1, pc2=2, chaos="node:pc2@10s+5s")
+    scene.fleet.finished_after = {"pc2/0": 10}
+    scene.finish()
+    (fault,) = scene.injector.faults()
+    assert fault["fate"] == "recovered", fault

@@ -62,12 +62,13 @@ def test_without_a_process_there_is_no_speed(new_run: RunMaker) -> None:
 def test_another_head_counts_what_the_one_before_had_been_told_of(new_run: RunMaker, tmp_path: Path) -> None:
     first = new_run(folder=tmp_path / "run", pc2=0)
     first.fleet.trains = {"pc1/0"}
-    first.fleet.at(8.02, head_is_killed)
+    first.fleet.says["pc1/0"] = {"resume": {"the same": "all the time"}}
+    first.fleet.at(8.52, head_is_killed)
     with pytest.raises(KeyboardInterrupt):
         first.supervisor.run()
     first.close()
     before: Row = first.stored().snapshot().rows[0]
-    assert before.progress.train_step is not None
+    assert before.progress.train_step == first.fleet.told["pc1/0"], "also between two samples"
     second = new_run(folder=tmp_path / "run", pc2=0, past=past_of(first.stored()))
     second.fleet.trains = {"pc1/0"}
     second.fleet.saved["pc1/0"] = first.fleet.saved["pc1/0"]
