@@ -16,7 +16,8 @@ import torch
 from tests.engine.scene import slices
 from tests.scene import MIB
 from workers.messages import Progress, Report
-from workers.settings import WorkerSpec
+from workers.settings import FailureKind, WorkerSpec
+from workers.testing import injected_error
 from workers.workloads.base import Rung, StepResult, Workload, WorkloadContext
 
 #: MiB of a sample by level: level 1 saves half.
@@ -119,6 +120,18 @@ class Stateless(Counting):
         super().park()
         self.waiting = None
         return 0
+
+
+class HardToUnpark(Counting):
+    """The first time there is not enough memory for its state."""
+
+    tries: ClassVar[int] = 0
+
+    def unpark(self) -> None:
+        HardToUnpark.tries += 1
+        if HardToUnpark.tries == 1:
+            raise injected_error(FailureKind.DEFINITE)
+        super().unpark()
 
 
 class TellsText(Counting):

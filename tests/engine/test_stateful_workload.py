@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.counting_steps import Counting, Stateless, TellsText, Unordered, counted, counted_in
+from tests.engine.counting_steps import Counting, HardToUnpark, Stateless, TellsText, Unordered, counted, counted_in
 from tests.engine.scene import events, names, own
 from tests.in_child import InChild
 from tests.scene import MIB, spec_of
@@ -86,6 +86,17 @@ def test_a_process_that_may_hold_nothing_parks_too(in_child: InChild) -> None:
     states = [report.state for report in reports]
     assert states == [WorkerState.RUNNING, WorkerState.PARKED, WorkerState.PARKED, WorkerState.RUNNING]
     assert [name for name, _ in calls if name.endswith("park")] == ["park", "unpark"]
+
+
+def test_a_state_that_does_not_fit_yet_stays_parked_until_it_does(in_child: InChild) -> None:
+    # The policy waits for ten seconds before it tries again what has failed.
+    directives = [{}] * 6 + [NEXT_TO_NOTHING] * 3 + [{"duration_s": 1.0}] * 13
+    reports, calls, *_ = in_child(counted, spec(HardToUnpark), directives)
+    assert sum(report.counts.steps_oom for report in reports) == 1
+    assert not [name for name, _ in calls if name == "shed"], "there is nothing on the device"
+    assert [name for name, _ in calls if name.endswith("park")] == ["park", "unpark"], "it was parked once"
+    assert reports[-1].state is WorkerState.RUNNING
+    assert reports[-1].progress.train_step > reports[5].progress.train_step
 
 
 def test_without_a_state_worth_parking_it_is_an_emergency(in_child: InChild) -> None:

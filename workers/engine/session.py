@@ -197,8 +197,9 @@ class Session:
 
     def shed(self) -> None:
         """Have the workload drop what it can do without, and everything unused go back to the device."""
-        with self.device.enforced():
-            self.workload.shed()
+        if not self.parked_bytes:
+            with self.device.enforced():
+                self.workload.shed()
         self._given_back()
 
     def park(self, stats: SliceStats) -> None:
