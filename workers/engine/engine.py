@@ -188,6 +188,8 @@ def _step(session: Session, stats: SliceStats, run: Run) -> StepOk | StepOom | N
         traceback = oom.traceback_text(error)
         # And what they hold: it is gone as soon as the handler is left.
         held_bytes = session.device.held_bytes() + (failure.requested_bytes or 0)
+        if failure.kind in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
+            oom.drop_frames(error)
     if failure is not None:
         at_least_bytes = max(held_bytes, session.device.step_peak_bytes())
         return handle_failure(session, stats, run, failure, traceback, at_least_bytes)

@@ -212,7 +212,7 @@ def failed(state: Sizer, bounds: Bounds, at_s: float, size: int, at_least_bytes:
         heavy = heavy.passed(failed=True)
     if is_heavy and size > bounds.smallest:
         return _regular(state._replace(failures=failures), heavy)
-    bracket = state.bracket.ran_out(bounds, max(1, size), at_s)
+    bracket = state.bracket.ran_out(bounds, max(1, size), at_s, cold=not state.has_worked)
     if at_least_bytes is not None and state.level is not None and bracket.good is not None:
         # A step takes at least its share of what this one showed.
         share = min(1.0, state.level.likely_bytes / max(1, at_least_bytes)) * _BELOW_EVIDENCE
