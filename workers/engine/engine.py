@@ -137,12 +137,12 @@ def _prepare(session: Session, stats: SliceStats) -> bool:
 
 def _work(session: Session, stats: SliceStats) -> None:
     """Follow the policy until the slice is over; an error of the workload ends it, so that the head learns of it."""
-    session.release_if_grown()
     if session.last_run is not None:
         stats.use(session.last_run.size, session.last_run.batch)
     if session.duty.rest(stats.remaining_s) and stats.directive.duration_s > 0:
         stats.settle(*session.working_state("resting, as its duty asks after a long step"))
         return
+    session.release_if_grown()  # a step follows, which takes again what it needs
     decision = session.ask(session.pressure())
     while True:
         match decision:
