@@ -184,6 +184,15 @@ def traceback_text(exc: BaseException) -> str:
     return text[:head_chars] + _CUT + text[-tail_chars:]
 
 
+def drop_frames(exc: BaseException) -> None:
+    """Drop what the frames of its tracebacks hold: a workload that keeps the exception must not keep its tensors.
+
+    Afterwards a debugger no longer sees the variables of these frames. Frames that still run are left alone.
+    """
+    for link in _chain(exc, None):
+        traceback.clear_frames(link.__traceback__)
+
+
 def place(exc: BaseException) -> str:
     """Return file and line of the user's code that raised `exc`: the deepest frame outside installed packages."""
     frames = traceback.extract_tb(exc.__traceback__)

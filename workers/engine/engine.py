@@ -145,12 +145,12 @@ def _prepare(session: Session, stats: SliceStats) -> bool:
 
 def _work(session: Session, stats: SliceStats) -> None:
     """Follow the policy until the slice is over; an error of the workload ends it, so that the head learns of it."""
-    session.release_if_grown()
     if session.last_run is not None:
         stats.use(session.last_run.size, session.last_run.batch)
     if session.duty.rest(stats.remaining_s) and stats.directive.duration_s > 0:
         stats.settle(*session.working_state("resting, as its duty asks after a long step"))
         return
+    session.release_if_grown()  # a step follows, which takes again what it needs
     decision = session.ask(session.pressure())
     while True:
         match decision:
@@ -196,6 +196,8 @@ def _step(session: Session, stats: SliceStats, run: Run) -> StepOk | StepOom | N
         traceback = oom.traceback_text(error)
         # And what they hold: it is gone as soon as the handler is left.
         held_bytes = session.device.held_bytes() + (failure.requested_bytes or 0)
+        if failure.kind in {FailureKind.DEFINITE, FailureKind.PROBABLE}:
+            oom.drop_frames(error)
     if failure is not None:
         at_least_bytes = max(held_bytes, session.device.step_peak_bytes())
         return handle_failure(session, stats, run, failure, traceback, at_least_bytes)

@@ -15,6 +15,9 @@ from typing import Final, NamedTuple
 #: costly, so the share falls fast.
 _KEPT_AFTER: Final = (0.8, 0.6, 0.45, 0.3, 0.15)
 
+#: The same before any step has ended well: a step that is too small costs next to nothing then, as growth follows.
+_KEPT_COLD: Final = (0.8, 0.4, 0.25, 0.1)
+
 #: A known-bad size is forgotten after so long.
 FORGET_S: Final = 20.0
 
@@ -151,12 +154,13 @@ class Bracket(NamedTuple):
             untried=False,
         )
 
-    def ran_out(self, bounds: Bounds, size: int, now_s: float) -> Bracket:
-        """Return the bracket after a step that ran out of memory."""
+    def ran_out(self, bounds: Bounds, size: int, now_s: float, *, cold: bool = False) -> Bracket:
+        """Return the bracket after a step that ran out of memory; `cold`: before any has ended well."""
         probe = self.good is not None and size > self.good and self.in_row == 0
         taken = self.taken if self.in_row else self.good is not None and size <= self.good and not self.untried
         free = taken and (self.bad is None or self.in_row > 0)  # it had not climbed back towards a size that failed
-        kept = _KEPT_AFTER[min(self.in_row, len(_KEPT_AFTER) - 1)]
+        shares = _KEPT_COLD if cold else _KEPT_AFTER
+        kept = shares[min(self.in_row, len(shares) - 1)]
         return Bracket(
             good=self.good if probe else bounds.down(min(size * kept, size - 1)),
             bad=size,

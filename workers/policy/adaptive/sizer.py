@@ -27,6 +27,7 @@ from workers.policy.adaptive.free_memory import Level, sampled
 from workers.policy.adaptive.heavy_steps import HEAVY, HeavySteps
 from workers.policy.adaptive.proven_sizes import Proof, Proofs, largest_proven, proven, refuted
 from workers.policy.adaptive.size_bounds import Bounds, Bracket, started_at
+from workers.policy.adaptive.unjudged import Unjudged, and_failure
 from workers.settings import Learned
 
 #: Failures within so long are counted against the allowance.
@@ -75,20 +76,14 @@ class Sizer(NamedTuple):
     has_worked: bool = False
     """Whether a step has ended well."""
     proofs: Proofs = ()
-    unrefuted: Proofs = ()
-    """The same before the last failure: what remains of it if the next sample shows that memory was taken."""
     line: Footprint | None = None
     level: Level | None = None
     heavy: HeavySteps = HeavySteps()
-    unmet: HeavySteps | None = None
-    """What was known of heavy steps, if the failures since the last sample turn out to be none of them."""
-    needed_bytes: float | None = None
-    """The least that one of these failures should have needed; `None` if there was none."""
     factor: float = 1.0
     """The step that was asked for last may take so many times what the line says."""
     sampled_at_s: float = 0.0
-    unsure: bool = False
-    """Whether a step failed since the last sample: what that said is no longer so."""
+    unjudged: Unjudged | None = None
+    """Failures since the last sample."""
     doubts: int = 0
     """Failures that no sample explained, since a step came near to what was promised."""
     failures: tuple[tuple[float, int], ...] = ()
@@ -102,6 +97,11 @@ class Sizer(NamedTuple):
     """What the signal said when a step failed that it allowed, or what one took that it did not allow."""
     reason: str = ""
     """Why nothing runs, in words; empty while something does."""
+
+    @property
+    def unsure(self) -> bool:
+        """Whether what the last sample said is no longer so."""
+        return self.unjudged is not None and self.unjudged.surprising
 
 
 def cold(bounds: Bounds, learned: Learned | None = None) -> Sizer:
@@ -191,38 +191,32 @@ def failed(state: Sizer, bounds: Bounds, at_s: float, size: int, at_least_bytes:
     """Return the state after a step that ran out of memory; it would have held `at_least_bytes`, if that is known."""
     ordinary_size = int(size * state.factor ** (1.0 / bounds.power))
     failures = (*state.failures, (at_s, ordinary_size))[-2 * bounds.failures_per_minute :]
+    proofs = state.proofs
     if state.factor == 1.0:
-        unrefuted = state.unrefuted if state.unsure else state.proofs
-        state = state._replace(
-            unrefuted=unrefuted, proofs=refuted(state.proofs, size, _memory_bytes(state, unknown=math.inf))
-        )
+        proofs = refuted(proofs, size, _memory_bytes(state, unknown=math.inf))
     heavy, line = state.heavy, state.line
     x = float(max(1, size)) ** bounds.power
     shown = None if line is None or not line.predicts(x) else (at_least_bytes or 0) / line.bytes_at(x)
     is_heavy = shown is not None and shown >= HEAVY and not heavy.failed
     is_heavy = is_heavy or heavy.is_due
+    unjudged = state.unjudged
+    is_expected = is_heavy and size > bounds.smallest
     if line is not None and _believed(state):
-        needed_bytes = min(line.bytes_at(x) * state.factor, state.needed_bytes or math.inf)
-        if state.needed_bytes is None:
-            state = state._replace(unmet=heavy if heavy.confirmed else heavy.passed(failed=True))
-        state = state._replace(needed_bytes=needed_bytes)
+        needed_bytes = line.bytes_at(x) * state.factor
+        unjudged = and_failure(unjudged, needed_bytes, heavy, state.proofs, surprising=not is_expected)
     if is_heavy or (_believed(state) and not heavy.failed and not heavy.confirmed):
         heavy = heavy.met(at_s, _guess(state, bounds, size, at_least_bytes), failed=True)
     else:
         heavy = heavy.passed(failed=True)
-    if is_heavy and size > bounds.smallest:
-        return _regular(state._replace(failures=failures), heavy)
-    bracket = state.bracket.ran_out(bounds, max(1, size), at_s)
+    state = state._replace(failures=failures, proofs=proofs, unjudged=unjudged)
+    if is_expected:
+        return _regular(state, heavy)
+    bracket = state.bracket.ran_out(bounds, max(1, size), at_s, cold=not state.has_worked)
     if at_least_bytes is not None and state.level is not None and bracket.good is not None:
         # A step takes at least its share of what this one showed.
         share = min(1.0, state.level.likely_bytes / max(1, at_least_bytes)) * _BELOW_EVIDENCE
         bracket = bracket._replace(good=min(bracket.good, bounds.down(size * share ** (1.0 / bounds.power))))
-    state = state._replace(
-        bracket=bracket,
-        heavy=heavy,
-        unsure=_believed(state),
-        failures=failures,
-    )
+    state = state._replace(bracket=bracket, heavy=heavy)
     if size > bounds.smallest:
         return state
     return state._replace(
@@ -239,16 +233,16 @@ def _sampled(state: Sizer, bounds: Bounds, at_s: float, free_bytes: int | None) 
     level = state.level
     if free_bytes is None:
         if level is not None and at_s > state.sampled_at_s + _SIGNAL_LOST_S:
-            return state._replace(level=None, unsure=False)
+            return state._replace(level=None, unjudged=None)
         return state._replace(level=level._replace(exact=False)) if level is not None and level.exact else state
     unsure = state.unsure
     before_bytes = math.inf if level is None else level.most_bytes
     passed_s = at_s - state.sampled_at_s
     level = sampled(level, float(free_bytes), exact=bounds.exact_samples, passed_s=passed_s, failed=unsure)
-    state = state._replace(level=level, sampled_at_s=at_s, unsure=False)
+    state = state._replace(level=level, sampled_at_s=at_s)
     if state.low_bytes is not None and unsure:
         state = state._replace(low_bytes=min(state.low_bytes, level.sample_bytes))
-    if unsure or state.needed_bytes is not None:
+    if state.unjudged is not None:
         return _judged(state, bounds, before_bytes)
     if state.contradicted_bytes is None or level.likely_bytes <= _FAR_MORE * state.contradicted_bytes:
         return state
@@ -261,21 +255,18 @@ def _judged(state: Sizer, bounds: Bounds, before_bytes: float) -> Sizer:
 
     `before_bytes`: what there was by the samples before the failure.
     """
-    bad, line, level, needed_bytes, unmet = state.bracket.bad, state.line, state.level, state.needed_bytes, state.unmet
-    state = state._replace(unmet=None, needed_bytes=None)
-    if line is None or level is None or needed_bytes is None:
+    bad, line, level, unjudged = state.bracket.bad, state.line, state.level, state.unjudged
+    state = state._replace(unjudged=None)
+    if line is None or level is None or unjudged is None:
         return state
     low_bytes = min(level.most_bytes, before_bytes)  # what was taken may be back already
-    if low_bytes < needed_bytes and state.doubts < _DOUBTS:
-        heavy = state.heavy
-        if unmet is not None:
-            heavy = heavy._replace(ratio=unmet.ratio) if unmet.confirmed else unmet._replace(ordinary=heavy.ordinary)
+    if low_bytes < unjudged.needed_bytes and state.doubts < _DOUBTS:
         return state._replace(
             bracket=state.bracket.forgiven(),
             doubts=0,
             contradicted_bytes=None,
-            heavy=heavy,
-            proofs=state.proofs if bad is None else refuted(state.unrefuted, bad, low_bytes),
+            heavy=unjudged.heavy_if_taken(state.heavy),
+            proofs=state.proofs if bad is None else refuted(unjudged.proofs, bad, low_bytes),
         )
     if bad is None or state.heavy.confirmed:
         return state._replace(bracket=state.bracket.forgiven())
@@ -326,7 +317,7 @@ def _regular(state: Sizer, heavy: HeavySteps) -> Sizer:
         line=line,
         doubts=0,
         contradicted_bytes=None,
-        unsure=False,
+        unjudged=None if state.unjudged is None else state.unjudged._replace(surprising=False),
         bracket=state.bracket.forgiven(),
         failures=(),
     )
