@@ -45,23 +45,27 @@ def command_for(config: Config, node: str, head_address: str | None) -> NodeComm
 
 
 def execute(command: NodeCommand) -> int:
-    """Run the token steps and `ray start`; return its exit status. `UsageError` where Ray is not installed."""
-    code = get_token(command)
-    if code != 0:
-        return code
+    """Run the token steps and `ray start`; return its exit status.
+
+    Raises:
+        UsageError: Ray is not installed, or there is no token.
+    """
+    get_token(command)
     argv, environment = ray_start(command)
     return subprocess.run(argv, env=environment, check=False).returncode  # noqa: S603
 
 
-def get_token(command: NodeCommand) -> int:
-    """Run the token steps until one fails; return the exit status of the last one."""
+def get_token(command: NodeCommand) -> None:
+    """Run the token steps, which print why they fail; `UsageError` if one does."""
     # The steps are ours, without anything the user typed but the head's quoted address.
     for step in command.token_steps:
         if not step.startswith("#"):
             done = subprocess.run(["/bin/sh", "-c", step], env=_path_with_ray(), check=False)  # noqa: S603
             if done.returncode != 0:
-                return done.returncode
-    return 0
+                raise UsageError(
+                    "this PC has no token, the secret of the cluster (see above). Copy ~/.ray/auth_token from the "
+                    f"head's PC to the same place here, readable by you alone, then try again. What has failed:\n{step}"
+                )
 
 
 def ray_start(command: NodeCommand) -> tuple[list[str], dict[str, str]]:

@@ -41,15 +41,13 @@ def keep(command: NodeCommand) -> int:
     """Keep the node until Ctrl-C, SIGTERM or `stop --node`, then end it; return the exit code.
 
     Raises:
-        UsageError: The node is kept already, or Ray is not installed.
+        UsageError: The node is kept already, there is no token, or Ray is not installed.
     """
     node = command.environment[NODE_MARK]
     if os.environ.get(NODE_MARK) != node:  # the mark must be in the environment that the kernel shows
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, NODE_MARK: node})  # noqa: S606
     _refuse_a_second(node)
-    code = nodes.get_token(command)
-    if code != 0:
-        return code
+    nodes.get_token(command)
     interrupts, known = Interrupts(), Node()
     interrupts.install()
     with tempfile.TemporaryFile() as reports:

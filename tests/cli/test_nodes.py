@@ -288,11 +288,15 @@ def test_executing_runs_the_steps_then_ray_with_the_mark(tmp_path: Path, monkeyp
     assert (tmp_path / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_step_that_fails_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_token_nothing_starts_and_the_way_to_one_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, body in (("ray", f"touch {tmp_path}/started"), ("scp", "exit 3")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert execute(command_for(REFERENCE, "pc2", "h:6379")) == 3
+    with pytest.raises(UsageError, match=r"Copy ~/.ray/auth_token from the head's PC") as told:
+        execute(command_for(REFERENCE, "pc2", "h:6379"))
+    assert "scp -- h:.ray/auth_token" in str(told.value)
     assert not (tmp_path / "started").exists()
