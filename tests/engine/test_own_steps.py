@@ -56,11 +56,17 @@ def test_a_step_that_takes_six_times_as_much_every_17th_time_is_expected_and_the
 
 
 def test_what_stays_after_a_release_is_reported_long_before_nothing_fits(in_child: InChild) -> None:
-    reports = in_child(slices, spec(own_steps.Leaking), [{"duration_s": 0.1}] * 200)
+    reports = in_child(slices, spec(own_steps.Leaking), [{"duration_s": 0.1}] * 80)
     kept = [report.memory.kept_bytes for report in reports if report.memory is not None and report.memory.kept_bytes]
     in_time = next(report for report in reports if (report.memory.kept_bytes or 0) >= report.device.cap_bytes / 3)
     assert in_time.state is WorkerState.RUNNING
     assert kept == sorted(kept)
+
+
+def test_what_stays_is_found_without_any_failure_too(in_child: InChild) -> None:
+    reports = in_child(slices, spec(own_steps.Leaking, size=256), [{}] * 50)
+    assert failures(reports) == 0
+    assert 60 * MIB <= reports[-1].memory.kept_bytes <= 110 * MIB
 
 
 def test_no_leak_is_seen_where_there_is_none(in_child: InChild) -> None:
