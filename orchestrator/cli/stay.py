@@ -34,7 +34,7 @@ _FLAG = "--stay"
 
 _ENDED = "Ray has ended on this PC"
 
-_ANSWERS = {membership.MEMBER: True, membership.STRANGER: False}
+_ANSWERS = {membership.MEMBER: True, membership.NOT_A_MEMBER: False}
 
 
 def keep(command: NodeCommand) -> int:
@@ -52,7 +52,7 @@ def keep(command: NodeCommand) -> int:
     interrupts, known = Interrupts(), Node()
     interrupts.install()
     with tempfile.TemporaryFile() as reports:
-        here = _Here(command, reports)
+        here = _LocalNode(command, reports)
         try:
             while not interrupts.asked:
                 known, action = turn(known, here.poll())
@@ -76,7 +76,7 @@ def refuse_a_second(node: str) -> None:
                 )
 
 
-class _Here:
+class _LocalNode:
     """The node's processes on this PC, and the way to the head."""
 
     def __init__(self, command: NodeCommand, reports: IO[bytes]) -> None:
