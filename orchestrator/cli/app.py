@@ -24,6 +24,9 @@ from orchestrator.errors import UsageError
 from orchestrator.watch.cells import glyphs_for
 from orchestrator.watch.folders import find_run
 
+#: After its last slices a run writes its summary and ends its processes.
+_SUMMARY_S = 30.0
+
 app = typer.Typer(
     name="orchestrator",
     help="Keeps several GPU workers per card busy on ordinary PCs, and survives out-of-memory.",
@@ -154,12 +157,13 @@ def stop(
     run_dir: opt.RunDir = None,
     node: opt.NodeToEnd = None,
 ) -> None:
-    """End the runs under way. They end as with Ctrl-C: those of one run folder, on this machine."""
+    """End the runs under way in one run folder, as Ctrl-C would."""
     from orchestrator.cli import nodes  # noqa: PLC0415 - only this verb needs it
 
-    folder = _loaded(config, overrides, {"run.dir": run_dir}).run.dir
+    settings = _loaded(config, overrides, {"run.dir": run_dir}).run
+    ends_s = 2 * settings.slice_s + settings.stop_grace_s + _SUMMARY_S
     try:
-        for line in nodes.stop_runs(folder, wait=node is not None):
+        for line in nodes.stop_runs(settings.dir, wait_s=0.0 if node is None else ends_s):
             typer.echo(line)
     except UsageError as none_there:
         if node is None:

@@ -28,8 +28,11 @@ from orchestrator.watch.archive import NOTE_NAME, head_of
 #: How long processes get to end by themselves before they are killed.
 _GRACE_S = 10.0
 
-#: How long a run gets to end before its node is ended under it: its slices run out, and it writes its summary.
-_RUN_ENDS_S = 60.0
+_NOT_MADE = "the token, the secret of the cluster, could not be made: make ~/.ray writable for yourself"
+_NOT_COPIED = (
+    "this PC has no token, the secret of the cluster: copy ~/.ray/auth_token from the head's PC to the same place "
+    "here, readable by you alone"
+)
 
 
 def command_for(config: Config, node: str, head_address: str | None) -> NodeCommand:
@@ -45,23 +48,25 @@ def command_for(config: Config, node: str, head_address: str | None) -> NodeComm
 
 
 def execute(command: NodeCommand) -> int:
-    """Run the token steps and `ray start`; return its exit status. `UsageError` where Ray is not installed."""
-    code = get_token(command)
-    if code != 0:
-        return code
+    """Run the token steps and `ray start`; return its exit status.
+
+    Raises:
+        UsageError: Ray is not installed, or there is no token.
+    """
     argv, environment = ray_start(command)
+    get_token(command)
     return subprocess.run(argv, env=environment, check=False).returncode  # noqa: S603
 
 
-def get_token(command: NodeCommand) -> int:
-    """Run the token steps until one fails; return the exit status of the last one."""
+def get_token(command: NodeCommand) -> None:
+    """Run the token steps, which print why they fail; `UsageError` if one does."""
     # The steps are ours, without anything the user typed but the head's quoted address.
     for step in command.token_steps:
         if not step.startswith("#"):
             done = subprocess.run(["/bin/sh", "-c", step], env=_path_with_ray(), check=False)  # noqa: S603
             if done.returncode != 0:
-                return done.returncode
-    return 0
+                told = _NOT_MADE if command.is_head else _NOT_COPIED
+                raise UsageError(f"{told}, then try again. What has failed (see above):\n{step}")
 
 
 def ray_start(command: NodeCommand) -> tuple[list[str], dict[str, str]]:
@@ -72,29 +77,32 @@ def ray_start(command: NodeCommand) -> tuple[list[str], dict[str, str]]:
     return [ray, *command.argv[1:]], {**_path_with_ray(), **command.environment}
 
 
-def stop_runs(run_dir: str, *, wait: bool = False) -> Iterator[str]:
-    """Ask every run under way in `run_dir` to end, as Ctrl-C would; yield a line for each, and with `wait` await it.
+def stop_runs(run_dir: str, *, wait_s: float = 0.0) -> Iterator[str]:
+    """Ask every run under way in `run_dir` to end, as Ctrl-C would, and wait for it; yield a line for each.
 
     Raises:
         UsageError: None is under way there. It names those of this user that are under way elsewhere.
     """
-    asked = []
+    found, asked = False, {}
     for note in sorted(Path(run_dir).glob(f"*/{NOTE_NAME}")):
         process = head_of(note.parent)
         if process is None:
             continue
-        asked.append(process)
+        found = True
         try:
             process.send_signal(signal.SIGINT)
         except psutil.Error as error:
             yield f"run {note.parent.name} cannot be asked to end: {error}"
         else:
+            asked[note.parent.name] = process
             yield f"asked run {note.parent.name} (process {process.pid}) to end"
-    if not asked:
+    if not found:
         raise UsageError("\n".join([f"no run is under way in {Path(run_dir).absolute()}", *_runs_elsewhere()]))
-    if wait:
-        yield f"waiting up to {_RUN_ENDS_S:.0f} s until it has ended"
-        _await_end(asked, _RUN_ENDS_S)
+    if asked and wait_s > 0:
+        yield f"waiting up to {wait_s:.0f} s until it has ended"
+        _await_end(asked.values(), wait_s)
+        for name in (name for name, process in asked.items() if not has_ended(process)):
+            yield f"run {name} has not ended"
 
 
 def _runs_elsewhere() -> Iterator[str]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from orchestrator.cli import nodes
+from orchestrator.cli.stay import refuse_a_second
 from orchestrator.core.node_commands import NODE_MARK, NodeCommand
 from orchestrator.errors import UsageError
 
@@ -24,10 +25,10 @@ Description=Ray node {node} of the OOM orchestrator
 [Service]
 WorkingDirectory={folder}
 ExecStart={command}
-# Its own Ray it ends by itself; what is left after that is killed.
+# The command ends its Ray itself; systemd kills what is left after that.
 KillMode=mixed
 TimeoutStopSec=60
-# 130: it was asked to end. 2: what it was told cannot be.
+# 130: it was asked to end. 2: wrong options or configuration, which another try does not mend.
 SuccessExitStatus=130
 Restart=on-failure
 RestartSec=10
@@ -47,7 +48,8 @@ def install(command: NodeCommand, config: str, overrides: Sequence[str], head_ad
     """Write the unit, enable and start it; yield what the user should know of it, a line each.
 
     Raises:
-        UsageError: This user has no systemd here. The sentence says what to type instead.
+        UsageError: This user has no systemd here, Ray is not installed, there is no token, or another process keeps the
+            node already. The sentence says what to do.
     """
     node = command.environment[NODE_MARK]
     argv = [
@@ -64,15 +66,17 @@ def install(command: NodeCommand, config: str, overrides: Sequence[str], head_ad
     argv += [word for override in overrides for word in ("--set", override)]
     argv += [] if head_address is None else ["--head-address", head_address]
     _require_systemd(node, argv)
-    if nodes.get_token(command) != 0:
-        raise UsageError(f"nothing was written: {node} has no token yet (see above)")
+    nodes.ray_start(command)  # fails where Ray is not installed
+    nodes.get_token(command)
     name = f"orchestrator-{node}.service"
+    _systemctl("stop", name)  # an earlier version of it, if there is one
+    refuse_a_second(node)
     path = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "systemd" / "user" / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(unit_text(node, argv, str(Path.cwd())), encoding="utf-8")
     yield f"# {path}"
     yield path.read_text(encoding="utf-8")
-    for verb in (["daemon-reload"], ["enable", name], ["restart", name]):
+    for verb in (["daemon-reload"], ["enable", name], ["start", name]):
         done = _systemctl(*verb)
         if done is None or done.returncode != 0:
             raise UsageError(f"`systemctl --user {shlex.join(verb)}` has failed: {_reason(done)}")

@@ -1,4 +1,4 @@
-"""`up NODE --exec --stay`: keeps this PC's Ray node. Looks, asks `core/rejoin.py` what to do, does it, says it.
+"""`up NODE --exec --stay`: keeps this PC's Ray node. Polls, asks `core/rejoin.py` what to do, does it, says it.
 
 Every process is ended by its process id, found by the mark that `up` sets. This process has the mark too, so that
 `stop --node` ends it together with the node.
@@ -21,11 +21,11 @@ from orchestrator.cli import nodes
 from orchestrator.cluster import membership
 from orchestrator.cluster.connect import reach
 from orchestrator.core.node_commands import NODE_MARK, NodeCommand
-from orchestrator.core.rejoin import Action, Look, Node, Phase, turn
+from orchestrator.core.rejoin import Action, Node, NodePhase, Sample, turn
 from orchestrator.errors import NoClusterError, UsageError, one_line
 from orchestrator.run.terminal import Interrupts
 
-_LOOK_EVERY_S = 1.0
+_POLL_EVERY_S = 1.0
 
 #: Less than `stop --node` grants this process, which ends the same processes meanwhile.
 _GRACE_S = 4.0
@@ -34,32 +34,31 @@ _FLAG = "--stay"
 
 _ENDED = "Ray has ended on this PC"
 
-_ANSWERS = {membership.MEMBER: True, membership.STRANGER: False}
+_ANSWERS = {membership.MEMBER: True, membership.NOT_A_MEMBER: False}
 
 
 def keep(command: NodeCommand) -> int:
     """Keep the node until Ctrl-C, SIGTERM or `stop --node`, then end it; return the exit code.
 
     Raises:
-        UsageError: The node is kept already, or Ray is not installed.
+        UsageError: The node is kept already, there is no token, or Ray is not installed.
     """
     node = command.environment[NODE_MARK]
     if os.environ.get(NODE_MARK) != node:  # the mark must be in the environment that the kernel shows
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, NODE_MARK: node})  # noqa: S606
-    _refuse_a_second(node)
-    code = nodes.get_token(command)
-    if code != 0:
-        return code
+    refuse_a_second(node)
+    nodes.ray_start(command)  # fails where Ray is not installed
+    nodes.get_token(command)
     interrupts, known = Interrupts(), Node()
     interrupts.install()
     with tempfile.TemporaryFile() as reports:
-        here = _Here(command, reports)
+        here = _LocalNode(command, reports)
         try:
             while not interrupts.asked:
-                known, action = turn(known, here.look())
+                known, action = turn(known, here.poll())
                 here.do(action)
                 here.say(known)
-                time.sleep(_LOOK_EVERY_S)
+                time.sleep(_POLL_EVERY_S)
         finally:
             _show(f"ending {node}", is_last=True)
             here.end()
@@ -67,7 +66,8 @@ def keep(command: NodeCommand) -> int:
     return 130
 
 
-def _refuse_a_second(node: str) -> None:
+def refuse_a_second(node: str) -> None:
+    """Raise a UsageError if a process on this PC keeps the node already."""
     for process in nodes.processes_of(node):
         with suppress(psutil.Error):  # gone
             if _FLAG in process.cmdline():
@@ -76,7 +76,7 @@ def _refuse_a_second(node: str) -> None:
                 )
 
 
-class _Here:
+class _LocalNode:
     """The node's processes on this PC, and the way to the head."""
 
     def __init__(self, command: NodeCommand, reports: IO[bytes]) -> None:
@@ -93,8 +93,8 @@ class _Here:
         self._said = ""
         self._find()
 
-    def look(self) -> Look:
-        """Look at the processes and, from every PC but the head's own, at the head."""
+    def poll(self) -> Sample:
+        """Poll the processes and, from every PC but the head's own, the head."""
         is_member = None
         if self._start is not None and self._start.poll() is not None:
             if self._start.returncode == 0:
@@ -108,7 +108,7 @@ class _Here:
                 self._failure = "the head has declared this node dead, or has begun a new cluster"
             self._question = None
         self._unreachable = "" if self._command.is_head else _why_unreachable(self._command.head_address)
-        return Look(
+        return Sample(
             now_s=time.monotonic(),
             is_reachable=not self._unreachable,
             is_starting=self._start is not None,
@@ -144,6 +144,8 @@ class _Here:
                 start_new_session=True,
             )
         elif action is Action.END:
+            if self._start is not None and not self._unreachable:
+                self._failure = f"`ray start` did not end in time: {self._last_words()}"
             self.end()
 
     def end(self) -> None:
@@ -155,9 +157,9 @@ class _Here:
     def say(self, known: Node) -> None:
         """Show the node's state: one line that changes in a terminal, else a line for each change."""
         head = self._command.head_address
-        if known.phase is Phase.STARTING:
+        if known.phase is NodePhase.STARTING:
             text = "starting the head" if self._command.is_head else f"joining the head at {head}"
-        elif known.phase is Phase.DOWN:
+        elif known.phase is NodePhase.DOWN:
             pause = f"{self._failure}; next try after {known.pause_s:.0f} s"
             text = f"waiting: {self._unreachable}" if self._unreachable else pause
         elif known.in_doubt:
@@ -196,7 +198,7 @@ def _node_id(raylet: psutil.Process) -> str:
     option = "--node_id="
     try:
         return next((word.removeprefix(option) for word in raylet.cmdline() if word.startswith(option)), "")
-    except psutil.Error:  # it has ended, which the next look sees
+    except psutil.Error:  # it has ended, which the next poll sees
         return ""
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import sys
 
-MEMBER, STRANGER = 0, 3
+MEMBER, NOT_A_MEMBER = 0, 3
 
 #: Ray's client waits without an end for a head that is silent. A loaded machine takes a quarter of this to import it.
 _PATIENCE_S = 60
@@ -24,7 +24,7 @@ def main(address: str, node_id: str) -> int:
 
     client = GcsClient(address=address)
     (is_member,) = client.check_alive([NodeID.from_hex(node_id)], timeout=10)
-    return MEMBER if is_member else STRANGER
+    return MEMBER if is_member else NOT_A_MEMBER
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Needs a connection (`connect.py`, `local_cluster.py`) and decides nothing: every
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -58,6 +59,9 @@ _PROBE_TIMEOUT_S = 60.0
 _OUT_OF_HOST_MEMORY = "NODE_OUT_OF_MEMORY"
 
 _CAUSE_CHARS = 500
+
+#: Without them Ray's commands do not use the token of this process.
+_AUTH_SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +206,8 @@ class RayFleet:
 def status_command() -> str:
     """Return the command that shows what is reserved on the connected cluster: `ray status` needs the mode as well."""
     address = ray.get_runtime_context().gcs_address
-    return f"RAY_AUTH_MODE={os.environ['RAY_AUTH_MODE']} ray status --address={address}"
+    settings = (f"{name}={shlex.quote(os.environ[name])} " for name in _AUTH_SETTINGS if name in os.environ)
+    return f"{''.join(settings)}ray status --address={address}"
 
 
 def _cause_of_death(pid: int, address: str) -> DeathCause | None:

@@ -50,7 +50,7 @@ class LeakWatch:
             return None
         return min(self.recent_bytes) - self.base_bytes
 
-    def leaked_bytes(self, limit_bytes: int | None, kept_limit_bytes: float) -> int | None:
+    def unneeded_bytes(self, limit_bytes: int | None, kept_limit_bytes: float) -> int | None:
         """Return what is not needed if it is too much: by one limit for growth, and by another for what is kept."""
         if limit_bytes is None:
             return None

@@ -36,7 +36,6 @@ from typing import Any, TypeAlias
 from orchestrator.core import dispatch, restart_policy, slice_results, step_accounting
 from orchestrator.core.fleet import SliceFailed, SliceReported
 from orchestrator.core.slot import (
-    STALE,
     CardQuarantined,
     Close,
     Command,
@@ -165,7 +164,9 @@ def _drain(slot: Slot, _: Drain, __: Moment) -> Transition:
 
 def _close(slot: Slot, _: Close, moment: Moment) -> Transition:
     overdue_s = dispatch.overdue_s(slot, moment)
-    return _stopped(_stale(slot, overdue_s) if slot.ready and overdue_s > 0 else slot)
+    if slot.ready and overdue_s > moment.rules.stale_after_s:
+        slot = replace(_stale(slot, overdue_s), ended_stale=True)
+    return _stopped(slot)
 
 
 def _not_awaited(slot: Slot) -> Transition:
@@ -181,7 +182,7 @@ def _close_when_done(slot: Slot, _: Close, __: Moment) -> Transition:
 
 
 def _stale(slot: Slot, overdue_s: float) -> Slot:
-    return replace(slot, reason=f"{STALE}: its slice is {overdue_s:.0f} s overdue")
+    return replace(slot, reason=f"STALE: its slice is {overdue_s:.0f} s overdue")
 
 
 def _stopped(slot: Slot) -> Transition:

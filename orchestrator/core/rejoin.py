@@ -1,7 +1,7 @@
 """Decides when the Ray node of a PC is started, asked about and replaced, so that it comes back by itself. Pure.
 
 One turn takes what the PC sees of its node and of the head, and returns what is to be done. Does not start or end
-anything, and does not look (`cli/stay.py` does).
+anything, and does not poll (`cli/stay.py` does).
 
 Ray declares a node dead that it has not reached for a while. Such a node can never be a member again, and neither can
 one whose head has begun a new cluster: both are replaced.
@@ -26,7 +26,7 @@ _START_S = 180.0
 _ASK_EVERY_S = 3.0
 
 
-class Phase(Enum):
+class NodePhase(Enum):
     """What the PC is doing about its node."""
 
     DOWN = auto()
@@ -46,7 +46,7 @@ class Action(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class Sample:
     """What the PC sees of its node and of the head."""
 
     now_s: float
@@ -66,7 +66,7 @@ class Look:
 class Node:
     """What is known of the node from one turn to the next."""
 
-    phase: Phase = Phase.DOWN
+    phase: NodePhase = NodePhase.DOWN
     since_s: float = 0.0
     """When the phase began."""
     due_s: float = float("-inf")
@@ -82,55 +82,55 @@ class Node:
         return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(self.failures - 1, 10)) if self.failures else 0.0
 
 
-def turn(node: Node, look: Look) -> tuple[Node, Action]:
-    """Return what is known after a look, and what is to be done."""
+def turn(node: Node, sample: Sample) -> tuple[Node, Action]:
+    """Return what is known after a sample, and what is to be done."""
     match node.phase:
-        case Phase.DOWN:
-            return _while_down(node, look)
-        case Phase.STARTING:
-            return _while_starting(node, look)
-        case Phase.UP:
-            return _while_up(node, look)
+        case NodePhase.DOWN:
+            return _while_down(node, sample)
+        case NodePhase.STARTING:
+            return _while_starting(node, sample)
+        case NodePhase.UP:
+            return _while_up(node, sample)
 
 
-def _while_down(node: Node, look: Look) -> tuple[Node, Action]:
-    if look.is_running:  # it was there before this program
-        return _up(node, look, in_doubt=True), Action.WAIT
-    if not look.is_reachable:  # what failed before may well work once the head is back
-        return replace(node, due_s=look.now_s), Action.WAIT
-    if look.now_s < node.due_s:
+def _while_down(node: Node, sample: Sample) -> tuple[Node, Action]:
+    if sample.is_running:  # it was there before this program
+        return _up(node, sample, in_doubt=True), Action.WAIT
+    if not sample.is_reachable:  # what failed before may well work once the head is back
+        return replace(node, due_s=sample.now_s), Action.WAIT
+    if sample.now_s < node.due_s:
         return node, Action.WAIT
-    return replace(node, phase=Phase.STARTING, since_s=look.now_s), Action.START
+    return replace(node, phase=NodePhase.STARTING, since_s=sample.now_s), Action.START
 
 
-def _while_starting(node: Node, look: Look) -> tuple[Node, Action]:
-    if not look.is_starting:
-        return (_up(node, look), Action.WAIT) if look.is_running else (_failed(node, look), Action.END)
-    if not look.is_reachable:
-        return replace(node, phase=Phase.DOWN, since_s=look.now_s), Action.END
-    if look.now_s - node.since_s > _START_S:
-        return _failed(node, look), Action.END
+def _while_starting(node: Node, sample: Sample) -> tuple[Node, Action]:
+    if not sample.is_starting:
+        return (_up(node, sample), Action.WAIT) if sample.is_running else (_failed(node, sample), Action.END)
+    if not sample.is_reachable:
+        return replace(node, phase=NodePhase.DOWN, since_s=sample.now_s), Action.END
+    if sample.now_s - node.since_s > _START_S:
+        return _failed(node, sample), Action.END
     return node, Action.WAIT
 
 
-def _while_up(node: Node, look: Look) -> tuple[Node, Action]:
-    if not look.is_running or (node.in_doubt and look.is_member is False):
-        return _failed(node, look), Action.END
-    if not look.is_reachable:
+def _while_up(node: Node, sample: Sample) -> tuple[Node, Action]:
+    if not sample.is_running or (node.in_doubt and sample.is_member is False):
+        return _failed(node, sample), Action.END
+    if not sample.is_reachable:
         return replace(node, in_doubt=True), Action.WAIT
-    if look.is_member:
+    if sample.is_member:
         return replace(node, in_doubt=False), Action.WAIT
-    if not node.in_doubt or look.is_asking or look.now_s < node.due_s:
+    if not node.in_doubt or sample.is_asking or sample.now_s < node.due_s:
         return node, Action.WAIT
-    return replace(node, due_s=look.now_s + _ASK_EVERY_S), Action.ASK
+    return replace(node, due_s=sample.now_s + _ASK_EVERY_S), Action.ASK
 
 
-def _up(node: Node, look: Look, *, in_doubt: bool = False) -> Node:
-    return replace(node, phase=Phase.UP, since_s=look.now_s, due_s=look.now_s, in_doubt=in_doubt)
+def _up(node: Node, sample: Sample, *, in_doubt: bool = False) -> Node:
+    return replace(node, phase=NodePhase.UP, since_s=sample.now_s, due_s=sample.now_s, in_doubt=in_doubt)
 
 
-def _failed(node: Node, look: Look) -> Node:
-    was_steady = node.phase is Phase.UP and look.now_s - node.since_s >= _STEADY_S
+def _failed(node: Node, sample: Sample) -> Node:
+    was_steady = node.phase is NodePhase.UP and sample.now_s - node.since_s >= _STEADY_S
     failures = 1 if was_steady else node.failures + 1
-    failed = Node(since_s=look.now_s, failures=failures)
-    return replace(failed, due_s=look.now_s + failed.pause_s)
+    failed = Node(since_s=sample.now_s, failures=failures)
+    return replace(failed, due_s=sample.now_s + failed.pause_s)

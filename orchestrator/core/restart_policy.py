@@ -52,17 +52,18 @@ def no_memory_for_context(slot: Slot, why: str, moment: Moment) -> Transition:
     return _pausing(slot, WorkerState.EMERGENCY, why, moment.now_s + pause_s), (Forget(), Restart())
 
 
-def leaked(slot: Slot, growth_bytes: int, moment: Moment) -> Transition:
+def leaked(slot: Slot, unneeded_bytes: int, moment: Moment) -> Transition:
     """Replace a process that keeps more and more memory. Not a death, unless it did so at once: it did its work."""
     if slot.leak.reports <= _AT_ONCE_REPORTS:
-        return died(slot, leak_words(growth_bytes), moment, before=(Restart(),))
-    slot, why = replace(_restarted(slot), ending=True), f"{leak_words(growth_bytes)}; its process was replaced"
+        why = f"{leak_words(unneeded_bytes)}: drop every tensor in the workload's `release`"
+        return died(slot, why, moment, before=(Restart(),))
+    slot, why = replace(_restarted(slot), ending=True), f"{leak_words(unneeded_bytes)}; its process was replaced"
     return _pausing(slot, HeadState.RESTARTING, why, moment.now_s), (Forget(), Restart())
 
 
-def leak_words(growth_bytes: int) -> str:
-    """Say how much the memory of a process grew."""
-    return f"its process keeps {growth_bytes / MIB:.0f} MiB that its work does not need"
+def leak_words(unneeded_bytes: int) -> str:
+    """Say what a process keeps for nothing."""
+    return f"its process keeps {unneeded_bytes / MIB:.0f} MiB that its work does not need"
 
 
 def impossible(slot: Slot, why: str, moment: Moment, *, worked_before: bool) -> Transition:

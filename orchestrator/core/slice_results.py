@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from orchestrator.core import dispatch, restart_policy, step_accounting, verdict
+from orchestrator.core import dispatch, restart_policy, step_accounting
 from orchestrator.core.fleet import SliceFailed, SliceFailure, SliceReported
 from orchestrator.core.leak_detector import observed
 from orchestrator.core.slot import (
@@ -107,8 +107,10 @@ def _counted(slot: Slot, flight: Flight, report: Report, moment: Moment) -> Slot
         device=report.device if report.device is not None else slot.device,
         resume=report.resume if report.resume is not None else slot.resume,
         counts=slot.counts + report.counts,
-        since_s=moment.now_s if slot.since_s is None and report.state is not WorkerState.WARMING else slot.since_s,
-        worked_s=slot.worked_s + (0.0 if moment.ends_at_s is None else verdict.worked_s(report)),
+        first_report_s=moment.now_s
+        if slot.first_report_s is None and report.state is not WorkerState.WARMING
+        else slot.first_report_s,
+        worked_s=slot.worked_s + (0.0 if moment.ends_at_s is None else step_accounting.worked_s(report)),
         errors_in_a_row=slot.errors_in_a_row + 1 if report.error is not None else 0,
         leak=observed(slot.leak, report),
     )
@@ -132,26 +134,27 @@ def _accepted(slot: Slot, flight: Flight, report: Report, moment: Moment) -> Tra
 
 
 def _go_on(slot: Slot, moment: Moment) -> Transition:
-    """After a good report: more work, unless the run is ending or the process has taken too much memory.
+    """After a good report: more work, unless the run is ending or the process keeps too much memory.
 
-    That memory grows is said in every reason, and once for each process in the event log.
+    What it keeps is said in every reason, and once for each process in the event log.
     """
     rules, cap_bytes = moment.rules, math.inf if slot.device is None else slot.device.cap_bytes
+    # Where nothing runs any more, less is enough: a fresh process has that much more to work with.
+    share = _STARVED_SHARE if slot.state in STARVED else _LIMIT_SHARE
+    too_much_bytes = slot.leak.unneeded_bytes(rules.leak_limit_bytes, share * cap_bytes)
+    told_bytes = too_much_bytes or slot.leak.unneeded_bytes(rules.leak_flag_bytes, _FLAG_SHARE * cap_bytes)
     notes: tuple[Command, ...] = ()
-    leaked_bytes = slot.leak.leaked_bytes(rules.leak_flag_bytes, _FLAG_SHARE * cap_bytes)
-    if leaked_bytes is not None:
-        notes = () if slot.leak_told else (Note(name="leak", fields=(("growth_bytes", leaked_bytes),)),)
+    if told_bytes is not None:
+        notes = () if slot.leak_told else (Note(name="leak", fields=(("growth_bytes", told_bytes),)),)
         is_running = slot.state is WorkerState.RUNNING
-        reason = f"LEAK: {restart_policy.leak_words(leaked_bytes)}" if is_running else slot.reason
+        reason = f"LEAK: {restart_policy.leak_words(told_bytes)}" if is_running else slot.reason
         slot = changed(slot, leak_told=True, reason=reason)
     if slot.draining:
         return (slot if slot.in_flight else changed(slot, phase=Phase.STOPPED, wake_at_s=None)), notes
-    # Where nothing runs any more, less is enough: a fresh process has that much more to work with.
-    share = _STARVED_SHARE if slot.state in STARVED else _LIMIT_SHARE
-    leaked_bytes = slot.leak.leaked_bytes(rules.leak_limit_bytes, share * cap_bytes)
-    if leaked_bytes is not None:
-        return restart_policy.leaked(slot, leaked_bytes, moment)
-    slot, commands = dispatch.fill(slot, moment)
+    if too_much_bytes is None:
+        slot, commands = dispatch.fill(slot, moment)
+    else:
+        slot, commands = restart_policy.leaked(slot, too_much_bytes, moment)
     return slot, (*notes, *commands)
 
 

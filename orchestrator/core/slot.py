@@ -50,10 +50,6 @@ class Phase(StrEnum):
     DONE = "done"
 
 
-#: The first word in the reason of a slot whose slice is overdue.
-STALE = "STALE"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
     """The numbers of `run:` in cluster.yaml that concern a slot."""
@@ -124,10 +120,12 @@ class Slot:
     """The last that any report named: a broken process reports none."""
     counts: StepCounts = NO_COUNTS
     """Of all reports accepted, over all incarnations."""
-    since_s: float | None = None
+    first_report_s: float | None = None
     """When it first reported more than that it warms up, in this head's time."""
     worked_s: float = 0.0
-    """Time for which it worked since then, once the run counts (`verdict.worked_s`)."""
+    """Time for which it worked since then, once the run counts (`step_accounting.worked_s`)."""
+    ended_stale: bool = False
+    """Whether its slice was overdue by more than `stale_after_s` when the run ended; `reason` says by how much."""
     restarts: int = 0
     steps_lost_upper_bound: int = 0
     """At most so many good steps were done in slices that gave no report; they are not in `counts`."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 
 from orchestrator.core.slot import Flight, Slot, changed
+from workers.messages import Report, WorkerState
 
 #: A slice may do this many times the steps that the last report makes likely: enough to notice that steps got faster,
 #: and small enough for a bound on what was lost that says something.
@@ -21,6 +22,10 @@ _MOST_LIKELY = 2.0**57
 
 #: And this many more, so that a slot that has done next to nothing yet is not slowed down by it.
 _LEAST_LIMIT = 4
+
+#: A slice that ends in one of these was worked in from its beginning to its end: a worker that rests for its duty is
+#: RUNNING, and for one whose card is too hot THROTTLED and PAUSED say so.
+_AT_WORK = frozenset({WorkerState.RUNNING, WorkerState.THROTTLED, WorkerState.PAUSED, WorkerState.CORRUPT})
 
 
 def step_limit(slot: Slot, duration_s: float) -> int:
@@ -63,3 +68,8 @@ def all_lost(slot: Slot) -> Slot:
         return slot
     lost = slot.steps_lost_upper_bound + steps_at_risk(slot)
     return changed(slot, in_flight=(), steps_lost_upper_bound=lost)
+
+
+def worked_s(report: Report) -> float:
+    """Return the seconds of a slice that count as worked; in a slice without memory, what its good steps took."""
+    return report.wall_s if report.state in _AT_WORK else min(report.counts.busy_s, report.wall_s)

@@ -22,7 +22,7 @@ from rich.console import Console
 
 from orchestrator.config.load import dump_config
 from orchestrator.core.chaos.plan import ChaosPlan, check
-from orchestrator.core.verdict import outcome_of
+from orchestrator.core.run_outcome import outcome_of
 from orchestrator.errors import NoClusterError, OrchestratorError, UsageError, one_line
 from orchestrator.run import fake_sensors, fault_injection, node_setup, preflight, resume, run_dir
 from orchestrator.run.clock import Clock

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from orchestrator.config.schema import Config
-from orchestrator.core import circuit_breaker, dispatch, lifecycle, verdict
+from orchestrator.core import circuit_breaker, dispatch, lifecycle, run_outcome
 from orchestrator.core import slot as slots
 from orchestrator.core.fleet import Fleet, SliceEnded, SliceFailed, SliceFailure, SliceReported
 from orchestrator.core.memory_broker.broker import MemoryBroker
@@ -171,7 +171,7 @@ class Supervisor:
         ended_s = self.clock.monotonic_s() if self._ended_s is None else self._ended_s
         rate = self.config.run.min_success_rate
         incomplete = self.outlets.incomplete or self.past.incomplete
-        found = verdict.shortfalls(self._slots.values(), self._counting_since_s, ended_s, rate)
+        found = run_outcome.shortfalls(self._slots.values(), self._counting_since_s, ended_s, rate)
         return (*found, *((GAPS,) * incomplete))
 
     def _over(self) -> bool:

@@ -52,7 +52,6 @@ class _Drawn:
     """The line of a row, and what the line under it says; no reason where it says nothing."""
 
     line: Text
-    slot: str
     reason: str
     style: str
 
@@ -79,7 +78,7 @@ def health_table(snapshot: Snapshot, width: int, height: int | None = None, glyp
     room = None if height is None else height - len(header) - len(titles)
     if room is not None and room < len(footer) + _ROWS_BEFORE_SUMS:
         footer = []
-    body = _body(slots, drawn, None if room is None else room - len(footer), glyphs)
+    body = _body(slots, drawn, None if room is None else room - len(footer), width, glyphs)
     return _group([*header, *titles, *body, *footer], width)
 
 
@@ -214,11 +213,10 @@ def _drawn(row: Row, cells: dict[str, Text | None], layout: _Layout, glyphs: Gly
         reason = ""
     elif quiet and not trouble(row):
         reason = ""
-    slot = glyphs.shorten(glyphs.clean(row.slot), layout.widths["slot"])
-    return _Drawn(line=line, slot=slot, reason=reason, style="bold red" if quiet else STATE_STYLES[row.state])
+    return _Drawn(line=line, reason=reason, style="bold red" if quiet else STATE_STYLES[row.state])
 
 
-def _body(slots: Sequence[Brief], drawn: Sequence[_Drawn], room: int | None, glyphs: Glyphs) -> list[Text]:
+def _body(slots: Sequence[Brief], drawn: Sequence[_Drawn], room: int | None, width: int, glyphs: Glyphs) -> list[Text]:
     """Return the rows, each with its reason under it, that fit into `room` lines.
 
     While all rows fit, the best rows lose their reasons first. Else the best rows are summed up in the last line.
@@ -227,9 +225,9 @@ def _body(slots: Sequence[Brief], drawn: Sequence[_Drawn], room: int | None, gly
     is_new = (bool(now[0]) and now != before for before, now in zip([("", ""), *reasons], reasons, strict=False))
     reasons_so_far = list(itertools.accumulate(is_new))
     if room is None or len(drawn) + reasons_so_far[-1] <= room:
-        return _with_reasons(drawn, len(drawn), glyphs)
+        return _with_reasons(drawn, len(drawn), width, glyphs)
     if len(slots) <= room:
-        return _with_reasons(drawn, room - len(slots), glyphs)
+        return _with_reasons(drawn, room - len(slots), width, glyphs)
     most = max(1, room // _REASONS_OF_ROOM)
     lines = (count + min(most, reasons) for count, reasons in enumerate(reasons_so_far, start=1))
     count = max(1, sum(taken < room for taken in lines))
@@ -237,10 +235,10 @@ def _body(slots: Sequence[Brief], drawn: Sequence[_Drawn], room: int | None, gly
     by_state = ", ".join(f"{number} {state}" for state, number in states.items())
     hidden = f" {next(iter(states))}" if len(states) == 1 else f": {by_state}"
     more = Text(f"{glyphs.ellipsis} and {states.total()} more{hidden}", "dim")
-    return [*_with_reasons(drawn[:count], most, glyphs), more]
+    return [*_with_reasons(drawn[:count], most, width, glyphs), more]
 
 
-def _with_reasons(drawn: Sequence[_Drawn], most: int, glyphs: Glyphs) -> list[Text]:
+def _with_reasons(drawn: Sequence[_Drawn], most: int, width: int, glyphs: Glyphs) -> list[Text]:
     """Return the rows; neighbours with the same reason share one line of it. `most` reasons are shown."""
     lines: list[Text] = []
     for (reason, style), same in itertools.groupby(drawn, lambda row: (row.reason, row.style)):
@@ -248,6 +246,6 @@ def _with_reasons(drawn: Sequence[_Drawn], most: int, glyphs: Glyphs) -> list[Te
         lines += [row.line for row in rows]
         if reason and most > 0:
             most -= 1
-            whose = f"{rows[0].slot} to {rows[-1].slot} ({len(rows)}): " if len(rows) > 1 else ""
-            lines.append(Text(f"  {glyphs.branch} {whose}{reason}", style))
+            whose = f"these {len(rows)}: " if len(rows) > 1 else ""
+            lines.append(Text(glyphs.shorten(f"  {glyphs.branch} {whose}{reason}", width), style))
     return lines

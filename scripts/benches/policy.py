@@ -247,6 +247,7 @@ def _targets(figures: Mapping[str, Any], decision_us: float) -> list[dict[str, s
         if target.failures_per_minute < float("inf"):
             rate = row["failures_per_minute"]
             found.append(judged(f"{where}: failures per minute", rate, at_most=target.failures_per_minute))
+        found.append(judged(f"{where}: worst minute", row["worst_minute"], at_most=FAILURES_PER_MINUTE))
     cold, level = figures["constant_level"][0], "constant level, exact"
     failures = cold[f"most_failures_in_{_SECOND_RUN_STEPS}_steps_from_learned"]
     return [
@@ -268,6 +269,7 @@ def _shape_targets(figures: Mapping[str, Any]) -> list[dict[str, str]]:
             where = f"{regime}, shapes, {row['signal']}"
             means = _kinds(row)
             found.append(judged(f"{where}: rest", row["rest_share"], at_most=MOST_REST_SHARE))
+            found.append(judged(f"{where}: worst minute", row["worst_minute"], at_most=FAILURES_PER_MINUTE))
             if row["signal"] in SHAPE_TARGETS:
                 least = dict(zip(("plain", "spiky"), SHAPE_TARGETS[row["signal"]], strict=True))
             elif not today:

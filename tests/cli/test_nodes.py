@@ -147,7 +147,7 @@ def test_a_head_that_may_not_be_signalled_is_told_and_the_others_end(
         real(process, number)
 
     monkeypatch.setattr(psutil.Process, "send_signal", as_this_user)
-    refused, asked = stop_runs(str(tmp_path))
+    refused, asked, *_ = stop_runs(str(tmp_path), wait_s=PATIENCE_S)
     assert refused.startswith("run run-1 cannot be asked to end: ")
     assert asked == f"asked run run-2 (process {mine.pid}) to end"
     assert mine.wait(PATIENCE_S) == 7
@@ -177,8 +177,17 @@ def test_a_run_with_another_folder_is_named_with_the_command_that_ends_it(start:
 def test_a_node_is_ended_only_after_its_run(start: Starter, tmp_path: Path) -> None:
     process = head(start)
     recorded(tmp_path, process.pid)
-    assert [line.split()[0] for line in stop_runs(str(tmp_path), wait=True)] == ["asked", "waiting"]
+    assert [line.split()[0] for line in stop_runs(str(tmp_path), wait_s=60.0)] == ["asked", "waiting"]
     assert process.poll() is not None
+
+
+def test_a_run_that_does_not_end_is_named(start: Starter, tmp_path: Path) -> None:
+    body = "import signal; signal.signal(2, signal.SIG_IGN); print('ready', flush=1); signal.pause()"
+    deaf = start([sys.executable, "-c", body])
+    assert deaf.stdout is not None
+    assert deaf.stdout.readline() == "ready\n"
+    recorded(tmp_path, deaf.pid)
+    assert list(stop_runs(str(tmp_path), wait_s=0.2))[-1] == "run run-1 has not ended"
 
 
 def sleeper(start: Starter, **environment: str) -> subprocess.Popen[str]:
@@ -288,11 +297,15 @@ def test_executing_runs_the_steps_then_ray_with_the_mark(tmp_path: Path, monkeyp
     assert (tmp_path / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_step_that_fails_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_token_nothing_starts_and_the_way_to_one_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, body in (("ray", f"touch {tmp_path}/started"), ("scp", "exit 3")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert execute(command_for(REFERENCE, "pc2", "h:6379")) == 3
+    with pytest.raises(UsageError, match=r"copy ~/.ray/auth_token from the head's PC") as told:
+        execute(command_for(REFERENCE, "pc2", "h:6379"))
+    assert "scp -- h:.ray/auth_token" in str(told.value)
     assert not (tmp_path / "started").exists()

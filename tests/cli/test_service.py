@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.cli.nodes import stop_node
 from orchestrator.cli.service import unit_text
+from orchestrator.core.node_commands import NODE_MARK
 from tests.scene import PATIENCE_S, ROOT, orchestrator
 
 #: Stands in for systemctl, because nothing may really be enabled here: notes what it is asked, and is content.
@@ -47,7 +49,7 @@ def test_the_unit_is_written_enabled_started_and_explained(home: Path) -> None:
         *("--config", str(ROOT / "cluster.yaml"), "--set", "nodes.pc2.workers=1", *HEAD),
     ]
     asked = (home / "bin" / "systemctl.asked").read_text().splitlines()
-    assert [words.split()[1] for words in asked] == ["show-environment", "daemon-reload", "enable", "restart"]
+    assert [words.split()[1] for words in asked] == ["show-environment", "stop", "daemon-reload", "enable", "start"]
     assert str(unit) in done.stdout
     assert unit.read_text() in done.stdout
     for command in ("journalctl --user", "systemctl --user stop", "disable --now", "loginctl enable-linger"):
@@ -61,6 +63,18 @@ def test_without_a_systemd_of_the_user_nothing_is_written_and_the_command_to_typ
     command = done.stderr.splitlines()[-1]
     assert command.startswith("nohup ")
     assert command.endswith(f"up pc2 --exec --stay --config {ROOT / 'cluster.yaml'} {' '.join(HEAD)} > pc2.log &")
+    assert not (home / ".config").exists()
+
+
+def test_what_a_service_would_end_at_once_for_is_said_before_anything_is_written(home: Path) -> None:
+    keeper = subprocess.Popen(["sh", "-c", "sleep 600; :", "up", "--stay"], env={**os.environ, NODE_MARK: "pc2"})
+    try:
+        done = service(home, CONTENT, *HEAD)
+    finally:
+        list(stop_node("pc2"))
+        keeper.wait(PATIENCE_S)
+    assert done.returncode == 2
+    assert f"process {keeper.pid} keeps pc2 already" in done.stderr
     assert not (home / ".config").exists()
 
 

@@ -110,12 +110,9 @@ def test_a_raylet_that_is_killed_is_started_again_and_stop_ends_it_and_its_keepe
     assert processes_of(NODE) == set()
 
 
-def test_why_a_start_has_failed_is_said_and_what_it_left_is_ended(
-    keep: Callable[..., Kept], head: str, tmp_path: Path
-) -> None:
+def test_why_a_start_has_failed_is_said(keep: Callable[..., Kept], head: str, tmp_path: Path) -> None:
     kept = keep(f"{tmp_path}/raylet 600 & echo; echo the port is in use; echo; exit 1", head)
     kept.says("`ray start` has failed: the port is in use; next try after 2 s")
-    assert len([process for process in processes_of(NODE) if process.name() == "raylet"]) <= 1
 
 
 def test_a_node_that_runs_is_kept_and_a_second_keeper_is_refused(

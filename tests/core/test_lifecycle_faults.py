@@ -353,15 +353,16 @@ def test_where_nothing_runs_any_more_an_eighth_of_the_cap_is_too_much() -> None:
     scene.hold(100, **keeping(24), state=WorkerState.EMERGENCY)
     scene.hold(100, **keeping(25))
     assert scene.slot.phase is Phase.WORKING
-    scene.hold(100, **keeping(25), state=WorkerState.EMERGENCY)
+    assert scene.hold(100, **keeping(25), state=WorkerState.EMERGENCY) == [{"growth_bytes": 25 * MIB}]
     assert (scene.slot.state, scene.slot.deaths_at_s) == (HeadState.RESTARTING, ())
 
 
 def test_a_process_that_keeps_too_much_at_once_counts_as_a_death() -> None:
     """Or a slot would be busy with nothing but new processes for the whole night."""
     scene = Leaking.joined(leak_limit_bytes=1024 * MIB)
-    scene.hold(100, **keeping(150))
+    assert scene.hold(100, **keeping(150)) == [{"growth_bytes": 150 * MIB}]
     assert (scene.slot.state, len(scene.slot.deaths_at_s)) == (HeadState.RESTARTING, 1)
+    assert "drop every tensor in the workload's `release`" in scene.slot.reason
 
 
 def test_a_fresh_process_that_has_measured_nothing_yet_is_not_replaced_for_what_the_last_one_held() -> None:

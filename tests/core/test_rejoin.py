@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from orchestrator.core.rejoin import Action, Look, Node, Phase, turn
+from orchestrator.core.rejoin import Action, Node, NodePhase, Sample, turn
 
 
 @dataclass
@@ -38,14 +38,14 @@ class PC:
         if self._ready_s is not None and self.is_plugged and self.now_s >= self._ready_s:
             self.is_running = self.is_member = self.starts(self.started_s[-1])
             self._ready_s = None
-        look = Look(
+        sample = Sample(
             now_s=self.now_s,
             is_reachable=self.is_plugged,
             is_starting=self._ready_s is not None,
             is_running=self.is_running,
             is_member=self._answer,
         )
-        self.node, action = turn(self.node, look)
+        self.node, action = turn(self.node, sample)
         self._answer = None
         if action is Action.START:
             assert not self.is_running, "two nodes of one name"
@@ -62,7 +62,7 @@ class PC:
 def joined(**kinds: object) -> PC:
     pc = PC(**kinds)  # type: ignore[arg-type]
     assert pc.pass_s(5) == [Action.START]
-    assert pc.node.phase is Phase.UP
+    assert pc.node.phase is NodePhase.UP
     return pc
 
 
@@ -71,7 +71,7 @@ def test_a_node_is_started_once_the_head_can_be_reached_and_then_left_alone() ->
     assert pc.pass_s(600) == []
     pc.is_plugged = True
     assert pc.pass_s(600) == [Action.START]
-    assert pc.node.phase is Phase.UP
+    assert pc.node.phase is NodePhase.UP
 
 
 def test_after_a_cut_that_the_head_has_not_noticed_the_node_is_asked_about_and_stays() -> None:
@@ -90,7 +90,7 @@ def test_a_node_that_the_head_no_longer_knows_is_replaced_at_once_even_while_it_
     pc.pass_s(75)
     pc.is_member, pc.is_plugged = False, True
     assert pc.pass_s(10) == [Action.ASK, Action.END, Action.START]
-    assert pc.node.phase is Phase.UP
+    assert pc.node.phase is NodePhase.UP
 
 
 def test_a_head_that_does_not_answer_is_asked_again_and_the_node_stays() -> None:
@@ -100,7 +100,7 @@ def test_a_head_that_does_not_answer_is_asked_again_and_the_node_stays() -> None
     pc.is_plugged, pc.is_member = True, None  # type: ignore[assignment]  # no answer
     assert set(pc.pass_s(60)) == {Action.ASK}
     assert pc.node.in_doubt
-    at_work = Look(now_s=pc.now_s + 60.0, is_reachable=True, is_running=True, is_asking=True)
+    at_work = Sample(now_s=pc.now_s + 60.0, is_reachable=True, is_running=True, is_asking=True)
     assert turn(pc.node, at_work)[1] is Action.WAIT, "one question at a time"
     pc.is_member = True
     pc.pass_s(5)
@@ -122,15 +122,17 @@ def test_the_pause_between_starts_that_fail_doubles_up_to_a_minute_and_begins_an
     pc = PC(starts=lambda now_s: now_s >= repaired_s)
     pc.pass_s(600)
     pauses_s = [after - before - 3.0 for before, after in zip(pc.started_s, pc.started_s[1:], strict=False)]
+    assert set(pc.actions[0::2]) == {Action.START}
+    assert set(pc.actions[1::2]) == {Action.END}, "what a start that failed has left holds the card"
     assert pauses_s[:9] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
 
     repaired_s = pc.now_s
     pc.pass_s(70)
-    assert pc.node.phase is Phase.UP
+    assert pc.node.phase is NodePhase.UP
     pc.is_running = False  # too early for a first failure
     assert Action.START not in pc.pass_s(30)
     pc.pass_s(30 + 5 + 120)
-    assert pc.node.phase is Phase.UP
+    assert pc.node.phase is NodePhase.UP
     pc.is_running = False
     assert Action.START in pc.pass_s(3)
 
@@ -138,7 +140,7 @@ def test_the_pause_between_starts_that_fail_doubles_up_to_a_minute_and_begins_an
 def test_the_heads_return_ends_a_pause() -> None:
     pc = PC(starts=lambda _now_s: False)
     pc.pass_s(200)
-    assert pc.node.phase is Phase.DOWN
+    assert pc.node.phase is NodePhase.DOWN
     pc.is_plugged = False
     pc.pass_s(2)
     pc.is_plugged = True
@@ -153,7 +155,7 @@ def test_a_start_into_which_a_cut_falls_is_ended_and_is_no_failure() -> None:
     assert pc.pass_s(600) == [Action.END]
     pc.is_plugged = True
     assert pc.pass_s(5) == [Action.START]
-    assert pc.node.phase is Phase.UP
+    assert pc.node.phase is NodePhase.UP
     assert pc.node.failures == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from tests.in_child import InChild
 from tests.scene import MIB, spec_of, vm_data_bytes
 from workers import oom
+from workers.devices import process_memory
 from workers.devices.common import EmergencyProduct, threads_for
 from workers.devices.cpu import CpuDevice
 from workers.messages import ContextCorruptedError
@@ -256,6 +258,29 @@ def test_a_little_growth_of_the_process_is_not_charged_and_a_leak_cannot_raise_t
     assert found["free_after_drift"] >= 0.95 * found["cap"]
     assert found["kept"] <= found["cap"] + 64 * MIB
     assert found["free"] < 16 * MIB
+
+
+def peaks(spec: WorkerSpec, clear: str) -> Found:
+    process_memory._CLEAR = Path(clear)  # in a process of its own
+    device = CpuDevice(spec)
+    device.timed(lambda: torch.ones(64 * MIB, dtype=torch.uint8).numel())
+    return {"bytes": device.step_peak_bytes(), "source": device.info.peak_source}
+
+
+@pytest.mark.parametrize(
+    ("clear", "says", "least_bytes", "most_bytes"),
+    [
+        ("/proc/self/clear_refs", "measured", 63 * MIB, 72 * MIB),
+        ("/proc/self/refused/clear_refs", "not measured", 0, MIB),
+    ],
+    ids=["reset", "refused"],
+)
+def test_the_peak_of_a_step_that_frees_all_is_measured_or_it_is_said_why_not(
+    in_child: InChild, clear: str, says: str, least_bytes: int, most_bytes: int
+) -> None:
+    found = in_child(peaks, spec_of(budget_bytes=BUDGET_BYTES), clear)
+    assert least_bytes <= found["bytes"] <= most_bytes
+    assert found["source"].startswith(says)
 
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(16, 7, 2), (4, 8, 1), (1, 1, 1), (16, 1, 16), (10, 10, 1)])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import ClassVar
 
 import torch
 
-from tests.engine.scene import slice_of, slices
+from tests.engine.scene import slice_of
 from tests.scene import MIB
 from workers.engine.engine import Engine
 from workers.messages import Report
@@ -95,10 +96,11 @@ class Deep(Workload):
 
 
 class Greedy(Squares):
-    """Takes twice the cap wherever it is told to, and notes whether it got it."""
+    """Takes twice the cap wherever it is told to, and notes that it tried, and whether it got it."""
 
     where: ClassVar[str] = ""
     took_bytes: ClassVar[int] = 0
+    tried: ClassVar[list[str]] = []
     obtained: ClassVar[list[str]] = []
 
     def __init__(self, context: WorkloadContext) -> None:
@@ -107,6 +109,7 @@ class Greedy(Squares):
 
     def take(self, where: str) -> None:
         if where == Greedy.where:
+            Greedy.tried.append(where)
             torch.ones(Greedy.took_bytes, dtype=torch.uint8, device=self.context.device)
             Greedy.obtained.append(where)
 
@@ -129,20 +132,17 @@ class Greedy(Squares):
         return None
 
 
-def greedy(spec: WorkerSpec, where: str) -> tuple[list[Report], list[str]]:
-    """Run a few steps of a workload that takes too much in one place; what it obtained there comes second."""
+def greedy(spec: WorkerSpec, where: str) -> tuple[list[Report], list[str], list[str]]:
+    """Run a few steps of a workload that takes too much in one place: how often it tried there, and what it obtained.
+
+    What the engine does only now and then or only on a card is done once more.
+    """
     Greedy.where, Greedy.took_bytes = where, 2 * spec.budget_bytes
-    return slices(spec, [{"duration_s": 0.2}] * 4), Greedy.obtained
-
-
-def moved(spec: WorkerSpec) -> tuple[list[Report], list[str]]:
-    """Time the memory of a greedy workload, which the engine does only on a card."""
-    Greedy.where, Greedy.took_bytes = "move", 2 * spec.budget_bytes
     engine = Engine(spec)
-    report = slice_of(engine)
-    assert engine._session is not None
-    try:
-        engine._session.bandwidth()
-    except (RuntimeError, MemoryError):
-        return [report], Greedy.obtained
-    return [report], [*Greedy.obtained, "no error"]
+    reports = [slice_of(engine, sequence, duration_s=0.2) for sequence in range(4)]
+    session = engine._session
+    if session is not None:
+        for call in (session.release, session.bandwidth):
+            with suppress(RuntimeError, MemoryError):
+                call()
+    return reports, Greedy.tried, Greedy.obtained

@@ -117,6 +117,17 @@ TEXTS = {
     ],
 }
 
+#: Texts that name the refused request, and its bytes.
+REQUESTS = {
+    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 23.69 GiB": 20 * 2**30,
+    "CUDA out of memory. Tried to allocate 512.00 MiB (GPU 0; 7.79 GiB total capacity": 512 * 2**20,
+    "DefaultCPUAllocator: can't allocate memory: you tried to allocate 400 bytes. Error code 12": 400,
+    "Allocation on device 0 would exceed allowed memory. (out of memory)\nRequested               : 1.00 GiB": 2**30,
+    "Unable to allocate 7.45 GiB for an array with shape (1000000000,)": int(7.45 * 2**30),
+    "CUDA out of memory.": None,
+    "tried to allocate 1.2.3 GiB": None,
+}
+
 
 class TestText:
     @pytest.mark.parametrize(("kind", "message"), [(kind, text) for kind, texts in TEXTS.items() for text in texts])
@@ -134,6 +145,10 @@ class TestText:
         self, exception_type: type[Exception], kind: FailureKind
     ) -> None:
         assert classify(exception_type("CUDA out of memory. Tried to allocate 2.00 GiB")).kind is kind
+
+    @pytest.mark.parametrize(("message", "requested_bytes"), REQUESTS.items())
+    def test_what_was_refused_stands_in_it(self, message: str, requested_bytes: int | None) -> None:
+        assert classify(MemoryError(message)).requested_bytes == requested_bytes
 
 
 #: cudaError codes after which a process gets no more work out of its device.

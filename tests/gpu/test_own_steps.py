@@ -50,6 +50,6 @@ def test_what_stays_after_a_release_is_reported_long_before_nothing_fits(in_chil
 
 
 def test_a_constructor_that_needs_more_than_the_cap_is_refused_in_words(in_child: Callable[..., Any]) -> None:
-    (report, *_), obtained = in_child(own_steps.greedy, spec(own_steps.Greedy), "__init__")
+    (report, *_), _, obtained = in_child(own_steps.greedy, spec(own_steps.Greedy), "__init__")
     assert (report.verdict, obtained) == (Verdict.INCOMPATIBLE, [])
     assert "the constructor of workload" in report.reason

@@ -169,6 +169,14 @@ def test_a_pause_that_others_prolong_ends_at_the_smallest_duty() -> None:
     assert back[-1] > 0.5, "the others give way as it returns"
 
 
+def test_a_card_that_was_cool_keeps_half_of_its_time_when_it_is_warm_again() -> None:
+    """What a pause has left of the duty would else be missing for minutes."""
+    played = Played()
+    for told_c in [84] + [80] * 130 + [60] * 5:
+        played.see(told_c)
+    assert played.see(71).duty >= 0.5
+
+
 def test_each_threshold_can_be_off() -> None:
     full = Played(ThermalSettings(hot_c=None))
     assert [full.see(told_c).duty for told_c in [82] * 50 + [83, 76, 74]] == [1.0] * 50 + [0.0, 0.0, 1.0]

@@ -142,6 +142,11 @@ def test_before_the_first_report_only_the_plan_is_known() -> None:
     }
 
 
+def test_a_process_that_is_awaited_says_for_how_long() -> None:
+    slot = Slot(slot="pc1/3", state=HeadState.STARTING, reason="its process starts", working_since_s=1000.0)
+    assert row(PLAN, slot, Meter(), 1009.5).reason == "its process starts, 9 s so far"
+
+
 def test_a_row_shows_the_counters_of_the_slot_and_the_facts_of_the_last_report() -> None:
     known = {"steps_ok": 6, "steps_oom": 2, "steps_error": 2, "oom_count": 3, "emergency_count": 4}
     counts = {**known, "verify_checks": 5, "verify_errors": 1}

@@ -199,7 +199,7 @@ def test_a_terminal_of_80x24_shows_all_rows_of_the_reference_pair_and_the_worst_
     assert sorted(line.split()[0] for line in lines if line.startswith("pc")) == slots
     reasons = [line.split(maxsplit=1)[1] for line in lines if "└" in line]
     if alike:
-        assert reasons == ["pc1/0 to pc2/2 (10): its process starts"]
+        assert reasons == ["these 10: its process starts"]
     else:
         assert reasons == [f"the reason of {slot}" for slot in ("pc1/0", "pc1/3", "pc1/6", "pc2/2")]
         assert len(lines) == 23
@@ -212,6 +212,9 @@ def test_where_not_all_rows_fit_the_worst_keep_their_reasons() -> None:
     lines = table_of(make_snapshot(*rows), 80, 23)
 
     assert [line for line in lines if "└" in line] == ["  └ 0", "  └ 1", "  └ 2"]
+    long = table_of(make_snapshot(make_row(state=WorkerState.BACKOFF, reason="out of memory, " * 20)), 80, 23)
+    (reason,) = (line for line in long if "└" in line)
+    assert reason.endswith("…"), reason
     assert "… and 10 more BACKOFF" in lines
     assert len(lines) == 23
 

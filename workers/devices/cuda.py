@@ -115,9 +115,7 @@ class CudaDevice:
     def obtain(self, size_bytes: int) -> int:
         """Take one block, in whole allocator segments so that rounding never asks for more than was meant."""
         whole = size_bytes - size_bytes % _SEGMENT_BYTES or size_bytes
-        obtained_bytes = torch.empty(whole, dtype=torch.uint8, device=self.torch_device).nbytes
-        torch.cuda.reset_peak_memory_stats(self.torch_device)  # what was obtained for a moment is no step's peak
-        return obtained_bytes
+        return torch.empty(whole, dtype=torch.uint8, device=self.torch_device).nbytes
 
     def held_bytes(self) -> int:
         return int(torch.cuda.memory_allocated(self.torch_device))
@@ -139,16 +137,11 @@ class CudaDevice:
     def step_peak_bytes(self) -> int:
         """See `Device.step_peak_bytes`; exact: the allocator keeps the highest value."""
         peak = torch.cuda.max_memory_allocated(self.torch_device)
-        torch.cuda.reset_peak_memory_stats(self.torch_device)
         self._peak_bytes = max(self._peak_bytes, peak)
         return peak
 
     def rebase(self) -> None:
-        """Begin a new peak: what a failed step had obtained is not the next one's.
-
-        The context was measured when the device was opened, and the allocator counts tensors exactly.
-        """
-        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        """See `Device.rebase`: the context was measured at the start, and the allocator counts tensors exactly."""
 
     def memory(self) -> MemoryInfo:
         free_on_card = self._free_on_card_bytes()
@@ -176,6 +169,7 @@ class CudaDevice:
 
     def timed(self, work: Callable[[], T]) -> tuple[T, float]:
         """See `Device.timed`; by events on the card. Turns that its other tenants take in between are included."""
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
         # Blocking events: a waiting worker must not spin, or seven of them take seven cores.
         started = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]  # no types here
         ended = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]

@@ -197,8 +197,7 @@ def failed(state: Sizer, bounds: Bounds, at_s: float, size: int, at_least_bytes:
     heavy, line = state.heavy, state.line
     x = float(max(1, size)) ** bounds.power
     shown = None if line is None or not line.predicts(x) else (at_least_bytes or 0) / line.bytes_at(x)
-    is_heavy = shown is not None and shown >= HEAVY and not heavy.failed
-    is_heavy = is_heavy or heavy.is_due
+    is_heavy = heavy.is_due or (shown is not None and shown >= HEAVY and not heavy.failed)
     unjudged = state.unjudged
     is_expected = is_heavy and size > bounds.smallest
     if line is not None and _believed(state):

@@ -179,11 +179,13 @@ class ThermalGovernor:
     def _reason(self, state: ThermalState, band: ThermalBand | None, duty: float) -> str:
         settings = self._settings
         told = "temperature unknown" if state.temperature_c is None else f"{state.temperature_c:.0f} C"
-        words = told = told if band is None else f"{told}, {_action(band, duty)}"
+        if band is not None:
+            told = f"{told}, {_action(band, duty)}"
+        words = told
         if state.band is ThermalBand.CRITICAL:
             words = f"paused at {state.temperature_c:.0f} C, goes on below {self._resume_c:g} C"
         elif duty <= 1.001 * settings.smallest_duty < 1.0:
-            words = f"{told} to the smallest duty of {duty:.0%}: other work heats the card, or its cooling fails"
+            words = f"{told}, at the smallest duty of {duty:.0%}: other work heats the card, or its cooling fails"
         elif duty < 1.0 and state.temperature_c is not None:
             words = f"{told}, duty {duty:.0%} to hold {duty_law.aim_c(state.duty, self._bounds):.1f} C"
         elif duty < 1.0:

@@ -9,20 +9,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from orchestrator.core.slot import STALE, HeadState, Slot
-from workers.messages import STARVED, Report, StepCounts, WorkerState
+from orchestrator.core.slot import HeadState, Slot
+from workers.messages import STARVED, StepCounts, WorkerState
 
 #: A slot that worked for less than this share of its time degrades the run.
 LEAST_WORKED: Final = 0.5
-
-#: A slice that ends in one of these was worked in from its beginning to its end: a worker that rests for its duty is
-#: RUNNING, and for one whose card is too hot THROTTLED and PAUSED say so.
-_AT_WORK = frozenset({WorkerState.RUNNING, WorkerState.THROTTLED, WorkerState.PAUSED, WorkerState.CORRUPT})
-
-
-def worked_s(report: Report) -> float:
-    """Return the seconds of a slice that count as worked; in a slice without memory, what its good steps took."""
-    return report.wall_s if report.state in _AT_WORK else min(report.counts.busy_s, report.wall_s)
 
 
 def shortfalls(
@@ -36,7 +27,7 @@ def shortfalls(
     told, counts = [], []
     for slot in slots:
         counts.append(slot.counts)
-        since_s = max(ended_s if at_s is None else at_s for at_s in (began_s, slot.since_s))
+        since_s = max(ended_s if at_s is None else at_s for at_s in (began_s, slot.first_report_s))
         if words := "; ".join(_of_slot(slot, ended_s - since_s)):
             told.append(f"{slot.slot}: {words}")
     rate = StepCounts.total(counts).success_rate
@@ -56,7 +47,7 @@ def outcome_of(missed: Sequence[str], *, interrupted: bool) -> tuple[str, int]:
 def _of_slot(slot: Slot, time_s: float) -> Iterator[str]:
     if isinstance(slot.state, HeadState) or slot.state in STARVED:
         yield f"ended in {slot.state}: {slot.reason}"
-    elif slot.reason.startswith(STALE):
+    elif slot.ended_stale:
         yield f"ended {slot.reason}"
     counts = slot.counts
     if counts.verify_errors:
