@@ -114,6 +114,7 @@ class Engine:
             return report
         return replace(
             report,
+            events=(*report.events, *session.told.taken()),
             # After every failure too: without it the head takes an out-of-memory for a card that is full.
             device=session.device.info,
             sensors=session.thermal.reading,
@@ -190,6 +191,8 @@ def _step(session: Session, stats: SliceStats, run: Run) -> StepOk | StepOom | N
     try:
         result, seconds = session.device.timed(lambda: session.step(run))
         flop = _flop(result)
+    except IncompatibleError:
+        raise  # no step will ever do better
     except Exception as error:  # noqa: BLE001 - classified outside the handler
         # Only text leaves the handler: the traceback holds the frames, and the frames hold the tensors.
         failure = oom.classify(error)
@@ -202,6 +205,7 @@ def _step(session: Session, stats: SliceStats, run: Run) -> StepOk | StepOom | N
         at_least_bytes = max(held_bytes, session.device.step_peak_bytes())
         return handle_failure(session, stats, run, failure, traceback, at_least_bytes)
     session.step_succeeded()
+    session.workload.save()
     stats.count(StepCounts(steps_ok=1, work_flop=flop, busy_s=seconds))
     return StepOk(
         at_s=time.monotonic(),

@@ -11,7 +11,7 @@ from workers.devices.base import Device, open_device
 from workers.engine.duty_cycle import DutyCycle
 from workers.engine.fault_injection import ChaoticWorkload
 from workers.engine.result_checks import ResultChecks
-from workers.engine.session import Session
+from workers.engine.session import Session, Told
 from workers.engine.slice_stats import SliceStats
 from workers.engine.thermal_control import ThermalControl
 from workers.learned_limits.limits import settings_hash, workload_fingerprint
@@ -60,6 +60,7 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
     gc.freeze()
     failure: Failure | None = None
     chaos: ChaoticWorkload | None = None
+    told = Told()
     try:
         if spec.fake_sensors is not None:
             load(spec.fake_sensors)  # before any query to the real ones
@@ -73,6 +74,7 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
             slot=spec.slot,
             state_dir=_state_dir(spec),
             fresh=stats.directive.incarnation == 0,
+            tell=told.add,
         )
         workload = _make_workload(spec, device, context)
         if spec.step_faults is not None:
@@ -138,6 +140,7 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
         checks=ResultChecks(spec.check_share, f"{spec.slot}, {info.name}" + (f" {info.uuid}" if info.uuid else "")),
         duty=DutyCycle(spec.duty),
         chaos=chaos,
+        told=told,
         incarnation=stats.directive.incarnation,
         opened_kept_bytes=device.kept_bytes(),
     )

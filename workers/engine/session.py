@@ -17,7 +17,7 @@ from workers.engine.result_checks import ResultChecks
 from workers.engine.slice_stats import SliceStats
 from workers.engine.thermal_control import ThermalControl
 from workers.learned_limits.limits import choose
-from workers.messages import Progress, WorkerState
+from workers.messages import Progress, WorkerEvent, WorkerState
 from workers.oom import MAX_PROBABLE_IN_A_ROW, Failure
 from workers.policy.base import Decision, Event, Policy, Pressure, Run
 from workers.settings import FailureKind, LimitKey, Scalar, StoredLimit, WorkerSpec
@@ -40,6 +40,22 @@ _WORTH_A_LOOK: Final = 0.1
 _FULL_SHARE: Final = 0.9
 
 
+class Told:
+    """The events that a workload has told of and no report has carried yet."""
+
+    def __init__(self) -> None:
+        self._events: list[WorkerEvent] = []
+
+    def add(self, name: str, /, **detail: Scalar) -> None:
+        """Keep an event for the next report."""
+        self._events.append(WorkerEvent(name=name, at_unix_s=time.time(), detail=detail))
+
+    def taken(self) -> list[WorkerEvent]:
+        """Return them, and forget them."""
+        events, self._events = self._events, []
+        return events
+
+
 @dataclass(slots=True)
 class Session:
     """The device, the workload, the policy and its state."""
@@ -56,6 +72,7 @@ class Session:
     duty: DutyCycle
     chaos: ChaoticWorkload | None
     """`workload` itself, where `run --chaos` wrapped it."""
+    told: Told
 
     # Changed by the methods below.
     incarnation: int
@@ -301,7 +318,7 @@ class Session:
         if self.thermal.slows:
             return WorkerState.THROTTLED, self.thermal.decision.reason
         alarm = self.thermal.decision.reason if self.thermal.alarmed else ""
-        return WorkerState.RUNNING, note or self._shortage() or alarm
+        return WorkerState.RUNNING, note or self.workload.notice or self._shortage() or alarm
 
     def _shortage(self) -> str:
         """Say why the worker may hold much less than its cap; empty if it may hold enough."""

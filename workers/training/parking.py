@@ -1,8 +1,4 @@
-"""All tensors of a training in host memory for a while, and back on the device.
-
-On a CPU, host memory is shared memory: the worker's cap counts what is private to its process, as a card's cap counts
-what is on the card.
-"""
+"""All tensors of a training in host memory for a while, and back on the device."""
 
 from __future__ import annotations
 
@@ -12,6 +8,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+
+from workers.training.host_memory import like
 
 Container: TypeAlias = MutableMapping[Any, Any] | MutableSequence[Any]
 
@@ -46,7 +44,7 @@ class Parking:
         """Move all tensors of the device to host memory, one by one; return the bytes that wait there."""
         for place in _places(model, containers):
             if place.tensor().device == self._device:
-                place.put(_on_host(place.tensor()))
+                place.put(like(place.tensor()).copy_(place.tensor()))
                 self._parked.append(place)
         return sum(place.tensor().nbytes for place in self._parked)
 
@@ -65,10 +63,3 @@ def _places(model: nn.Module, containers: Iterable[Container]) -> Iterator[_Plac
     for container in containers:
         keys = list(container) if isinstance(container, MutableMapping) else range(len(container))
         yield from (_Place(container, key) for key in keys if isinstance(container[key], Tensor))
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    if tensor.device.type != "cpu":
-        return tensor.cpu()
-    shared = torch.UntypedStorage._new_shared(tensor.nbytes, device="cpu")  # type: ignore[no-untyped-call]
-    return torch.empty(0, dtype=tensor.dtype).set_(shared, 0, tensor.shape, tensor.stride()).copy_(tensor)

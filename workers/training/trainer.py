@@ -111,6 +111,11 @@ class Trainer:
         """Samples of the current effective batch that are not computed yet; 0: only the update is left."""
         return self.settings.batch if self._feed.batch is None else self._accumulator.remaining
 
+    @property
+    def items_per_sample(self) -> float:
+        """Items (samples, tokens) that a sample of the current effective batch counts; 0 before the first."""
+        return self._feed.count / self.settings.batch
+
     def micro_batch(self, limit: int, level: int = 0) -> MicroBatch:
         """Compute the next part of the effective batch, of at most `limit` samples, and update after the last part.
 

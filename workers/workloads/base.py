@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -21,6 +21,10 @@ from workers.settings import Scalar
 from workers.verification.check import Check
 
 _BUILT_IN: Final = {"matmul": "workers.workloads.matmul:Matmul", "train": "workers.workloads.train:Train"}
+
+
+def _no_log(name: str, **detail: Scalar) -> None:
+    """Drop the event."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,8 @@ class WorkloadContext:
     """Where on this machine the slot's state of this run may be kept; made by who needs it. `None`: nowhere."""
     fresh: bool = True
     """Whether this is the slot's first process in the run: what lies in `state_dir` is then not to be continued."""
+    tell: Callable[..., None] = _no_log
+    """Adds an event to the run's event log: its name, and figures or text by keyword."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +71,9 @@ class Workload(ABC):
     #: Whether all is done that there was to do, and whatever must outlive the process is written. Looked at before a
     #: slice and after each step; a class may make it a property. The slot is then DONE, and its process is ended.
     finished: bool = False
+
+    #: What the table says of it while it works, such as a snapshot that cannot be written; empty: nothing.
+    notice: str = ""
 
     def __init__(self, context: WorkloadContext) -> None:
         """Keep the context; allocate nothing large here, memory is found in `step`."""
@@ -114,6 +123,12 @@ class Workload(ABC):
     def set_level(self, level: int) -> None:
         """Take note of the level of the next step, if that is not the one before. 0 at first. Allocate nothing here."""
         del level  # there is none by default
+
+    def save(self) -> None:  # noqa: B027 - by default there is nothing to save
+        """Write the state down if that is due. Called after each good step; what it takes does not count as the step's.
+
+        On a CPU that is so for host memory; on a card the cap holds here too.
+        """
 
     def progress(self) -> Progress | None:
         """Tell how far it is, at the end of every slice; `None`: it has no end and keeps no state between steps."""

@@ -1,4 +1,4 @@
-"""A copy of a state in host memory. Its buffers are kept and used again; on CUDA they are pinned."""
+"""A copy of a state in host memory, outside of what a worker's cap counts. Its buffers are kept and used again."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from workers.training.host_memory import like
 from workers.training.snapshots.tensor_bytes import tensors_in
 
 _Path: TypeAlias = tuple[object, ...]
@@ -31,7 +32,7 @@ class HostCopy:
         """Copy; on CUDA this only queues the copies on the current stream, before whatever changes the state next.
 
         Raises:
-            RuntimeError: There is no memory for the buffers; what was held before is still there.
+            RuntimeError, OSError, OverflowError: There is no memory for the buffers; what was held before is still there.
         """
         began_s = time.perf_counter()
         buffers: dict[_Path, torch.Tensor] = {}
@@ -62,7 +63,7 @@ class HostCopy:
         if isinstance(tree, torch.Tensor):
             kept = self._buffers.get(path)
             alike = kept is not None and kept.dtype == tree.dtype and kept.shape == tree.shape
-            buffers[path] = kept if kept is not None and alike else _buffer_for(tree)
+            buffers[path] = kept if kept is not None and alike else like(tree)
         else:
             for key, each in _children(tree):
                 self._lay_out(each, (*path, key), buffers)
@@ -81,13 +82,3 @@ def _children(tree: object) -> list[tuple[object, Any]]:
     if isinstance(tree, Mapping):
         return list(tree.items())
     return list(enumerate(tree)) if isinstance(tree, list | tuple) else []
-
-
-def _buffer_for(source: torch.Tensor) -> torch.Tensor:
-    """Pinned where the source is on a card, so that the copy does not wait for the host."""
-    if source.is_cuda:
-        try:
-            return torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-        except RuntimeError:
-            pass  # under WSL2 little can be pinned; ordinary memory is slower and does as well
-    return torch.empty(source.shape, dtype=source.dtype)

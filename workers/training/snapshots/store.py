@@ -167,7 +167,7 @@ class Snapshots:
         began_s = time.perf_counter()
         try:
             self._copy.take(state, step)
-        except (RuntimeError, MemoryError) as failure:
+        except (RuntimeError, OSError, OverflowError, MemoryError) as failure:
             self._finish(step, time.perf_counter() - began_s, failure)
             return False
         self._idle.clear()

@@ -1,0 +1,234 @@
+"""The workload `train`: a step is one part of an effective batch, and what is trained survives whatever ends it.
+
+Puts together the training (`workers/training`), its snapshots, and what the engine asks of a workload. Computes
+nothing itself, and decides neither sizes nor levels.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final
+
+from pydantic import ValidationError
+
+from workers.messages import IncompatibleError, Progress
+from workers.policy.base import Rung
+from workers.training.errors import NotFiniteError, TrainingError, UpdateInterruptedError
+from workers.training.hazards import hazards
+from workers.training.memory_plan import MemoryPlanner
+from workers.training.order import mixed
+from workers.training.rungs import bilinear, micro_batches, rungs_of
+from workers.training.settings import PRESETS, TrainSettings
+from workers.training.snapshots.store import Snapshots
+from workers.training.tasks import find_task
+from workers.training.trainer import Trainer
+from workers.workloads.base import StepResult, Workload, WorkloadContext
+
+#: The speed that is told is that of the last so many seconds.
+_SPEED_WINDOW_S: Final = 20.0
+
+#: How many levels between none and all a policy may choose from.
+_MOST_LEVELS: Final = 6
+
+
+class Train(Workload):
+    """One training for each slot, each with a seed of its own."""
+
+    def __init__(self, context: WorkloadContext) -> None:
+        """Find what is trained. The model is made by the first step, where running out of memory is survived.
+
+        Raises:
+            IncompatibleError: The section `train:` cannot be used, or names no task.
+        """
+        super().__init__(context)
+        own = int.from_bytes(blake2b(context.slot.encode(), digest_size=8).digest(), "big")
+        self._seed = mixed(context.seed, own)
+        try:
+            self._settings = TrainSettings.model_validate(dict(context.settings))
+            self._task = find_task(self._settings, self._seed)
+        except (ValidationError, TrainingError) as error:
+            raise IncompatibleError(f"{context.slot}: {error}") from error
+        self._trainer: Trainer | None = None
+        self._snapshots: Snapshots | None = None
+        self._level = 0
+        self._flop_per_sample = 0.0
+        self._sha256: str | None = None
+        self._told_failure: str | None = None
+        self._speed: deque[tuple[float, int]] = deque()
+        """Monotonic seconds, and samples computed until then."""
+        self._computed = 0
+
+    @property
+    def finished(self) -> bool:  # type: ignore[override]
+        """Whether all steps are done, and the last snapshot is written or refused."""
+        return self._sha256 is not None
+
+    @property
+    def notice(self) -> str:  # type: ignore[override]
+        """What went wrong with the last snapshot."""
+        return (self._snapshots.report.failure if self._snapshots is not None else None) or ""
+
+    def rungs(self, batch: int) -> Sequence[Rung]:
+        """Offer micro-batches and numbers of checkpointed blocks; `train.batch` decides, and not `workload.batch`."""
+        del batch
+        settings = self._settings
+        most = settings.batch if settings.micro == "auto" else min(settings.micro, settings.batch)
+        micros = [most] if settings.exact else micro_batches(settings.batch, most)
+        try:
+            planner = MemoryPlanner(self._task, settings, on_card=self.context.device.type == "cuda")
+            most_level = planner.most_level if settings.checkpoint == "auto" else 0
+            told = bilinear(lambda micro, level: planner.plan(micro, level).activations_bytes, most_level)
+        except Exception as error:  # noqa: BLE001 - a user's model may do what tensors without data cannot
+            self.context.tell("not_planned", reason=f"{type(error).__name__}: {error}")
+            return rungs_of(micros, [0], 0, lambda micro, _: 1024.0 * micro)
+        stride = -(-most_level // _MOST_LEVELS) or 1
+        return rungs_of(micros, sorted({*range(0, most_level, stride), most_level}), most_level, told)
+
+    def set_level(self, level: int) -> None:
+        """Take the number of blocks that the next step checkpoints."""
+        self._level = level
+
+    def step(self, size: int, batch: int) -> StepResult:
+        """Compute a part of at most `batch` samples, and update the weights after the last one of an effective batch.
+
+        Raises:
+            IncompatibleError: The loss is not finite, or the task cannot be trained: no other step would do better.
+            UpdateInterruptedError: The update was cut off; the training went back to its last snapshot.
+        """
+        del size
+        try:
+            trainer = self._opened()
+        except TrainingError as error:
+            raise IncompatibleError(f"{self.context.slot}: {error}") from error
+        try:
+            if trainer.finished:
+                return StepResult()  # what follows the last step has failed, and comes again
+            rows = trainer.micro_batch(batch, self._level).rows
+        except NotFiniteError as error:
+            raise IncompatibleError(f"{self.context.slot}: {error}; {self._last_good()}") from error
+        except UpdateInterruptedError as error:
+            sentence = f"{error}: {self._rolled_back(trainer)}"
+        except TrainingError as error:
+            raise IncompatibleError(f"{self.context.slot}: {error}") from error
+        else:
+            self._computed += rows
+            return StepResult(flop=self._flop_per_sample * rows)
+        raise UpdateInterruptedError(sentence)
+
+    def save(self) -> None:
+        """Copy the state between two optimiser steps if a snapshot is due; wait for the last one."""
+        trainer, snapshots = self._trainer, self._snapshots
+        if trainer is None or not trainer.at_boundary:
+            return
+        if snapshots is not None and (trainer.finished or snapshots.due()):
+            if trainer.finished:
+                snapshots.wait()
+            snapshots.save(trainer.state(), trainer.step)
+            if trainer.finished:
+                snapshots.wait()
+            self._tell_failure(snapshots)
+        if trainer.finished:
+            if figures := trainer.evaluate():
+                self.context.tell("evaluated", step=trainer.step, **figures)
+            self._sha256 = trainer.weights_sha256()
+
+    def release(self) -> None:
+        """Drop model and state; the next step goes on from the last snapshot."""
+        if self._trainer is not None:
+            self._trainer.close()
+        self._trainer = None
+
+    def shed(self) -> None:
+        """Keep the state: what a failed step has left is gone with its frames."""
+
+    def park(self) -> int:
+        """Move the state to host memory; there is none before the first step."""
+        return 0 if self._trainer is None else self._trainer.park()
+
+    def unpark(self) -> None:
+        """Move the state back to the device."""
+        if self._trainer is not None:
+            self._trainer.unpark()
+
+    def progress(self) -> Progress:
+        """Tell how far the training is, and how fast."""
+        saved = None if self._snapshots is None else self._snapshots.report.saved_step
+        if self._trainer is None:
+            return Progress(saved_step=saved)
+        told = self._trainer.progress()
+        samples_per_s = self._samples_per_s()
+        left = self._settings.batch * (self._trainer.steps - self._trainer.step)
+        return replace(
+            told,
+            saved_step=saved,
+            samples_per_s=samples_per_s,
+            tokens_per_s=samples_per_s * self._trainer.items_per_sample if self._task.items == "tokens" else None,
+            eta_s=left / samples_per_s if samples_per_s else None,
+            weights_sha256=self._sha256,
+        )
+
+    def _opened(self) -> Trainer:
+        """Return the training; the first time, and after a release, go on from the last good snapshot."""
+        if self._trainer is not None:
+            return self._trainer
+        trainer = Trainer(self._task, self._settings, self.context.device, self._seed)
+        if self.context.state_dir is not None:
+            self._go_on(trainer, self.context.state_dir)
+        if self._settings.preset not in PRESETS:
+            for sentence in hazards(trainer):
+                self.context.tell("hazard", reason=sentence)
+        self._flop_per_sample = trainer.flop_per_sample()
+        self._trainer = trainer
+        return trainer
+
+    def _go_on(self, trainer: Trainer, folder: Path) -> None:
+        """Load the last good snapshot, unless this is the beginning of a run."""
+        begins = self._snapshots is None and self.context.fresh
+        if self._snapshots is None:
+            self._snapshots = Snapshots(folder, trainer.identity, save_every_s=self._settings.save_every_s)
+        if begins:
+            self._snapshots.discard()
+            if (lack := self._snapshots.lacks_room(trainer.state())) is not None:
+                self.context.tell("snapshot_room", reason=lack)
+            return
+        loaded = self._snapshots.load()
+        for sentence in loaded.sentences():
+            self.context.tell("snapshot_refused", reason=sentence)
+        if loaded.state is not None:
+            trainer.load(loaded.state)
+            self.context.tell("restored", step=trainer.step)
+
+    def _rolled_back(self, trainer: Trainer) -> str:
+        """Go back to the last snapshot, and say so."""
+        state = None
+        if self._snapshots is not None:
+            # A process that began at a snapshot and has not saved since has no copy.
+            state = self._snapshots.newest_copy() or self._snapshots.load().state
+        redone = trainer.rollback(state)
+        self.context.tell("rolled_back", step=trainer.step, redone_steps=redone)
+        return f"the training went back to step {trainer.step}, and does {redone} steps again"
+
+    def _last_good(self) -> str:
+        report = None if self._snapshots is None else self._snapshots.report
+        if report is None or report.saved_step is None:
+            return "there is no snapshot yet"
+        return f"the last good snapshot is of step {report.saved_step}, in {self.context.state_dir}"
+
+    def _tell_failure(self, snapshots: Snapshots) -> None:
+        failure = snapshots.report.failure
+        if failure is not None and failure != self._told_failure:
+            self.context.tell("snapshot_failed", reason=failure)
+        self._told_failure = failure
+
+    def _samples_per_s(self) -> float:
+        now_s = time.monotonic()
+        self._speed.append((now_s, self._computed))
+        while len(self._speed) > 2 and now_s - self._speed[0][0] > _SPEED_WINDOW_S:
+            self._speed.popleft()
+        began_s, before = self._speed[0]
+        return (self._computed - before) / (now_s - began_s) if now_s > began_s else 0.0
