@@ -5,9 +5,10 @@ Does not load torch, so that the head can read it too. What a key does is in the
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, TypeAlias
+import re
+from typing import Annotated, Final, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16"]
 Optimizer: TypeAlias = Literal["adamw-fused", "adamw-foreach", "adamw-loop"]
@@ -33,12 +34,20 @@ _FREE: Final = frozenset(
 )
 
 
+def _known(preset: str) -> str:
+    if preset not in PRESETS and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", preset):
+        raise ValueError(
+            f"there is no preset {preset!r}; valid: {', '.join(PRESETS)}, or your own as package.module:name"
+        )
+    return preset
+
+
 class TrainSettings(BaseModel):
     """One training. `None` means: the preset's own value, or off."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    preset: Annotated[str, Field(pattern=rf"^(?:{'|'.join(PRESETS)}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")] = "gpt-nano"
+    preset: Annotated[str, AfterValidator(_known)] = "gpt-nano"
     data: Annotated[str, Field(min_length=1)] | None = None
     """A file or folder of text to train on; `None`: made data."""
     steps: Annotated[int, Field(ge=1)] = 200
@@ -72,6 +81,15 @@ class TrainSettings(BaseModel):
     save_every_s: Annotated[float, Field(gt=0)] = 60.0
     snapshots: Literal["node", "head"] = "node"
     deterministic: bool = False
+
+    @model_validator(mode="after")
+    def _exact_parts(self) -> Self:
+        if self.exact and self.micro == "auto":
+            raise ValueError(
+                "exact: true keeps the part of a batch that is computed at once, and micro: auto changes it; valid: "
+                f"also set train.micro to a number of samples from 1 to {self.batch}"
+            )
+        return self
 
     def fingerprint(self) -> dict[str, str]:
         """Return what decides on the course of the training, for a comparison with that of a snapshot."""

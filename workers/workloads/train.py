@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +20,6 @@ from workers.policy.base import Rung
 from workers.training.errors import NotFiniteError, TrainingError, UpdateInterruptedError
 from workers.training.hazards import hazards
 from workers.training.memory_plan import MemoryPlanner
-from workers.training.order import mixed
 from workers.training.rungs import bilinear, micro_batches, rungs_of
 from workers.training.settings import PRESETS, TrainSettings
 from workers.training.snapshots.store import Snapshots
@@ -37,7 +35,7 @@ _MOST_LEVELS: Final = 6
 
 
 class Train(Workload):
-    """One training for each slot, each with a seed of its own."""
+    """One training for each slot; the seed makes each a different one."""
 
     def __init__(self, context: WorkloadContext) -> None:
         """Find what is trained. The model is made by the first step, where running out of memory is survived.
@@ -46,11 +44,9 @@ class Train(Workload):
             IncompatibleError: The section `train:` cannot be used, or names no task.
         """
         super().__init__(context)
-        own = int.from_bytes(blake2b(context.slot.encode(), digest_size=8).digest(), "big")
-        self._seed = mixed(context.seed, own)
         try:
             self._settings = TrainSettings.model_validate(dict(context.settings))
-            self._task = find_task(self._settings, self._seed)
+            self._task = find_task(self._settings, context.seed)
         except (ValidationError, TrainingError) as error:
             raise IncompatibleError(f"{context.slot}: {error}") from error
         self._trainer: Trainer | None = None
@@ -176,7 +172,7 @@ class Train(Workload):
         """Return the training; the first time, and after a release, go on from the last good snapshot."""
         if self._trainer is not None:
             return self._trainer
-        trainer = Trainer(self._task, self._settings, self.context.device, self._seed)
+        trainer = Trainer(self._task, self._settings, self.context.device, self.context.seed)
         if self.context.state_dir is not None:
             self._go_on(trainer, self.context.state_dir)
         if self._settings.preset not in PRESETS:

@@ -11,9 +11,6 @@ RETRY_S: Final = 60.0
 
 
 def pause_s(save_every_s: float, cost_s: float, *, failed: bool) -> float:
-    """Seconds from the end of one snapshot to the beginning of the next.
-
-    A snapshot that cost the training `cost_s` is followed by at least a hundred times as many seconds without one.
-    """
+    """Seconds from one snapshot to the next, for one that cost the training `cost_s`."""
     wanted_s = min(save_every_s, RETRY_S) if failed else save_every_s
     return max(wanted_s, cost_s / MOST_SHARE)

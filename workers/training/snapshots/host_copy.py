@@ -32,7 +32,7 @@ class HostCopy:
         """Copy; on CUDA this only queues the copies on the current stream, before whatever changes the state next.
 
         Raises:
-            RuntimeError, OSError, OverflowError: There is no memory for the buffers; what was held before is still there.
+            RuntimeError, OSError, OverflowError: There is no memory for the buffers; what was held before stays.
         """
         began_s = time.perf_counter()
         buffers: dict[_Path, torch.Tensor] = {}

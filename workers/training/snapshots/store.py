@@ -87,7 +87,8 @@ class Snapshots:
         self._save_every_s = save_every_s
         self._clock = clock
         self._copy = HostCopy()
-        self._due_at = clock() + save_every_s
+        self._taken_at = clock()
+        self._due_at = self._taken_at + save_every_s
         self._slots = [folder / f"generation-{index}.pt" for index in range(max(keep, GENERATIONS))]
         self._good: Path | None = None  # the newest file that is known to be good is never written over
         self._number = 0
@@ -164,7 +165,7 @@ class Snapshots:
             )
         if not self._idle.is_set():
             return False
-        began_s = time.perf_counter()
+        began_s, self._taken_at = time.perf_counter(), self._clock()
         try:
             self._copy.take(state, step)
         except (RuntimeError, OSError, OverflowError, MemoryError) as failure:
@@ -227,7 +228,7 @@ class Snapshots:
 
     def _finish(self, step: int, cost_s: float, failure: Exception | None, written_bytes: int = 0) -> None:
         pause = pause_s(self._save_every_s, cost_s, failed=failure is not None)
-        self._due_at = self._clock() + pause
+        self._due_at = self._taken_at + pause
         known = replace(self.report, stalled_s=self.report.stalled_s + cost_s)
         if failure is None:
             self.report = replace(
