@@ -188,7 +188,10 @@ class Train(Workload):
         if self._snapshots is None:
             self._snapshots = Snapshots(folder, trainer.identity, save_every_s=self._settings.save_every_s)
         if begins:
-            self._snapshots.discard()
+            try:
+                self._snapshots.discard()
+            except OSError as failure:
+                self.context.tell("snapshot_failed", reason=f"{folder} cannot be cleared: {failure.strerror}")
             if (lack := self._snapshots.lacks_room(trainer.state())) is not None:
                 self.context.tell("snapshot_room", reason=lack)
             return

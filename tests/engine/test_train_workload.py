@@ -1,0 +1,125 @@
+"""The workload `train` in the real engine: it ends by DONE, goes on after kills, waits without memory, stops on NaN."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.engine.scene import events, names
+from tests.engine.trainings import settings, trained
+from tests.in_child import InChild
+from tests.scene import MIB, spec_of
+from workers.messages import Report, Verdict, WorkerState
+from workers.settings import WorkerSpec
+
+WHOLE = {"duration_s": 600.0}
+
+
+def spec(**changes: object) -> WorkerSpec:
+    usual = spec_of(name="train", policy="adaptive", budget_bytes=160 * MIB)
+    # One thread: with more, a sum may be added up in another order.
+    return replace(
+        usual, run_id="r", workers_on_host=64, workload=replace(usual.workload, settings=settings(**changes))
+    )
+
+
+def task(name: str) -> str:
+    return f"trainings:{name}"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(in_child: InChild, tmp_path_factory: pytest.TempPathFactory) -> Report:
+    (report,) = in_child(trained, str(tmp_path_factory.mktemp("alone")), spec(), [WHOLE])
+    return report
+
+
+def test_a_training_ends_by_done_with_all_that_the_table_shows(undisturbed: Report) -> None:
+    assert (undisturbed.verdict, undisturbed.state) == (Verdict.DONE, WorkerState.DONE)
+    told = undisturbed.progress
+    assert told is not None
+    assert (told.train_step, told.train_steps, told.saved_step) == (6, 6, 6)
+    assert (told.micro_batch, told.accumulation) == (4, 2)
+    assert told.loss is not None
+    assert told.first_loss is not None
+    assert told.samples_per_s is not None
+    assert told.tokens_per_s == pytest.approx(15 * told.samples_per_s), "a sample of 16 tokens predicts 15"
+    assert told.weights_sha256 is not None
+    assert undisturbed.counts.steps_ok == 12
+    assert undisturbed.counts.work_flop > 1e6
+
+
+def test_another_process_goes_on_from_the_snapshot_to_the_same_bits(
+    in_child: InChild, tmp_path: Path, undisturbed: Report
+) -> None:
+    often = {"save_every_s": 0.001}
+    first = in_child(trained, str(tmp_path), spec(**often), [{}] * 7)
+    assert first[-1].progress.train_step == 3
+    (last,) = in_child(trained, str(tmp_path), spec(**often), [{**WHOLE, "incarnation": 1}])
+    (restored,) = events(last, "restored")
+    assert 0 < restored.detail["step"] <= 3
+    assert last.counts.steps_ok == 2 * (6 - restored.detail["step"])
+    assert last.progress.weights_sha256 == undisturbed.progress.weights_sha256
+
+
+def test_without_memory_it_is_parked_and_ends_with_the_same_bits(
+    in_child: InChild, tmp_path: Path, undisturbed: Report
+) -> None:
+    directives = [{}] * 5 + [{"lease_bytes": MIB}] * 3 + [{}] * 30
+    reports = in_child(trained, str(tmp_path), spec(), directives)
+    parked = reports[5:8]
+    assert [report.state for report in parked[1:]] == [WorkerState.PARKED] * 2
+    assert parked[-1].progress.train_step == reports[4].progress.train_step, "it can be asked while it is parked"
+    assert reports[8].state is WorkerState.RUNNING, "the next slice after memory is back does a step"
+    assert reports[-1].progress.weights_sha256 == undisturbed.progress.weights_sha256
+    assert sum(report.counts.steps_oom + report.counts.steps_error for report in reports) == 0
+
+
+def test_a_loss_that_is_not_finite_stops_the_slot_and_names_step_and_snapshot(
+    in_child: InChild, tmp_path: Path
+) -> None:
+    nan = spec(preset=task("becomes_nan"), steps=100, save_every_s=0.001, seq=None)
+    report = in_child(trained, str(tmp_path), nan, [WHOLE])[-1]
+    assert report.verdict is Verdict.INCOMPATIBLE
+    assert "the loss of optimiser step 6 is nan" in report.reason
+    assert "the last good snapshot is of step " in report.reason
+    assert str(tmp_path) in report.reason
+
+
+def test_an_update_that_is_cut_off_is_rolled_back_and_said(in_child: InChild, tmp_path: Path) -> None:
+    cut = spec(preset=task("cut_update"), seq=None)
+    reports = in_child(trained, str(tmp_path / "cut"), cut, [WHOLE] * 2)
+    assert [report.verdict for report in reports] == [Verdict.OK, Verdict.DONE]
+    (rolled_back,) = events(reports, "rolled_back")
+    assert rolled_back.detail == {"step": 0, "redone_steps": 3}
+    assert "the training went back to step 0, and does 3 steps again" in reports[0].reason
+    assert reports[-1].progress.redone_steps == 3
+    (good,) = in_child(trained, str(tmp_path / "good"), spec(preset=task("uncut_update"), seq=None), [WHOLE])
+    assert reports[-1].progress.weights_sha256 == good.progress.weights_sha256
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"preset": task("no_parameters")}, "the model of numbers has no parameter that is trained"),
+        ({"preset": task("absent")}, "train.preset 'trainings:absent' cannot be loaded on this machine"),
+        ({"seq": 1024}, "train.seq is 1024, and gpt-nano reads at most"),
+        ({"data": "/nowhere"}, "/nowhere"),
+    ],
+)
+def test_what_cannot_be_trained_is_said_in_a_sentence(
+    in_child: InChild, tmp_path: Path, changes: dict[str, object], said: str
+) -> None:
+    (report,) = in_child(trained, str(tmp_path), spec(**changes), [WHOLE])
+    assert report.verdict is Verdict.INCOMPATIBLE
+    assert said in report.reason
+
+
+def test_a_folder_that_cannot_be_written_costs_no_step(in_child: InChild, tmp_path: Path) -> None:
+    (tmp_path / "state").touch()
+    (report,) = in_child(trained, str(tmp_path), spec(save_every_s=0.001), [WHOLE])
+    assert report.verdict is Verdict.DONE
+    assert report.progress.saved_step is None
+    assert any("Not a directory" in event.detail["reason"] for event in events(report, "snapshot_failed"))
+    assert "restored" not in names(report)

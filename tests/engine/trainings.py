@@ -1,0 +1,88 @@
+"""Trainings for the tests of the workload `train`: tasks with defects, and a way to run slices in a folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from tests.engine.scene import slice_of
+from workers.engine.engine import Engine
+from workers.messages import Report, Verdict
+from workers.settings import FailureKind, WorkerSpec
+from workers.testing import injected_error
+from workers.training.settings import TrainSettings
+from workers.training.tasks import TrainTask
+
+
+class Numbers:
+    """Items are their own numbers; the task is to double them."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([index / 64])
+
+
+class Failing(SGD):
+    """Fails in its fourth update: half of the parameters are changed then."""
+
+    updates: ClassVar[int] = 0
+
+    def step(self, closure: Any = None) -> None:  # noqa: ANN401 - as torch has it
+        Failing.updates += 1
+        super().step(closure)
+        if Failing.updates == 4:
+            raise injected_error(FailureKind.DEFINITE)
+
+
+def _task(**changes: Any) -> TrainTask:  # noqa: ANN401 - fields of a task
+    fields: dict[str, Any] = {
+        "name": "numbers",
+        "model": lambda: nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)),
+        "dataset": Numbers(),
+        "loss": lambda model, part: (model(part) - 2 * part).square().sum(),
+    }
+    return TrainTask(**(fields | changes))
+
+
+def _nan(model: nn.Module, part: Tensor) -> Tensor:
+    _nan.calls += 1  # type: ignore[attr-defined]
+    factor = float("nan") if _nan.calls > 20 else 1.0  # type: ignore[attr-defined]
+    return (model(part) - 2 * part).square().sum() * factor
+
+
+_nan.calls = 0  # type: ignore[attr-defined]
+
+good = _task()
+becomes_nan = _task(loss=_nan)
+cut_update = _task(optimizer=lambda parameters: Failing(list(parameters), lr=0.1))
+uncut_update = _task(optimizer=lambda parameters: SGD(list(parameters), lr=0.1))
+no_parameters = _task(model=nn.Identity)
+
+
+def settings(**changes: object) -> dict[str, Any]:
+    """Return what the head would send as the section `train:`."""
+    small = {"preset": "gpt-nano", "batch": 8, "micro": 4, "exact": True, "seq": 16, "steps": 6, "precision": "fp32"}
+    return TrainSettings.model_validate({**small, **changes}).model_dump()
+
+
+def trained(
+    folder: str, spec: WorkerSpec, directives: Sequence[Mapping[str, Any]], before: Callable[[str], None] | None = None
+) -> list[Report]:
+    """Run slices on a machine that keeps states in this folder, until all is done."""
+    os.environ["ORCHESTRATOR_STATE_DIR"] = folder
+    if before is not None:
+        before(folder)
+    engine = Engine(spec)
+    reports = []
+    for sequence, directive in enumerate(directives):
+        reports.append(slice_of(engine, sequence, **directive))
+        if reports[-1].verdict is not Verdict.OK:
+            break
+    return reports
