@@ -265,7 +265,7 @@ class Progress:
     data_wait_pct: float | None = None
     """Share of the time in which the device waited for data."""
     mfu_pct: float | None = None
-    """Floating-point operations of the model, of what the device is rated for."""
+    """Operations of the model, of what the card is rated for at its present clock; the head fills it in."""
     eta_s: float | None = None
     """Seconds until it is finished."""
     weights_sha256: str | None = None

@@ -75,5 +75,5 @@ def node_budget(name: str, node: NodeConfig, config: Config) -> NodeBudget:
         duty=node.gpu_share if config.compute_share_mode == "duty" else None,
         size=config.workload.size or node.size or DEFAULT_SIZE,
         batch=config.workload.batch,
-        dtype=node.dtype or config.workload.dtype,
+        dtype=config.train.precision if config.workload.name == "train" else node.dtype or config.workload.dtype,
     )

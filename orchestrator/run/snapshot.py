@@ -90,12 +90,17 @@ def _is_at_work(slot: Slot) -> bool:
     return not isinstance(slot.state, HeadState) and slot.phase is not Phase.DONE
 
 
-def _progress(slot: Slot) -> Progress:
-    """Return how far the slot is; without a process it has no speed."""
+def _progress(slot: Slot, peak_pct: float | None) -> Progress:
+    """Return how far the slot is; without a process it has no speed.
+
+    A training counts the operations of its model alone, so their share of what the card is rated for is its MFU.
+    """
     progress = slot.training.progress
-    if not isinstance(slot.state, HeadState) or progress.train_step is None:
+    if progress.train_step is None:
         return progress
-    return replace(progress, **dict.fromkeys(_SPEEDS))
+    if isinstance(slot.state, HeadState):
+        return replace(progress, **dict.fromkeys(_SPEEDS))
+    return replace(progress, mfu_pct=peak_pct if progress.mfu_pct is None else progress.mfu_pct)
 
 
 def _reason(slot: Slot, now_s: float) -> str:
@@ -165,6 +170,7 @@ def row(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
     report, device = slot.report, slot.device
     memory, sensors = (None, None) if report is None else (report.memory, report.sensors)
     tflops = meter.tflops if _is_at_work(slot) else None
+    peak_pct = None if slot.state is WorkerState.PAUSED else _peak_pct(tflops, device, meter.sm_clock_mhz)
     temperature_of = None
     if sensors is not None and sensors.temperature_c is not None:
         temperature_of = "processor" if sensors.of_processor else "card"
@@ -179,7 +185,7 @@ def row(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
         policy=plan.spec.policy,
         dtype=device.dtype if device is not None else plan.spec.workload.dtype,
         tflops=tflops,
-        peak_pct=None if slot.state is WorkerState.PAUSED else _peak_pct(tflops, device, meter.sm_clock_mhz),
+        peak_pct=peak_pct,
         baseline_pct=100.0 * tflops / meter.best_tflops if tflops is not None and meter.best_tflops else None,
         cap_bytes=device.cap_bytes if device is not None else None,
         budget_bytes=plan.spec.budget_bytes,
@@ -189,7 +195,7 @@ def row(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
         duty_measured=meter.duty if _is_at_work(slot) else None,
         temperature_of=temperature_of,
         heartbeat_age_s=_heartbeat_age_s(slot, now_s),
-        progress=_progress(slot),
+        progress=_progress(slot, peak_pct),
         **{name: getattr(report, name, None) for name in _OF_REPORT},
         **{name: getattr(memory, name, None) for name in _OF_MEMORY},
         **{name: getattr(sensors, name, None) for name in _OF_SENSORS},

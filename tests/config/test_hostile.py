@@ -278,7 +278,8 @@ def test_a_private_token_is_closed_to_others_and_written_over_nothing(
 
 #: Turns text into code, or bytes into objects; `exec` and `eval` are refused by the linter's rules S102 and S307.
 DANGEROUS = re.compile(
-    r"""\bos\.(?:system|popen)|\b(?:pickle|marshal|shelve)\b|\btorch\.load\b|\byaml\.(?:unsafe_|full_)?load"""
+    r"""\bos\.(?:system|popen)|\bpickle\.(?:loads?|Unpickler)\b|\b(?:marshal|shelve)\b"""
+    r"""|\btorch\.load\((?![^)]*weights_only=True)|\byaml\.(?:unsafe_|full_)?load"""
     r"""|getoutput|getstatusoutput|\bshell=|["'](?:/(?:usr/)?bin/)?(?:ba|da|z)?sh["']|noqa:.*\bS(?:102|30[1-9]|506|60[245])"""
 )
 
