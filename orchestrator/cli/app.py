@@ -80,14 +80,16 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         fake_sensors=fake_sensors,
         apply_power_limit=apply_power_limit,
     )
-    _duration_s(duration)
+    more_s = _duration_s(duration)
     changes = {"run.duration": duration, "workload.name": workload, "memory.policy": policy}
     loaded = _loaded(config, overrides, {**changes, "run.dir": run_dir})
     _let_workers_import_from_here()
     if resume is not None:
-        if local or rehearse or debug or overrides or any(value is not None for value in changes.values()):
-            raise UsageError("--resume uses the run's own configuration; start a new run to change anything")
-        raise typer.Exit(runner.go_on(read_run(find_run(Path(loaded.run.dir), resume)), options))
+        if local or rehearse or debug or overrides or workload is not None or policy is not None:
+            raise UsageError(
+                "--resume uses the run's own configuration; start a new run to change more than --duration"
+            )
+        raise typer.Exit(runner.go_on(read_run(find_run(Path(loaded.run.dir), resume)), options, more_s))
     if rehearse:
         environment = environments.in_rehearsal(loaded, scale)
     elif debug:

@@ -48,8 +48,10 @@ def rules_of(config: Config, past: Past) -> Rules:
     )
 
 
-def environment_of(stored: StoredRun) -> Environment:
+def environment_of(stored: StoredRun, more_s: float | None = None) -> Environment:
     """Return the environment of the resumed run: its own configuration, on the same target.
+
+    It works for the rest of its time, or for `more_s` from now on, also if its time is up.
 
     Raises:
         UsageError: It cannot be resumed: it is under way, or over.
@@ -68,12 +70,16 @@ def environment_of(stored: StoredRun) -> Environment:
             f"run {facts.run_id} has finished all that there was to do; look at it: python -m orchestrator report "
             f"{facts.run_id}"
         )
-    if not stored.is_resumable:
+    if more_s is None and not stored.is_resumable:
         raise UsageError(
             f"run {facts.run_id} has worked all of its {facts.duration_s:.0f} s (outcome: {stored.outcome}); "
-            f"look at it: python -m orchestrator report {facts.run_id}"
+            f"look at it: python -m orchestrator report {facts.run_id}; or let it go on for longer: --resume "
+            f"{facts.run_id} --duration 2h"
         )
     config = config_from_text(facts.config_yaml, f"the configuration of run {facts.run_id}")
+    if more_s is not None:
+        duration = f"{stored.elapsed_s + more_s}s"
+        config = config.model_copy(update={"run": config.run.model_copy(update={"duration": duration})})
     return environments.again(facts.mode, config, Target(device=facts.device, one_machine=facts.one_machine))
 
 

@@ -72,14 +72,14 @@ def run(environment: Environment, options: Options) -> int:
     return _in_folder(folder, environment, options, time.time(), None)
 
 
-def go_on(stored: StoredRun, options: Options) -> int:
-    """Resume a run whose head has ended, in its own folder, and return the exit code.
+def go_on(stored: StoredRun, options: Options, more_s: float | None = None) -> int:
+    """Resume a run whose head has ended, in its own folder, and return the exit code; see `resume.environment_of`.
 
     Raises:
         OrchestratorError: It is under way, or over, or cannot be run here.
     """
     run_dir.check_mine(stored.folder)
-    environment = resume.environment_of(stored)
+    environment = resume.environment_of(stored, more_s)
     _check(environment, options)
     return _in_folder(stored.folder, environment, options, stored.facts.started_at_unix_s, resume.past_of(stored))
 

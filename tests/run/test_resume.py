@@ -88,6 +88,13 @@ def test_the_environment_is_that_of_the_run() -> None:
     assert (environment.target.device, environment.target.one_machine) == ("cpu", True)
 
 
+def test_a_run_whose_time_is_up_may_go_on_for_longer() -> None:
+    over = stored(elapsed_s=300.0)
+    assert environment_of(over, more_s=60.0).config.run.duration_s == 360.0
+    with pytest.raises(UsageError, match="--duration 2h"):
+        environment_of(over)
+
+
 def test_the_first_raylet_is_that_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is started: what the raylets would be started with is looked at."""
     monkeypatch.setattr("orchestrator.run.environment.rehearsed", list)
