@@ -124,6 +124,8 @@ class Directive:
     lease_bytes: int | None = None
     """What the worker may hold now, its cap apart, so that those who share a card do not all grow into the same bytes;
     `None` does not limit it."""
+    snapshot: bytes | None = None
+    """The head's copy of the slot's state, in the first slice of a process; `None`: there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,6 +292,23 @@ NO_PROGRESS = Progress()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotPiece:
+    """A part of a file with a slot's state, on its way to the head."""
+
+    number: int
+    """Of the file; counts up in each process."""
+    offset_bytes: int
+    total_bytes: int
+    """Of the file."""
+    data: bytes = field(repr=False)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the file ends with it."""
+        return self.offset_bytes + len(self.data) == self.total_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """The result of a slice, which is also the heartbeat. Its counts are of this slice alone."""
 
@@ -316,5 +335,7 @@ class Report:
     resume: ResumeState | None = None
     progress: Progress | None = None
     """`None` of a workload without an end, and of a slice that failed before it could be asked."""
+    snapshot: SnapshotPiece | None = None
+    """Of the state that the head is to keep, too."""
     learned: StoredLimit | None = None
     """What a later run under the same circumstances could start from; `None` if the policy learns nothing."""

@@ -87,7 +87,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     if resume is not None:
         if local or rehearse or debug or overrides or workload is not None or policy is not None:
             raise UsageError(
-                "--resume uses the run's own configuration; start a new run to change more than --duration"
+                "--resume uses the run's own configuration; start a new run to change anything but --duration"
             )
         raise typer.Exit(runner.go_on(read_run(find_run(Path(loaded.run.dir), resume)), options, more_s))
     if rehearse:

@@ -30,6 +30,7 @@ from orchestrator.run.environment import Environment, Mode
 from orchestrator.run.fault_injection import FaultInjector
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
+from orchestrator.run.snapshot_keeper import SnapshotKeeper
 from orchestrator.run.supervisor import Supervisor
 from orchestrator.run.terminal import Interrupts, Screen, own_screen
 from orchestrator.watch.archive import StoredRun
@@ -178,6 +179,7 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
                 outlets=record.outlets,
                 interrupted=lambda: interrupts.asked,
                 learned_limits=learned_limits,
+                snapshots=SnapshotKeeper(record.folder / "states"),
                 injector=injector,
                 clock=clock,
             )

@@ -27,6 +27,7 @@ from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.node_watch import NodeWatch
 from orchestrator.run.resume import Past, rules_of
 from orchestrator.run.snapshot import Meter, Recorder, SlotRows
+from orchestrator.run.snapshot_keeper import SnapshotKeeper
 from orchestrator.watch.live import GAPS, Outlets
 from orchestrator.watch.model import Snapshot
 from orchestrator.watch.records import RunFacts
@@ -89,6 +90,7 @@ class Supervisor:
     """Told of every event, every snapshot, and every slot that changed before anything is sent because of it."""
     interrupted: Callable[[], bool]
     learned_limits: LearnedLimits
+    snapshots: SnapshotKeeper
     injector: FaultInjector | None = None
     clock: Clock = field(default_factory=Clock)
     strict: bool = False
@@ -161,7 +163,7 @@ class Supervisor:
             nodes_planned=tuple(self.config.nodes),
             nodes_seen=self._nodes.seen(),
             rows=SlotRows(self._plans, self._slots, self._meters, now_s),
-            notices=(*self._nodes.notices(), *self.outlets.problems),
+            notices=(*self._nodes.notices(), *self.outlets.problems, *filter(None, [self.snapshots.problem])),
             restart_count=self._restarts,
             steps_lost_upper_bound=self._steps_lost,
         )
@@ -293,6 +295,7 @@ class Supervisor:
     def _take(self, ended: SliceEnded) -> None:
         match ended:
             case SliceReported(report=report):
+                self.snapshots.take(report)
                 for happened in report.events:
                     self.outlets.events.write(
                         happened.name, slot=report.slot, worker_at_unix_s=happened.at_unix_s, **dict(happened.detail)
@@ -354,7 +357,9 @@ class Supervisor:
                 now_s = self.clock.monotonic_s()
                 fault = None if injector is None else injector.process_fault(slot, command, now_s)
                 lease_bytes = self._broker.grant(slot, command.sequence)
-                self.fleet.submit(name, replace(command, process_fault=fault, lease_bytes=lease_bytes))
+                copy = self.snapshots.copy_for(name, command.incarnation)
+                directive = replace(command, process_fault=fault, lease_bytes=lease_bytes, snapshot=copy)
+                self.fleet.submit(name, directive)
             case slots.Forget():
                 self.fleet.forget(name)
             case slots.Restart():

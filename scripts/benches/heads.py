@@ -16,6 +16,7 @@ from orchestrator.core.placement import SlotPlan
 from orchestrator.run.clock import Clock
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
+from orchestrator.run.snapshot_keeper import SnapshotKeeper
 from orchestrator.run.supervisor import Supervisor
 from orchestrator.watch.events import EventLog
 from orchestrator.watch.live import Outlets, Watcher
@@ -72,6 +73,7 @@ def supervise(
         outlets=Outlets(watchers=tuple(watchers), events=events, store=store),
         interrupted=interrupted,
         learned_limits=LearnedLimits(None, events),
+        snapshots=SnapshotKeeper(folder / "states"),
         clock=clock,
     ).run()
     store.end("good", 0, None, ())

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.run.snapshot_keeper import SnapshotKeeper
 from tests.engine.scene import events, names
 from tests.engine.trainings import settings, trained
 from tests.in_child import InChild
@@ -61,6 +62,27 @@ def test_another_process_goes_on_from_the_snapshot_to_the_same_bits(
     assert 0 < restored.detail["step"] <= 3
     assert last.counts.steps_ok == 2 * (6 - restored.detail["step"])
     assert last.progress.weights_sha256 == undisturbed.progress.weights_sha256
+
+
+def test_a_node_that_has_lost_its_disk_goes_on_from_the_heads_copy(
+    in_child: InChild, tmp_path: Path, undisturbed: Report
+) -> None:
+    keeper = SnapshotKeeper(tmp_path / "head")
+    wanted = spec(save_every_s=0.001, snapshots="head")
+    first = in_child(trained, str(tmp_path / "one"), wanted, [{}] * 8)
+    for report in first:
+        keeper.take(report)
+    copy = keeper.copy_for("pc1/0", 1)
+    assert copy is not None
+    last = in_child(trained, str(tmp_path / "other"), wanted, [{**WHOLE, "incarnation": 1, "snapshot": copy}] * 2)
+    (restored,) = events(last, "restored")
+    assert 0 < restored.detail["step"] <= 4
+    assert last[-1].verdict is Verdict.DONE
+    assert last[-1].progress.weights_sha256 == undisturbed.progress.weights_sha256
+    for report in last:
+        keeper.take(report)
+    whole = keeper.copy_for("pc1/0", 2)
+    assert whole in {path.read_bytes() for path in (tmp_path / "other").rglob("generation-?.pt")}, "all of it has left"
 
 
 def test_without_memory_it_is_parked_and_ends_with_the_same_bits(

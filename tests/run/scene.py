@@ -15,6 +15,7 @@ from orchestrator.core.placement import Target, plan_slots
 from orchestrator.run.fault_injection import FaultInjector, with_faults
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
+from orchestrator.run.snapshot_keeper import SnapshotKeeper
 from orchestrator.run.supervisor import Supervisor
 from orchestrator.run.terminal import Interrupts
 from orchestrator.watch.archive import StoredRun, read_run
@@ -119,6 +120,7 @@ class Run:
             outlets=Outlets(watchers=(self.recorder,), events=self.log, store=self.store),
             interrupted=lambda: interrupts is not None and interrupts.asked,
             learned_limits=LearnedLimits(None, self.log),
+            snapshots=SnapshotKeeper(folder / "states"),
             injector=self.injector,
             clock=self.clock,
             strict=strict,

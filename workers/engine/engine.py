@@ -65,7 +65,9 @@ class Engine:
                 _work(self._session, stats)
             progress = self._session.progress()
             if self._session.workload.finished:
-                verdict = Verdict.DONE
+                # The process ends after that: first all of its state must have left it.
+                if not self._session.pieces.pending(self._session.workload.saved):
+                    verdict = Verdict.DONE
                 stats.settle(WorkerState.DONE, "all its work is done")
             memory = replace(self._session.device.memory(), kept_bytes=self._session.kept_bytes)
         except IncompatibleError as error:
@@ -115,6 +117,7 @@ class Engine:
         return replace(
             report,
             events=(*report.events, *session.told.taken()),
+            snapshot=session.pieces.next(session.workload.saved),
             # After every failure too: without it the head takes an out-of-memory for a card that is full.
             device=session.device.info,
             sensors=session.thermal.reading,

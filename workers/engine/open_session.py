@@ -13,6 +13,7 @@ from workers.engine.fault_injection import ChaoticWorkload
 from workers.engine.result_checks import ResultChecks
 from workers.engine.session import Session, Told
 from workers.engine.slice_stats import SliceStats
+from workers.engine.snapshot_pieces import SnapshotPieces
 from workers.engine.thermal_control import ThermalControl
 from workers.learned_limits.limits import settings_hash, workload_fingerprint
 from workers.learned_limits.store import default_path
@@ -74,6 +75,7 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
             slot=spec.slot,
             state_dir=_state_dir(spec),
             fresh=stats.directive.incarnation == 0,
+            snapshot=stats.directive.snapshot,
             tell=told.add,
         )
         workload = _make_workload(spec, device, context)
@@ -141,6 +143,7 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
         duty=DutyCycle(spec.duty),
         chaos=chaos,
         told=told,
+        pieces=SnapshotPieces(),
         incarnation=stats.directive.incarnation,
         opened_kept_bytes=device.kept_bytes(),
     )

@@ -15,6 +15,7 @@ from workers.engine.duty_cycle import DutyCycle
 from workers.engine.fault_injection import ChaoticWorkload
 from workers.engine.result_checks import ResultChecks
 from workers.engine.slice_stats import SliceStats
+from workers.engine.snapshot_pieces import SnapshotPieces
 from workers.engine.thermal_control import ThermalControl
 from workers.learned_limits.limits import choose
 from workers.messages import Progress, WorkerEvent, WorkerState
@@ -73,6 +74,7 @@ class Session:
     chaos: ChaoticWorkload | None
     """`workload` itself, where `run --chaos` wrapped it."""
     told: Told
+    pieces: SnapshotPieces
 
     # Changed by the methods below.
     incarnation: int

@@ -45,6 +45,8 @@ class WorkloadContext:
     """Where on this machine the slot's state of this run may be kept; made by who needs it. `None`: nowhere."""
     fresh: bool = True
     """Whether this is the slot's first process in the run: what lies in `state_dir` is then not to be continued."""
+    snapshot: bytes | None = None
+    """The head's copy of what an earlier process of the slot had in `saved`; it may be older than what lies here."""
     tell: Callable[..., None] = _no_log
     """Adds an event to the run's event log: its name, and figures or text by keyword."""
 
@@ -71,6 +73,9 @@ class Workload(ABC):
     #: Whether all is done that there was to do, and whatever must outlive the process is written. Looked at before a
     #: slice and after each step; a class may make it a property. The slot is then DONE, and its process is ended.
     finished: bool = False
+
+    #: The newest file with its state, which reports then carry to the head piece by piece; `None`: it stays here.
+    saved: Path | None = None
 
     #: What the table says of it while it works, such as a snapshot that cannot be written; empty: nothing.
     notice: str = ""

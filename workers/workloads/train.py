@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -22,7 +23,7 @@ from workers.training.hazards import hazards
 from workers.training.memory_plan import MemoryPlanner
 from workers.training.rungs import bilinear, micro_batches, rungs_of
 from workers.training.settings import PRESETS, TrainSettings
-from workers.training.snapshots.store import Snapshots
+from workers.training.snapshots.store import FROM_HEAD, Snapshots
 from workers.training.tasks import find_task
 from workers.training.trainer import Trainer
 from workers.workloads.base import StepResult, Workload, WorkloadContext
@@ -68,6 +69,13 @@ class Train(Workload):
     def notice(self) -> str:  # type: ignore[override]
         """What went wrong with the last snapshot."""
         return (self._snapshots.report.failure if self._snapshots is not None else None) or ""
+
+    @property
+    def saved(self) -> Path | None:  # type: ignore[override]
+        """The newest snapshot, where `train.snapshots` is `head`."""
+        if self._snapshots is None or self._settings.snapshots != "head":
+            return None
+        return self._snapshots.newest_file()
 
     def rungs(self, batch: int) -> Sequence[Rung]:
         """Offer micro-batches and numbers of checkpointed blocks; `train.batch` decides, and not `workload.batch`."""
@@ -195,6 +203,10 @@ class Train(Workload):
             if (lack := self._snapshots.lacks_room(trainer.state())) is not None:
                 self.context.tell("snapshot_room", reason=lack)
             return
+        if self.context.snapshot is not None:
+            with suppress(OSError):  # nothing can be written there either, and that is told
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                (folder / FROM_HEAD).write_bytes(self.context.snapshot)
         loaded = self._snapshots.load()
         for sentence in loaded.sentences():
             self.context.tell("snapshot_refused", reason=sentence)

@@ -24,6 +24,9 @@ from workers.training.snapshots.snapshot_file import RefusedError
 from workers.training.snapshots.tensor_bytes import tensors_in
 from workers.units import MIB
 
+#: The head's copy, put there before `load`. It is read like the others and never written over.
+FROM_HEAD: Final = "from-head.pt"
+
 GENERATIONS: Final = 2
 """Kept at least, so that one is good while the other is written over."""
 
@@ -109,7 +112,8 @@ class Snapshots:
         self.wait()
         refused = []
         self._opened = True
-        present = {path: snapshot_file.read_number(path) for path in self._slots if _is_there(path)}
+        candidates = (*self._slots, self._folder / FROM_HEAD)
+        present = {path: snapshot_file.read_number(path) for path in candidates if _is_there(path)}
         self._number = max(number or 0 for number in (self._number, *present.values()))
         # What cannot be dated comes first: it may be the newest, and its refusal is to be told.
         for path in sorted(present, key=lambda path: present[path] or math.inf, reverse=True):

@@ -1,0 +1,71 @@
+"""Files that travel in pieces from a worker to the run folder: whole, in order, and never half of two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.run.snapshot_keeper import SnapshotKeeper
+from tests.core.scene import report_of
+from workers.engine import snapshot_pieces
+from workers.engine.snapshot_pieces import SnapshotPieces
+from workers.messages import SnapshotPiece
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot_pieces, "_PIECE_BYTES", 10)
+
+
+def sent(pieces: SnapshotPieces, keeper: SnapshotKeeper, newest: Path, incarnation: int = 0, most: int = 100) -> int:
+    count = 0
+    while count < most and (piece := pieces.next(newest)) is not None:
+        keeper.take(report_of("pc1/0", incarnation, 0, snapshot=piece))
+        count += 1
+    return count
+
+
+def test_a_file_arrives_whole_once_and_its_successor_after_it(tmp_path: Path) -> None:
+    newest, keeper, pieces = tmp_path / "newest", SnapshotKeeper(tmp_path / "head"), SnapshotPieces()
+    newest.write_bytes(bytes(range(35)))
+    assert pieces.pending(newest)
+    assert sent(pieces, keeper, newest, most=2) == 2
+    assert keeper.copy_for("pc1/0", 1) is None, "half a file is none"
+    # A newer one takes its name: what was begun is finished first.
+    (tmp_path / "next").write_bytes(b"second")
+    (tmp_path / "next").replace(newest)
+    assert sent(pieces, keeper, newest, most=2) == 2
+    assert keeper.copy_for("pc1/0", 2) == bytes(range(35))
+    assert sent(pieces, keeper, newest) == 1
+    assert keeper.copy_for("pc1/0", 3) == b"second"
+    assert keeper.copy_for("pc1/0", 3) is None, "a process is given it once"
+    assert not pieces.pending(newest)
+    assert [path.name for path in (tmp_path / "head" / "pc1").iterdir()] == ["0.pt"]
+
+
+def test_a_piece_that_continues_nothing_is_dropped(tmp_path: Path) -> None:
+    newest, keeper, pieces = tmp_path / "newest", SnapshotKeeper(tmp_path / "head"), SnapshotPieces()
+    newest.write_bytes(b"x" * 25)
+    sent(pieces, keeper, newest, most=1)
+    lost = pieces.next(newest)
+    assert lost is not None
+    sent(pieces, keeper, newest, most=1)
+    assert keeper.copy_for("pc1/0", 1) is None
+    # Of another process: its file is another one, whatever its number is.
+    pieces.close()
+    other_process = SnapshotPieces()
+    sent(other_process, keeper, newest, most=1)
+    other_process.close()
+    other = SnapshotPiece(number=1, offset_bytes=10, total_bytes=20, data=b"y" * 10)
+    keeper.take(report_of("pc1/0", 1, 0, snapshot=other))
+    assert keeper.copy_for("pc1/0", 2) is None
+
+
+def test_a_folder_that_cannot_be_written_is_told_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "head").touch()
+    (tmp_path / "newest").write_bytes(b"x" * 25)
+    keeper = SnapshotKeeper(tmp_path / "head")
+    assert sent(SnapshotPieces(), keeper, tmp_path / "newest") == 3
+    assert keeper.problem is not None
+    assert str(tmp_path / "head") in keeper.problem
