@@ -91,7 +91,7 @@ class Snapshots:
         self._clock = clock
         self._copy = HostCopy()
         self._taken_at = clock()
-        self._due_at = self._taken_at + save_every_s
+        self._due_at = self._taken_at + pause_s(save_every_s, 0.0, failed=False)
         self._slots = [folder / f"generation-{index}.pt" for index in range(max(keep, GENERATIONS))]
         self._good: Path | None = None  # the newest file that is known to be good is never written over
         self._number = 0
