@@ -108,10 +108,12 @@ def plan(
     json_output: opt.AsJson = False,
 ) -> None:
     """Show where each worker will go and what it may use."""
-    from orchestrator.cli.plan import plan_json, plan_text  # noqa: PLC0415 - only this verb needs it
+    from orchestrator.cli.plan import budgets, plan_json, plan_text  # noqa: PLC0415 - only this verb needs it
+    from orchestrator.cli.plan_training import training_plan  # noqa: PLC0415
 
     loaded = load_config(config, overrides or [])
-    typer.echo(plan_json(loaded) if json_output else plan_text(loaded))
+    training = training_plan(loaded, budgets(loaded))
+    typer.echo(plan_json(loaded, training) if json_output else plan_text(loaded, training))
 
 
 @app.command()

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from orchestrator.cli.plan_training import cap_about_bytes, training_lines
 from orchestrator.config.schema import Config
 from orchestrator.core.budget import NodeBudget, node_budget
 from orchestrator.watch.cells import aligned
@@ -17,28 +18,31 @@ _HEADINGS = ("worker", "card", "type", "Ray GPU", "CPUs", "budget", "cap about",
 _WORDS = {"worker", "card", "type"}
 
 
-def plan_json(config: Config) -> str:
-    """Return the plan as one JSON object."""
-    nodes = [_node(budget, config) for budget in _budgets(config)]
-    common = {
+def plan_json(config: Config, training: Mapping[str, Any] | None = None) -> str:
+    """Return the plan as one JSON object, with what `plan_training` says where something is trained."""
+    nodes = [_node(budget, config) for budget in budgets(config)]
+    common: dict[str, Any] = {
         "compute_share_mode": config.compute_share_mode,
         "workload": config.workload.name,
         "policy": config.memory.policy,
     }
+    if training is not None:
+        common["training"] = training
     return json.dumps({"schema": 1, **common, "nodes": nodes}, indent=2)
 
 
-def plan_text(config: Config) -> str:
+def plan_text(config: Config, training: Mapping[str, Any] | None = None) -> str:
     """Return the plan as a table for people."""
-    budgets = _budgets(config)
-    rows = [_HEADINGS, *(row for budget in budgets for row in _rows(_node(budget, config)))]
+    found = budgets(config)
+    rows = [_HEADINGS, *(row for budget in found for row in _rows(_node(budget, config)))]
     kind = f"{config.workload.name} with the policy {config.memory.policy}"
     context = f"the CUDA context, about {ASSUMED_CONTEXT_BYTES / GIB:.2f} GiB"
+    fits = () if training is None else ("", *training_lines(training))
     notes = (
         f"Each worker runs {kind}, and an equal share of its PC's cores as threads.",
         f"The cap is the budget less {context}; each worker measures its own.",
     )
-    return "\n".join([*aligned(rows, _WORDS), "", *map(_sum_line, budgets), "", *notes])
+    return "\n".join([*aligned(rows, _WORDS), "", *map(_sum_line, found), "", *notes, *fits])
 
 
 def _rows(node: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -57,7 +61,8 @@ def _rows(node: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
         )
 
 
-def _budgets(config: Config) -> list[NodeBudget]:
+def budgets(config: Config) -> list[NodeBudget]:
+    """Return what each worker of each node gets."""
     return [node_budget(name, node, config) for name, node in config.nodes.items()]
 
 
@@ -89,7 +94,7 @@ def _node(budget: NodeBudget, config: Config) -> dict[str, Any]:
             "threads": None,
             "budget_bytes": budget.budget_bytes,
             "cap_bytes": None,
-            "cap_about_bytes": max(0, budget.budget_bytes - (ASSUMED_CONTEXT_BYTES if budget.gpus else 0)),
+            "cap_about_bytes": cap_about_bytes(budget),
             "duty": budget.duty,
             "size": budget.size,
             "batch": budget.batch,

@@ -28,9 +28,10 @@ from orchestrator.watch.phrases import closing_lines, counted, fault_lines, sect
 from orchestrator.watch.records import STORE_NAME
 from orchestrator.watch.summary import SCHEMA, snapshot_from_summary, summary_dict, summary_text
 from orchestrator.watch.table import health_table
+from workers.units import MIB
 
 _FALLEN = frozenset({HeadState.RESTARTING, HeadState.QUARANTINED, HeadState.LOST})
-_TOLD = ("state", "node_left", "node_joined", "workload_error", "run_ended")
+_TOLD = ("state", "node_left", "node_joined", "workload_error", "run_ended", "memory_predicted")
 
 _TITLES = ("run", "started", "mode", "outcome", "exit", "worked", "workers", "steps ok", "good %", "OOM", "restarts")
 #: Of a run in `runs --json`.
@@ -72,6 +73,7 @@ def report_text(folder: Path, width: int, glyphs: Glyphs = UNICODE) -> str:
         lines = [*_header(run, glyphs), *_table(snapshot, width, glyphs)]
         if (lost := snapshot.steps_lost_upper_bound) is not None:
             lines.append(f"{counted(snapshot.counts.steps_ok, 'good step')} counted, at most {whole(lost)} lost")
+        lines += section("memory of trainings", _predicted(events), glyphs)
         lines += section("what fell short", _missed(run, events), glyphs)
         lines += section("what happened", _happenings(events), glyphs)
         lines += section("errors of the workload", _errors(events), glyphs)
@@ -210,6 +212,17 @@ def _happenings(events: Sequence[StoredEvent]) -> Iterator[str]:
             yield f"{when}  {event.slot}  {details.get('to_state')}: {details.get('cause')}"
         elif event.event in {"node_left", "node_joined"}:
             yield f"{when}  {details.get('node')}  {'has left' if event.event == 'node_left' else 'joined'}"
+
+
+def _predicted(events: Sequence[StoredEvent]) -> Iterator[str]:
+    last = {event.slot: event.details for event in events if event.event == "memory_predicted"}
+    for slot, told in last.items():
+        micro, level, *sizes = (
+            told.get(key) for key in ("micro_batch", "memory_level", "predicted_bytes", "measured_bytes")
+        )
+        predicted, measured = (f"{size / MIB:.0f} MiB" if isinstance(size, int) else "unknown" for size in sizes)
+        at = f"at micro-batch {micro}, {level} blocks checkpointed"
+        yield f"{slot}: predicted {predicted}, measured {measured} {at}"
 
 
 def _missed(run: StoredRun, events: Sequence[StoredEvent]) -> Iterator[str]:

@@ -171,6 +171,22 @@ def test_a_bad_night_is_told_by_its_last_lines(tmp_path: Path) -> None:
     assert "71 before these, in events.jsonl" in text
 
 
+def test_the_last_prediction_of_each_training_stands_beside_its_measurement(tmp_path: Path) -> None:
+    store = written(tmp_path)
+    figures = {"micro_batch": 16, "memory_level": 0, "predicted_bytes": 57 * 2**20}
+    for slot, measured in (("pc1/0", 2**30), ("pc1/1", None), ("pc1/0", 61 * 2**20)):
+        told = {"event": "memory_predicted", "slot": slot, **figures, "measured_bytes": measured}
+        store.event({"at": "now", **told})
+    store.commit()
+    lines = report_text(tmp_path / RUN_ID, 100).splitlines()
+    first = lines.index("memory of trainings") + 1
+    assert lines[first : first + 3] == [
+        "  pc1/0: predicted 57 MiB, measured 61 MiB at micro-batch 16, 0 blocks checkpointed",
+        "  pc1/1: predicted 57 MiB, measured unknown at micro-batch 16, 0 blocks checkpointed",
+        "",
+    ]
+
+
 def test_the_object_is_the_summary_that_was_written_else_one_from_the_store(tmp_path: Path) -> None:
     written(tmp_path)
     told = json.loads(report_json(tmp_path / RUN_ID))

@@ -51,6 +51,18 @@ def test_a_training_ends_by_done_with_all_that_the_table_shows(undisturbed: Repo
     assert undisturbed.counts.work_flop > 1e6
 
 
+def test_a_run_tells_once_what_its_plan_predicted_within_a_fifth_of_what_it_measures(
+    in_child: InChild, tmp_path: Path
+) -> None:
+    # Large enough that what the process takes beside tensors is little.
+    large = spec(batch=64, micro=32, exact=False, seq=64, steps=12)
+    reports = in_child(trained, str(tmp_path), large, [WHOLE])
+    (told,) = events(reports, "memory_predicted")
+    assert (told.detail["micro_batch"], told.detail["memory_level"]) == (32, 0)
+    assert told.detail["measured_bytes"] > 30 * MIB
+    assert told.detail["predicted_bytes"] == pytest.approx(told.detail["measured_bytes"], rel=0.2)
+
+
 def test_another_process_goes_on_from_the_snapshot_to_the_same_bits(
     in_child: InChild, tmp_path: Path, undisturbed: Report
 ) -> None:

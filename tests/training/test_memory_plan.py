@@ -96,7 +96,7 @@ def test_a_card_that_does_not_exist_is_planned_for_without_its_memory() -> None:
 
 def test_the_largest_part_that_fits_is_found_and_one_more_does_not_fit() -> None:
     planner = planner_of(preset="gpt-nano", batch=23, precision="fp32")
-    for micro in (1, 7, 23):
+    for micro in (1, 6, 23):  # 7 would split the batch into as many parts as 6
         cap_bytes = planner.plan(micro, 0).total_bytes
         assert planner.largest_micro(cap_bytes, 0) == planner.plan(micro, 0)
     found = planner.largest_micro(planner.plan(1, 0).total_bytes - 1, 0)

@@ -210,11 +210,13 @@ def _step(session: Session, stats: SliceStats, run: Run) -> StepOk | StepOom | N
     session.step_succeeded()
     session.workload.save()
     stats.count(StepCounts(steps_ok=1, work_flop=flop, busy_s=seconds))
+    peak_bytes = session.device.step_peak_bytes()
+    session.workload.measured(peak_bytes)
     return StepOk(
         at_s=time.monotonic(),
         size=run.size,
         batch=run.batch,
-        peak_bytes=session.device.step_peak_bytes(),
+        peak_bytes=peak_bytes,
         seconds=seconds,
         allowed_bytes=None,
     )

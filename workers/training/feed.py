@@ -11,7 +11,7 @@ from workers.training import order
 from workers.training.errors import TaskError
 from workers.training.loader import Loader, LoaderSettings, should_pin
 from workers.training.settings import TrainSettings
-from workers.training.tasks import Batch, TrainTask, rows_of
+from workers.training.tasks import Batch, TrainTask, refuse_without_data, rows_of
 
 
 class Feed:
@@ -23,8 +23,7 @@ class Feed:
         Raises:
             TaskError: There is no data.
         """
-        if len(task.dataset) == 0:
-            raise TaskError(f"the data set of {task.name} is empty")
+        refuse_without_data(task)
         self._task = task
         self._batch_rows = settings.batch
         self._seed = seed

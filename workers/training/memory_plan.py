@@ -8,6 +8,7 @@ between its blocks.
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,8 +29,9 @@ from workers.training.averaging import Average
 from workers.training.checkpointing import Checkpointing
 from workers.training.keyed import Dropouts
 from workers.training.optimizers import adamw, allocate_states
+from workers.training.rungs import offered_micro_batches
 from workers.training.settings import TrainSettings
-from workers.training.tasks import TrainTask
+from workers.training.tasks import TrainTask, refuse_without_data, trained_parameters
 from workers.units import MIB
 
 #: What the caching allocator rounds a block up to (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
@@ -78,7 +80,8 @@ class MemoryPlanner:
     """Holds a training of one task without its data.
 
     Raises:
-        Exception: Whatever the task's model or data set raises; a model may also do what tensors without data cannot.
+        TaskError: There is nothing to train, or no data.
+        Exception: Whatever the task's model or data set raises. A model may also do what tensors without data cannot.
     """
 
     def __init__(self, task: TrainTask, settings: TrainSettings, *, on_card: bool) -> None:
@@ -86,6 +89,7 @@ class MemoryPlanner:
         self._task = task
         self._settings = settings
         self._on_card = on_card
+        refuse_without_data(task)
         key = order.Sample(number=0, epoch=0, index=0)
         self._batch_of_one = (task.collate or default_collate)([task.dataset[key if task.by_sample else 0]])
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -96,7 +100,7 @@ class MemoryPlanner:
             self._checkpointing = Checkpointing(task.blocks(self._model))
             self._dropouts = Dropouts(self._model, 0)
             held.append(self._live.now_bytes)
-            parameters = [each for each in self._model.parameters() if each.requires_grad]
+            parameters = trained_parameters(task, self._model)
             self._accumulator = Accumulator(parameters)
             held.append(self._live.now_bytes)
             optimizer = (task.optimizer or (lambda some: adamw(list(some), settings, 1e-3)))(parameters)
@@ -114,17 +118,17 @@ class MemoryPlanner:
         """How many blocks can be checkpointed."""
         return self._checkpointing.most
 
+    def level_of(self, offered: int) -> int:
+        """Return how many blocks a step checkpoints that is offered so many; `train.checkpoint` may have fixed it."""
+        return self._checkpointing.level_of(self._settings.checkpoint, offered)
+
     def largest_micro(self, cap_bytes: int, level: int) -> MemoryPlan | None:
-        """Return the plan with the largest parts that fit, up to the whole batch; `None`: not even one sample fits."""
-        fits, too_large = 0, self._settings.batch + 1
-        micro = self._settings.batch  # most trainings fit as a whole
-        while too_large - fits > 1:
-            if self.plan(micro, level).total_bytes <= cap_bytes:
-                fits = micro
-            else:
-                too_large = micro
-            micro = (fits + too_large) // 2
-        return self.plan(fits, level) if fits else None
+        """Return the plan with the largest micro-batch of a run that fits; `None`: not even the smallest one fits."""
+        *smaller, most = offered_micro_batches(self._settings)
+        if (whole := self.plan(most, level)).total_bytes <= cap_bytes:  # most trainings fit as a whole
+            return whole
+        fitting = bisect_right(smaller, cap_bytes, key=lambda micro: self.plan(micro, level).total_bytes)
+        return self.plan(smaller[fitting - 1], level) if fitting else None
 
     def _plan(self, micro: int, level: int) -> MemoryPlan:
         """Return the plan for parts of `micro` samples."""

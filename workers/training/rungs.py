@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from workers.policy.base import Rung
+from workers.training.settings import TrainSettings
 
 #: What a part of a batch costs beside its samples, in samples: 4 at once were 4 % slower than 16 (two CPU cores, three
 #: layers of width 64; on a card it is more).
@@ -23,6 +24,12 @@ _FINEST: Final = 1 / 16
 
 #: Units are KiB: a finer difference is nothing to a policy, and whole numbers stay small.
 _UNIT_BYTES: Final = 1024
+
+
+def offered_micro_batches(settings: TrainSettings) -> list[int]:
+    """Return the micro-batches that a training may use, in ascending order."""
+    most = settings.batch if settings.micro == "auto" else min(settings.micro, settings.batch)
+    return [most] if settings.exact else micro_batches(settings.batch, most)
 
 
 def micro_batches(batch: int, most: int) -> list[int]:

@@ -52,6 +52,23 @@ def part_of(batch: Batch, first: int, rows: int) -> Batch:
     return batch
 
 
+def trained_parameters(task: TrainTask, model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a task's model that are trained.
+
+    Raises:
+        TaskError: There is none.
+    """
+    if parameters := [each for each in model.parameters() if each.requires_grad]:
+        return parameters
+    raise TaskError(f"the model of {task.name} has no parameter that is trained")
+
+
+def refuse_without_data(task: TrainTask) -> None:
+    """Raise a `TaskError` if the data set is empty."""
+    if len(task.dataset) == 0:
+        raise TaskError(f"the data set of {task.name} is empty")
+
+
 def _no_blocks(_: nn.Module) -> Sequence[nn.Module]:
     return ()
 

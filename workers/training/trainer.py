@@ -34,7 +34,7 @@ from workers.training.parking import Parking
 from workers.training.settings import Precision, TrainSettings
 from workers.training.snapshots.identity import Identity, Lever
 from workers.training.snapshots.tensor_bytes import weights_sha256
-from workers.training.tasks import TrainTask, part_of
+from workers.training.tasks import TrainTask, part_of, trained_parameters
 
 _STATE_VERSION: Final = 1
 
@@ -70,9 +70,7 @@ class Trainer:
         if settings.epochs is not None:
             self.steps = -(-settings.epochs * len(task.dataset) // settings.batch)
         self.model = self._new_model().to(device).train()
-        self.parameters = [each for each in self.model.parameters() if each.requires_grad]
-        if not self.parameters:
-            raise TaskError(f"the model of {task.name} has no parameter that is trained")
+        self.parameters = trained_parameters(task, self.model)
         self.checkpointing = Checkpointing(task.blocks(self.model))
         self._dropouts = Dropouts(self.model, order.mixed(seed, 1))
         self._accumulator = Accumulator(self.parameters)

@@ -129,6 +129,10 @@ class Workload(ABC):
         """Take note of the level of the next step, if that is not the one before. 0 at first. Allocate nothing here."""
         del level  # there is none by default
 
+    def measured(self, peak_bytes: int) -> None:
+        """Take note of the most memory that was held in a good step; called after each. Ignored by default."""
+        del peak_bytes  # not used by default
+
     def save(self) -> None:  # noqa: B027 - by default there is nothing to save
         """Write the state down if that is due. Called after each good step; what it takes does not count as the step's.
 

@@ -21,7 +21,8 @@ from workers.policy.base import Rung
 from workers.training.errors import NotFiniteError, TrainingError, UpdateInterruptedError
 from workers.training.hazards import hazards
 from workers.training.memory_plan import MemoryPlanner
-from workers.training.rungs import bilinear, micro_batches, rungs_of
+from workers.training.memory_prediction import Prediction
+from workers.training.rungs import bilinear, offered_micro_batches, rungs_of
 from workers.training.settings import PRESETS, TrainSettings
 from workers.training.snapshots.store import FROM_HEAD, Snapshots
 from workers.training.tasks import find_task
@@ -56,6 +57,7 @@ class Train(Workload):
         self._flop_per_sample = 0.0
         self._sha256: str | None = None
         self._told_failure: str | None = None
+        self._prediction: Prediction | None = None
         self._speed: deque[tuple[float, int]] = deque()
         """Monotonic seconds, and samples computed until then."""
         self._computed = 0
@@ -81,15 +83,17 @@ class Train(Workload):
         """Offer micro-batches and numbers of checkpointed blocks; `train.batch` decides, and not `workload.batch`."""
         del batch
         settings = self._settings
-        most = settings.batch if settings.micro == "auto" else min(settings.micro, settings.batch)
-        micros = [most] if settings.exact else micro_batches(settings.batch, most)
+        micros = offered_micro_batches(settings)
         try:
             planner = MemoryPlanner(self._task, settings, on_card=self.context.device.type == "cuda")
             most_level = planner.most_level if settings.checkpoint == "auto" else 0
-            told = bilinear(lambda micro, level: planner.plan(micro, level).activations_bytes, most_level)
+            told = bilinear(
+                lambda micro, level: planner.plan(micro, planner.level_of(level)).activations_bytes, most_level
+            )
         except Exception as error:  # noqa: BLE001 - a user's model may do what tensors without data cannot
             self.context.tell("not_planned", reason=f"{type(error).__name__}: {error}")
             return rungs_of(micros, [0], 0, lambda micro, _: 1024.0 * micro)
+        self._prediction = Prediction(planner)
         stride = -(-most_level // _MOST_LEVELS) or 1
         return rungs_of(micros, sorted({*range(0, most_level, stride), most_level}), most_level, told)
 
@@ -112,7 +116,7 @@ class Train(Workload):
         try:
             if trainer.finished:
                 return StepResult()  # what follows the last step has failed, and comes again
-            rows = trainer.micro_batch(batch, self._level).rows
+            part = trainer.micro_batch(batch, self._level)
         except NotFiniteError as error:
             raise IncompatibleError(f"{self.context.slot}: {error}; {self._last_good()}") from error
         except UpdateInterruptedError as error:
@@ -120,9 +124,17 @@ class Train(Workload):
         except TrainingError as error:
             raise IncompatibleError(f"{self.context.slot}: {error}") from error
         else:
-            self._computed += rows
-            return StepResult(flop=self._flop_per_sample * rows)
+            if self._prediction is not None:
+                self._prediction.note(batch, part)
+            self._computed += part.rows
+            return StepResult(flop=self._flop_per_sample * part.rows)
         raise UpdateInterruptedError(sentence)
+
+    def measured(self, peak_bytes: int) -> None:
+        """Tell once what the plan of memory says of the steps that are done, and what they really take."""
+        if self._prediction is not None and self._prediction.measured(peak_bytes):
+            prediction, self._prediction = self._prediction, None
+            self.context.tell("memory_predicted", **prediction.told())
 
     def save(self) -> None:
         """Copy the state between two optimiser steps if a snapshot is due; wait for the last one."""

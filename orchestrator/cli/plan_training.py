@@ -1,0 +1,146 @@
+"""What `plan` says of a training: whether it fits the cap of each worker, by the parts of its memory.
+
+A child process computes it, because that needs torch. No Ray, no device.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from orchestrator.config.schema import Config
+from orchestrator.core.budget import NodeBudget
+from orchestrator.errors import UsageError, one_line
+from orchestrator.watch.cells import aligned
+from workers.settings import ASSUMED_CONTEXT_BYTES
+from workers.training.settings import PRESETS
+from workers.units import GIB, MIB
+
+_Told: TypeAlias = Mapping[str, Any]
+
+#: A large model of the user, on a slow disk.
+_TIMEOUT_S = 300.0
+
+#: So many nodes are named, the others are counted.
+_MOST_NAMES = 3
+
+
+def cap_about_bytes(budget: NodeBudget) -> int:
+    """Return the cap of a worker, as far as it is known before one has measured its CUDA context."""
+    return max(0, budget.budget_bytes - (ASSUMED_CONTEXT_BYTES if budget.gpus else 0))
+
+
+def training_plan(config: Config, budgets: Sequence[NodeBudget]) -> dict[str, Any] | None:
+    """Return the key `training` of `plan --json`; `None` where nothing is trained.
+
+    Raises:
+        UsageError: The section `train:` names what cannot be trained.
+    """
+    if config.workload.name != "train":
+        return None
+    groups: dict[tuple[int, str], list[str]] = {}
+    for budget in budgets:
+        groups.setdefault((cap_about_bytes(budget), "cuda" if budget.gpus else "cpu"), []).append(budget.node)
+    caps = [{"nodes": nodes, "device": device, "cap_bytes": bound} for (bound, device), nodes in groups.items()]
+    told = _asked({"settings": config.train.model_dump(), "seed": config.workload.seed, "caps": caps})
+    if "refused" in told:
+        raise UsageError(one_line(told["refused"]))
+    return {
+        **config.train.model_dump(include={"preset", "batch", "precision", "checkpoint"}),
+        "blocks": told.get("blocks"),
+        "not_planned": told.get("not_planned"),
+        "caps": [{**cap, **_judged(cap, config, told["blocks"])} for cap in told.get("caps", ())],
+    }
+
+
+def training_lines(training: _Told) -> Iterator[str]:
+    """Yield the same for people: a table and a sentence for each cap."""
+    kind = f"{training['preset']}, {training['precision']}, batch {training['batch']}"
+    yield f"Will it fit? {kind}, train.checkpoint: {training['checkpoint']}"
+    if training["not_planned"] is not None:
+        yield f"Not known, so the run finds out by itself: {one_line(training['not_planned'])}"
+        return
+    for cap in training["caps"]:
+        steps, names = cap["steps"], ", ".join(cap["nodes"][:_MOST_NAMES])
+        if more := cap["nodes"][_MOST_NAMES:]:
+            names += f" and {len(more)} more"
+        parts = [key for key in steps[0] if key.endswith("_bytes") and (key != "average_bytes" or steps[0][key])]
+        rows = [
+            ("micro x accumulation", *(f"{step['micro_batch']} x {step['accumulation']}" for step in steps)),
+            ("checkpointed blocks", *(f"{step['memory_level']} of {training['blocks']}" for step in steps)),
+            *((f"{key.removesuffix('_bytes')}, MiB", *(f"{step[key] / MIB:.1f}" for step in steps)) for key in parts),
+            ("fits", *("yes" if step["fits"] else "no" for step in steps)),
+        ]
+        yield from ("", f"{names}: cap about {cap['cap_bytes'] / MIB:.0f} MiB, {cap['device']}")
+        yield from (f"  {line}" for line in aligned(rows, {rows[0][0]}))
+        yield f"{names}: {cap['sentence']}"
+    yield from (
+        "",
+        "The total counts the larger of activations and update. On a CPU, libraries keep more for each new shape.",
+    )
+
+
+def _judged(cap: _Told, config: Config, blocks: int) -> dict[str, str]:
+    """Return the verdict on a cap, as a word and as a sentence."""
+    train, (*_, smallest) = config.train, cap["steps"]
+    cap_text = f"{cap['cap_bytes'] / MIB:.0f} MiB"
+    fixed = train.checkpoint if isinstance(train.checkpoint, int) else {"none": 0, "all": blocks}.get(train.checkpoint)
+    largest = {step["memory_level"]: step for step in reversed(cap["steps"]) if step["fits"]}
+    usual, fullest = largest.get(min(fixed or 0, blocks)), largest.get(blocks)
+    if usual is not None:
+        whole = usual["accumulation"] == 1
+        said = f"{'fits whole' if whole else 'fits'} with {_split(usual)} of {cap_text}"
+        return {"verdict": "fits" if whole else "fits_in_parts", "sentence": said}
+    if fullest is not None:
+        said = f"fits only with checkpointing of all {blocks} blocks, with {_split(fullest)} of {cap_text}"
+        if fixed is None:
+            return {"verdict": "fits_checkpointed", "sentence": said}
+        advice = f"does not fit with train.checkpoint: {train.checkpoint}; it {said}: set train.checkpoint: auto"
+        return {"verdict": "does_not_fit", "sentence": advice}
+    needs_bytes, context_bytes = smallest["total_bytes"], ASSUMED_CONTEXT_BYTES if cap["device"] == "cuda" else 0
+    gib = math.ceil(100 * (needs_bytes + context_bytes) / GIB) / 100
+    key = f"nodes.{cap['nodes'][0]}.vram_per_worker_gib" if len(cap["nodes"]) == 1 else "their vram_per_worker_gib"
+    cures = [f"set {key} to {gib:.2f} or more"]
+    is_preset = train.preset in PRESETS
+    if is_preset and train.preset.startswith("gpt") and needs_bytes - smallest["activations_bytes"] < cap["cap_bytes"]:
+        cures.append("lower train.seq")
+    if smallest["micro_batch"] > 1:
+        cures.append("lower train.micro")
+    cures.append("take a smaller train.preset" if is_preset else "make the model smaller")
+    checkpointed = f", with all {blocks} blocks checkpointed," if blocks else ""
+    need = (
+        f"does not fit: the smallest step{checkpointed} needs {needs_bytes / MIB:.0f} MiB, the cap is about {cap_text}"
+    )
+    return {"verdict": "does_not_fit", "sentence": f"{need}; {', or '.join(cures)}"}
+
+
+def _split(step: _Told) -> str:
+    micro, accumulation = step["micro_batch"], step["accumulation"]
+    return f"micro-batch {micro} x accumulation {accumulation}, which takes {step['total_bytes'] / MIB:.0f}"
+
+
+def _asked(question: _Told) -> dict[str, Any]:
+    """Ask the child process; the user's own task is imported from the current folder."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "workers.training.plan_main"],
+            input=json.dumps(question),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"not_planned": f"it took longer than {_TIMEOUT_S:.0f} s"}
+    try:
+        told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (ValueError, IndexError):
+        last = [line.strip()[:300] for line in done.stderr.splitlines() if line.strip()][-1:]
+        ended = f"the process that computes it ended with status {done.returncode}"
+        return {"not_planned": ": ".join([ended, *last])}
+    return told
