@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 from tests.in_child import InChild
 from workers.devices.process_memory import process_memory, reset_highest
 from workers.training.memory_plan import MemoryPlan, MemoryPlanner
+from workers.training.rungs import bilinear
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask, find_task
 from workers.training.trainer import Trainer
@@ -104,6 +105,18 @@ def test_the_largest_part_that_fits_is_found_and_one_more_does_not_fit() -> None
     below_two: MemoryPlan | None = planner.largest_micro(planner.plan(2, 0).total_bytes - 1, 0)
     assert below_two is not None
     assert below_two.micro == 1
+
+
+def test_what_rungs_say_of_a_checkpointed_step_is_never_far_below_its_plan() -> None:
+    planner = planner_of(preset="gpt2-medium", batch=16, seq=128)
+    most_level = planner.most_level
+
+    def planned(micro: int, level: int) -> float:
+        return planner.plan(micro, level).activations_bytes
+
+    told = bilinear(planned, 16, most_level)
+    for micro, level in ((16, most_level), (6, most_level), (8, most_level // 2)):
+        assert 0.99 <= told(micro, level) / planned(micro, level) < 1.4, (micro, level)
 
 
 def test_a_task_of_the_user_with_an_optimiser_of_his_own_is_planned() -> None:

@@ -60,18 +60,19 @@ def rungs_of(
     return tuple(kept)
 
 
-def bilinear(at: Callable[[int, int], float], most_level: int) -> Callable[[int, int], float]:
-    """Return what `at` would say of any micro-batch and level, from what it says of 1 and 2 samples, and of both ends.
+def bilinear(at: Callable[[int, int], float], most: int, most_level: int) -> Callable[[int, int], float]:
+    """Return what `at` would say of any micro-batch up to `most` and any level, from what it says of both ends.
 
-    Activations grow in a straight line with the samples, and with the blocks that are not checkpointed.
+    Between them it is on the safe side: a part takes the larger of what its gradients and what its samples take. With
+    all blocks of gpt2-medium checkpointed, a line through 1 and 2 samples told 69 % too little of 16.
     """
-    none = at(1, 0), at(2, 0)
-    full = (at(1, most_level), at(2, most_level)) if most_level else none
+    none = at(1, 0), at(most, 0)
+    full = (at(1, most_level), at(most, most_level)) if most_level else none
 
     def told(micro: int, level: int) -> float:
         share = level / most_level if most_level else 0.0
-        one, two = ((1 - share) * low + share * high for low, high in zip(none, full, strict=True))
-        return one + (micro - 1) * (two - one)
+        one, last = ((1 - share) * low + share * high for low, high in zip(none, full, strict=True))
+        return one + (last - one) * (micro - 1) / max(1, most - 1)
 
     return told
 

@@ -88,7 +88,9 @@ class Train(Workload):
             planner = MemoryPlanner(self._task, settings, on_card=self.context.device.type == "cuda")
             most_level = planner.most_level if settings.checkpoint == "auto" else 0
             told = bilinear(
-                lambda micro, level: planner.plan(micro, planner.level_of(level)).activations_bytes, most_level
+                lambda micro, level: planner.plan(micro, planner.level_of(level)).activations_bytes,
+                micros[-1],
+                most_level,
             )
         except Exception as error:  # noqa: BLE001 - a user's model may do what tensors without data cannot
             self.context.tell("not_planned", reason=f"{type(error).__name__}: {error}")
