@@ -80,7 +80,7 @@ def training_lines(training: _Told) -> Iterator[str]:
         yield f"{names}: {cap['sentence']}"
     yield from (
         "",
-        "The total counts the larger of activations and update. On a CPU, libraries keep more for each new shape.",
+        "The total counts the larger of activations and update. On a CPU, libraries keep more for each shape.",
     )
 
 
@@ -112,10 +112,8 @@ def _judged(cap: _Told, config: Config, blocks: int) -> dict[str, str]:
         cures.append("lower train.micro")
     cures.append("take a smaller train.preset" if is_preset else "make the model smaller")
     checkpointed = f", with all {blocks} blocks checkpointed," if blocks else ""
-    need = (
-        f"does not fit: the smallest step{checkpointed} needs {needs_bytes / MIB:.0f} MiB, the cap is about {cap_text}"
-    )
-    return {"verdict": "does_not_fit", "sentence": f"{need}; {', or '.join(cures)}"}
+    needs = f"the smallest step{checkpointed} needs {needs_bytes / MIB:.0f} MiB, the cap is about {cap_text}"
+    return {"verdict": "does_not_fit", "sentence": f"does not fit: {needs}; {', or '.join(cures)}"}
 
 
 def _split(step: _Told) -> str:

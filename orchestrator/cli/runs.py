@@ -217,11 +217,9 @@ def _happenings(events: Sequence[StoredEvent]) -> Iterator[str]:
 def _predicted(events: Sequence[StoredEvent]) -> Iterator[str]:
     last = {event.slot: event.details for event in events if event.event == "memory_predicted"}
     for slot, told in last.items():
-        micro, level, *sizes = (
-            told.get(key) for key in ("micro_batch", "memory_level", "predicted_bytes", "measured_bytes")
-        )
+        sizes = (told.get("predicted_bytes"), told.get("measured_bytes"))
         predicted, measured = (f"{size / MIB:.0f} MiB" if isinstance(size, int) else "unknown" for size in sizes)
-        at = f"at micro-batch {micro}, {level} blocks checkpointed"
+        at = f"at micro-batch {told.get('micro_batch')}, {told.get('memory_level')} blocks checkpointed"
         yield f"{slot}: predicted {predicted}, measured {measured} {at}"
 
 
