@@ -38,11 +38,11 @@ class Counting(Workload):
         self.batch, self.steps = int(context.settings["batch"] or 0), int(context.settings["steps"] or 0)
         self.state_mib = int(context.settings.get("state_mib") or 8)
         self.level = self.step_done = self.in_step = self.micro = 0
-        self.saved: int | None = None
+        self.saved_step: int | None = None
         self.state: torch.Tensor | None = None
         self.waiting: torch.Tensor | None = None
         if context.state_dir is not None and not context.fresh and self.file.exists():
-            self.step_done = self.saved = json.loads(self.file.read_text())["step"]
+            self.step_done = self.saved_step = json.loads(self.file.read_text())["step"]
 
     @property
     def file(self) -> Path:
@@ -78,7 +78,7 @@ class Counting(Workload):
         if self.context.state_dir is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text(json.dumps({"step": self.step_done}))
-            self.saved = self.step_done
+            self.saved_step = self.step_done
 
     def release(self) -> None:
         raise AssertionError("a state is not dropped")
@@ -108,7 +108,7 @@ class Counting(Workload):
             micro_batch=self.micro or None,
             accumulation=-(-self.batch // self.micro) if self.micro else None,
             memory_level=self.level,
-            saved_step=self.saved,
+            saved_step=self.saved_step,
             weights_sha256="0" * 64 if self.finished else None,
         )
 

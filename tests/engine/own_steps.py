@@ -142,7 +142,7 @@ def greedy(spec: WorkerSpec, where: str) -> tuple[list[Report], list[str], list[
     reports = [slice_of(engine, sequence, duration_s=0.2) for sequence in range(4)]
     session = engine._session
     if session is not None:
-        for call in (session.release, session.bandwidth):
+        for call in (session.shed, session.bandwidth):
             with suppress(RuntimeError, MemoryError):
                 call()
     return reports, Greedy.tried, Greedy.obtained
