@@ -64,6 +64,21 @@ COURSES: Mapping[str, Callable[[Random, float], Course]] = {
 }
 
 
+def sawtooth(_draw: Random, seconds: float) -> Course:
+    """Four times the memory falls in ten parts to less than a third, and all of it is back at once."""
+    parts = [(tooth, part) for tooth in range(4) for part in range(10)]
+    return [(seconds * (tooth + part / 10) / 4, 1 - 0.075 * part) for tooth, part in parts]
+
+
+def leak(_draw: Random, seconds: float) -> Course:
+    """Another program leaks: each second a little less is left, down to a quarter."""
+    return [(float(second), 1 - 0.75 * second / seconds) for second in range(int(seconds) + 1) if second < seconds]
+
+
+#: Those of `train-pressure`.
+TRAIN_COURSES: Mapping[str, Callable[[Random, float], Course]] = {**COURSES, "sawtooth": sawtooth, "leak": leak}
+
+
 def least_between(course: Course, from_s: float, to_s: float) -> float:
     now = max((at_s, share) for at_s, share in course if at_s <= max(0.0, from_s))[1]
     return min([now, *(share for at_s, share in course if from_s < at_s <= to_s)])
