@@ -42,6 +42,7 @@ pytestmark = pytest.mark.slow
         "rejoin",
         "cuts",
         "pressure",
+        "train-pressure",
         "head",
     ],
 )
@@ -223,13 +224,3 @@ def test_an_interrupt_leaves_no_contestant_behind() -> None:
             assert psutil.wait_procs(children, timeout=PATIENCE_S)[1] == []
         finally:
             process.kill()
-
-
-@pytest.mark.torch
-def test_train_pressure() -> None:
-    result = bench("train-pressure", "--contestants", "ours", "ideal", "--seconds", "5", "--rounds", "1")
-    rows = {row["contestant"]: row for row in result["turns"]}
-    assert set(rows) == {"ours", "ideal"}
-    assert all(row["useful_per_s"] > 0 and row["ended"] is None for row in rows.values())
-    assert all(row["starts"] == 1 and row["wrong_batches"] == 0 for row in rows.values())
-    assert all(row["loss_gap"] <= 1e-6 for row in rows.values()), "the trajectory is the undisturbed run's"
