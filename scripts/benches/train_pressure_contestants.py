@@ -115,6 +115,7 @@ def _ours(turn: Turn) -> Callable[[], None]:
     spec = replace(
         spec,
         policy="adaptive",
+        workers_on_host=os.cpu_count() or 1,  # one thread, as all contestants
         workload=WorkloadSpec(name="train", dtype="fp32", size=1, batch=BATCH, seed=0, settings=PLAIN),
     )
     engine = engines.Engine(spec)
