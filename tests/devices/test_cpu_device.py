@@ -194,6 +194,24 @@ def emergency_at_the_wall(spec: WorkerSpec) -> Found:
     return {"before": before_bytes, "after": after_bytes, "room": allowed_bytes}
 
 
+def failed_work(spec: WorkerSpec) -> tuple[int, int]:
+    device = CpuDevice(spec)
+    blocks: list[torch.Tensor] = []  # as those of a step that is cut off: they live until its handler is left
+    with contextlib.suppress(RuntimeError), device.enforced():
+        while True:
+            blocks.append(block(MIB))
+    full_bytes = device.held_bytes()
+    blocks.clear()
+    device.release()
+    return full_bytes, device.held_bytes()
+
+
+def test_what_failed_work_held_is_not_held_once_its_frames_are_gone(in_child: InChild) -> None:
+    full_bytes, held_bytes = in_child(failed_work, spec_of(budget_bytes=BUDGET_BYTES))
+    assert full_bytes > 100 * MIB
+    assert held_bytes < 4 * MIB, "freed between two calls, it was still under the cap"
+
+
 def test_the_emergency_product_runs_at_the_wall_and_takes_nothing(in_child: InChild) -> None:
     found = in_child(emergency_at_the_wall, spec_of(budget_bytes=BUDGET_BYTES))
     assert found["room"] < 128 * 1024, "this was not the wall"

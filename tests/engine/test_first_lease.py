@@ -37,7 +37,7 @@ def test_a_worker_that_may_hold_nothing_any_more_gives_all_of_it_back_and_is_in_
     reports = in_child(slices, spec_of(policy="adaptive"), [{}, {}, {"lease_bytes": 0}, {}, {}])
     held = [report.memory.allocated_bytes for report in reports]
     assert held[1] > 20 * MIB
-    assert held[2] < MIB
+    assert held[2] < 2 * MIB
     assert reports[2].state is WorkerState.WARMING
     assert [report.counts.emergency_count for report in reports] == [0] * 5
     assert held[-1] > 20 * MIB

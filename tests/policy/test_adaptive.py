@@ -384,6 +384,17 @@ class TestLearned:
         assert card.last.batch >= 0.8 * 600
 
 
+def test_a_step_that_had_less_to_do_than_was_asked_for_teaches_nothing() -> None:
+    card = mlp(allowed_bytes=300 * MIB)
+    card.slice(20)
+    before, settled = card.state, card.last
+    for _ in range(20):
+        card.tell(replace(card.ended_well(card.last), peak_bytes=MIB, allowed_bytes=None, partial=True))
+    assert card.state.sizer.line == before.sizer.line
+    assert card.slice() == settled
+    assert card.failed == []
+
+
 def test_what_rests_because_nothing_has_ever_ended_well_says_why_and_goes_on_a_minute_later() -> None:
     card = mlp(allowed_bytes=700 * MIB, failures_per_minute=2)
     card.takes = lambda _size, _batch: 1 << 40

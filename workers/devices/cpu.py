@@ -101,6 +101,8 @@ class CpuDevice:
         del ones
         gc.collect()
         self._now = self._base = process_memory()
+        self._failed = False
+        """Whether what was done last under the limit ended by an exception."""
         self._opened_bytes = self._base.data_bytes
         context_bytes = max(0, self._opened_bytes - before_bytes)
         self._cap_bytes = spec.budget_bytes - context_bytes
@@ -212,15 +214,22 @@ class CpuDevice:
     def enforced(self) -> Iterator[None]:
         """See `Device.enforced`: the kernel refuses what goes past the cap."""
         before, self._now = self._now, process_memory()
+        data_bytes = self._now.data_bytes - before.data_bytes
+        resident_bytes = self._now.resident_bytes - before.resident_bytes
+        if self._failed:
+            # What shrank since then was freed with the frames of the work that failed: it was held under the cap.
+            data_bytes, resident_bytes = max(0, data_bytes), max(0, resident_bytes)
         self._base = replace(
             self._base,
-            data_bytes=self._base.data_bytes + self._now.data_bytes - before.data_bytes,
-            resident_bytes=self._base.resident_bytes + self._now.resident_bytes - before.resident_bytes,
+            data_bytes=self._base.data_bytes + data_bytes,
+            resident_bytes=self._base.resident_bytes + resident_bytes,
         )
+        self._failed = True  # until this ends well
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (self._base.data_bytes + self._cap_bytes, hard))
         try:
             yield
+            self._failed = False
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
             self._now = process_memory()

@@ -193,7 +193,7 @@ def _step(session: Session, stats: SliceStats, run: Run) -> StepOk | StepOom | N
     stats.use(run.size, run.batch)
     try:
         result, seconds = session.device.timed(lambda: session.step(run))
-        flop = _flop(result)
+        done = _checked(result)
     except IncompatibleError:
         raise  # no step will ever do better
     except Exception as error:  # noqa: BLE001 - classified outside the handler
@@ -209,7 +209,7 @@ def _step(session: Session, stats: SliceStats, run: Run) -> StepOk | StepOom | N
         return handle_failure(session, stats, run, failure, traceback, at_least_bytes)
     session.step_succeeded()
     session.workload.save()
-    stats.count(StepCounts(steps_ok=1, work_flop=flop, busy_s=seconds))
+    stats.count(StepCounts(steps_ok=1, work_flop=done.flop, busy_s=seconds))
     peak_bytes = session.device.step_peak_bytes()
     session.workload.measured(peak_bytes)
     return StepOk(
@@ -219,6 +219,7 @@ def _step(session: Session, stats: SliceStats, run: Run) -> StepOk | StepOom | N
         peak_bytes=peak_bytes,
         seconds=seconds,
         allowed_bytes=None,
+        partial=done.partial,
     )
 
 
@@ -251,8 +252,8 @@ def _between_steps(session: Session, stats: SliceStats, step: StepOk) -> None:
     session.duty.rest(stats.remaining_s)
 
 
-def _flop(result: object) -> float:
-    """Return what a step counted; users tend to return their loss."""
+def _checked(result: object) -> StepResult:
+    """Return what a step says of itself; users tend to return their loss."""
     if isinstance(result, StepResult | None):
-        return 0.0 if result is None else result.flop
+        return StepResult() if result is None else result
     raise TypeError(f"a step must return a StepResult or None, not {type(result).__name__}")

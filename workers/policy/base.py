@@ -35,6 +35,8 @@ class StepOk:
     seconds: float
     allowed_bytes: int | None
     """What the next step may hold in all, see `Pressure.allowed_bytes`; `None` if not measured after this step."""
+    partial: bool = False
+    """Whether it had less to do than a step of this size and batch usually has, so that its peak says nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,6 +57,8 @@ class StepResult:
 
     flop: float = 0.0
     """Floating-point operations, for TFLOP/s; 0 when the workload does not count them."""
+    partial: bool = False
+    """Whether there was less left to do than this size and batch allow: then nothing is learned from its memory."""
 
 
 class Workload(ABC):

@@ -129,7 +129,9 @@ class Train(Workload):
             if self._prediction is not None:
                 self._prediction.note(batch, part)
             self._computed += part.rows
-            return StepResult(flop=self._flop_per_sample * part.rows)
+            return StepResult(
+                flop=self._flop_per_sample * part.rows, partial=part.rows < min(batch, self._settings.batch)
+            )
         raise UpdateInterruptedError(sentence)
 
     def measured(self, peak_bytes: int) -> None:

@@ -85,6 +85,8 @@ class AdaptivePolicy:
         match event:
             case Pressure():
                 return self._next(replace(state, units=0), event.at_s, event.allowed_bytes)
+            case StepOk(partial=True):
+                return self._next(state, event.at_s, event.allowed_bytes)
             case StepOk():
                 sized = sizer.succeeded(state.sizer, bounds, event.at_s, state.units, event.peak_bytes)
                 if not state.calibrated:
