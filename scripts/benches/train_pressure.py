@@ -1,188 +1,309 @@
-"""Useful samples a second of a training while a cap moves: ours, Composer's, accelerate's, Lightning's, and two bounds.
+"""A training whose memory others take and give back: ours in the real engine, Composer, accelerate, and two bounds.
 
-Each contestant trains the same model on the same samples in a process of its own, one after the other, on one thread.
-Another one begins in each round, and ratios are taken within a round. `fixed` runs the part that always fits, `ideal`
-knows the course. Steps that a restart lost are not useful; those of a wrong effective batch are, and are told.
+Contestants train the same model on the same batches, one after the other, under a cap that is moved from outside by
+prlimit(2), at any moment of a step. `fixed` uses the part that always fits, `ideal` knows the course. Another
+contestant begins in each round, and ratios are taken within a round. CPU only: on a card nothing of it has run.
 
-The cap is `RLIMIT_DATA`, set by this process with prlimit(2) at any moment of a step.
+A useful sample is one of an optimiser step that is part of the training when the time is up. Losses are compared with
+those of a training that nothing disturbs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
-import math
+import json
+import os
 import random
+import resource
 import statistics
+import subprocess
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from benches.common import Child, ChildDiedError, Result, judged, progress
-from benches.pressure_caps import PATIENCE_S, TRAIN_COURSES, Course, KernelCap
-from benches.train_pressure_contestants import contest
-from benches.train_pressure_job import BATCH, Sizes, measure
+from benches.common import Child, Result, judged, lone_worker, progress, status_bytes
+from benches.pressure_caps import PATIENCE_S, Course, KernelCap
+from benches.pressure_caps import TRAIN_COURSES as COURSES
+from benches.train_job import BATCH, MODULES, OTHERS, Tally, known_size, settings, task, told_of, trainer, warmed_up
+from workers.training.rungs import micro_batches
 from workers.units import MIB
 
-#: More than the whole effective batch takes at once: a desktop's own use of memory is no pressure here.
-_ROOM: Final = 1.3
-_FULL: Final = 0.98
-#: What a course gives back at once, as a share of all memory, to be called a release.
-_RELEASE: Final = 0.4
-_ALONE_S: Final = 1.2
-_SHIMS: Final = (
-    "composer on a CPU: torchvision's ops nms and qnms are stubs, and two functions are replaced: "
-    "_is_auto_microbatching, which refuses a CPU, and _is_cuda_oom, which knows a card's words only"
-)
+_HERE = Path(__file__).parent
+_ROOT = _HERE.parent.parent
+#: Memory for a whole batch and this much more.
+_ROOM = 1.15
+#: Kept out of what a part may take: pages and small things.
+_SLACK_BYTES = MIB
+#: After a release this share of the full part counts as back.
+_BACK = 0.98
 
 
 def run(
-    course: Sequence[str],
-    contestants: Sequence[str],
-    seconds: float,
-    rounds: int,
-    seed: int,
-    composer_venv: str,
+    seconds: float, rounds: int, seed: int, course: Sequence[str], contestants: Sequence[str], composer_venv: str
 ) -> Result:
-    """Let the contestants take turns; one that is not installed is a row with the reason."""
-    device = "cpu"
-    try:
-        with contextlib.closing(Child("the measurement", measure, device, _ALONE_S * seconds)) as one:
-            sizes, expected, alone_per_s = one.receive(PATIENCE_S + 2 * seconds)
-    except ChildDiedError as error:
-        return Result(bench="train-pressure", figures={"device": device}, broken=[str(error)])
-    memory_bytes = _ROOM * sizes.most_bytes
-    for rows, peak_bytes, step_s in sizes.points:
-        progress(f"{rows:>3} samples at once: {rows / step_s:,.0f} a second, {peak_bytes / MIB:.1f} MiB")
-    turns: list[dict[str, Any]] = []
+    os.environ.setdefault("MALLOC_ARENA_MAX", "1")  # as in a rehearsal: what is freed is really given back
+    rows: list[dict[str, Any]] = []
     broken: list[str] = []
-    path = next(map(str, Path(composer_venv).glob("lib/python3*/site-packages")), composer_venv)
+    need = _part_bytes()
+    whole_bytes = int(_ROOM * need[BATCH]) + _SLACK_BYTES
+    progress(
+        f"a batch takes {need[BATCH] / MIB:.1f} MiB, a sample {need[1] / MIB:.2f}; the cap {whole_bytes / MIB:.1f}"
+    )
     for number, name in itertools.product(range(rounds), course):
-        drawn = TRAIN_COURSES[name](random.Random(f"{seed}/{number}/{name}"), seconds)  # noqa: S311 - repeatable
+        steps = COURSES[name](random.Random(f"{seed}/{number}/{name}"), seconds)  # noqa: S311 - repeatable
         first = number % len(contestants)
-        for who in (*contestants[first:], *contestants[:first]):
-            told = _take_turn(who, device, drawn, seconds, memory_bytes, sizes, path)
-            row = {"round": number + 1, "course": name, "contestant": who}
-            turns.append(row | _judged_turn(told, drawn, seconds, expected))
-            if turns[-1]["ended"] and who in {"ours", "fixed", "ideal"}:
-                broken.append(f"round {number + 1}, {name}, {who}: {turns[-1]['ended']}")
-            progress(f"{number + 1}/{rounds} {name} {who}: {turns[-1]['useful_per_s']} samples/s")
-    totals = _totals(turns)
-    figures = {
-        "device": device,
-        "seconds": seconds,
-        "rounds": rounds,
-        "batch": BATCH,
-        "memory_mib": memory_bytes / MIB,
-        "shims": _SHIMS,
-        "alone_per_s": alone_per_s,
-        "sizes": [
-            {"rows": rows, "peak_mib": peak_bytes / MIB, "samples_per_s": rows / step_s}
-            for rows, peak_bytes, step_s in sizes.points
-        ],
-        "turns": turns,
-        "totals": totals,
-        "targets": _targets(totals),
-    }
-    return Result(bench="train-pressure", figures=figures, broken=broken)
+        for contestant in (*contestants[first:], *contestants[:first]):
+            try:
+                told = _turn(contestant, steps, seconds, whole_bytes, need, composer_venv)
+            except Exception as error:  # noqa: BLE001 - the others go on
+                told = {"ended": f"{type(error).__name__}: {error}"}
+                if contestant in {"ours", "fixed", "ideal"}:
+                    broken.append(f"{name}, {contestant}: {told['ended']}")
+            row = {"round": number + 1, "course": name, "contestant": contestant, **_row(told, steps, seconds)}
+            rows.append(row)
+            said = row["ended"] or f"{row['useful_per_s']} samples/s"
+            progress(f"{number + 1}/{rounds}  {name:>8}  {contestant:>10}  {said}")
+    reference = _undisturbed(max(len(row["losses"]) for row in rows))
+    for row in rows:
+        losses = row.pop("losses")
+        gaps = [
+            abs(loss - reference[int(step)]) / reference[int(step)]
+            for step, loss in losses.items()
+            if int(step) in reference
+        ]
+        row["loss_gap"] = max(gaps, default=None)
+    return Result(bench="train-pressure", figures=_figures(rows, contestants), broken=broken)
 
 
-def _take_turn(
-    who: str, device: str, course: Course, seconds: float, memory_bytes: float, sizes: Sizes, composer: str
-) -> Mapping[str, Any] | str:
-    """Run one contestant under its course; return what it tells, or why there is nothing."""
-    arguments = (who, device, course, seconds, memory_bytes, sizes, composer)
-    try:
-        with contextlib.closing(Child(who, contest, *arguments)) as one:
-            ready = one.receive(PATIENCE_S)
-            if isinstance(ready, str):
-                return ready
-            pid, base_bytes = ready
-            with contextlib.closing(KernelCap(pid, base_bytes)) as cap:
-                began_s = time.monotonic()
-                for at_s, share in course:
-                    if one.pipe.poll(max(0.0, began_s + at_s - time.monotonic())) and at_s:
-                        break  # it has given up
-                    cap.leave(int(share * memory_bytes))
-                    if at_s == 0.0:
-                        one.send("go")
-                one.pipe.poll(max(0.0, began_s + seconds - time.monotonic()))
-                told: Mapping[str, Any] = one.receive(PATIENCE_S)
-                return told
-    except (ChildDiedError, TimeoutError) as error:
-        return str(error)
-
-
-def _judged_turn(
-    told: Mapping[str, Any] | str, course: Course, seconds: float, expected: Sequence[float]
-) -> dict[str, Any]:
-    """Return the figures of one turn."""
-    keys = ("useful_per_s", "rows_to_needed", "starts", "wrong_batches", "loss_gap", "failures_per_minute", "back_s")
-    if isinstance(told, str):
-        return dict.fromkeys(keys) | {"ended": told, "sizes": []}
-    steps = len(told["losses"]) - told["skipped"]
-    both = zip(told["losses"], expected, strict=False)
-    releases = [
-        (at_s, next((later for later, after in course[number + 1 :] if after < share - _RELEASE), seconds))
-        for number, (at_s, share) in enumerate(course)
-        if number and share - course[number - 1][1] >= _RELEASE
-    ]
-    full = [at_s for at_s, rows in told["parts"] if rows >= _FULL * BATCH]
-    backs = [next((at_s - from_s for at_s in full if from_s <= at_s < to_s), math.inf) for from_s, to_s in releases]
+def _row(told: Mapping[str, Any], course: Course, seconds: float) -> dict[str, Any]:
+    done = told.get("done_in_time", 0)
+    steps = len(told.get("losses", {}))
+    failed = told.get("failed_at_s", [])
     return {
-        "useful_per_s": steps * BATCH / seconds,
-        "rows_to_needed": sum(rows for _, rows in told["parts"]) / max(1, steps * BATCH),
-        "starts": told["starts"],
-        "wrong_batches": told["wrong_batches"],
-        "loss_gap": max((abs(own - other) / other for own, other in both), default=None),
-        "failures_per_minute": len(told["failed_at_s"]) * 60 / seconds,
-        # None: there was no release, or it never came back.
-        "back_s": max(backs) if backs and max(backs) < math.inf else None,
-        "ended": told["ended"],
-        "sizes": _by_second(told["parts"], seconds),
+        "useful_per_s": round(done * BATCH / seconds, 1),
+        "rows_to_needed": told["rows"] / (steps * BATCH) if steps else None,
+        "starts": told.get("starts"),
+        "wrong_batches": told.get("wrong_batches"),
+        "failures_per_min": 60 * len(failed) / seconds,
+        "back_after_s": _back_after_s(told.get("parts", []), course),
+        "ended": told.get("ended"),
+        "losses": told.get("losses", {}),
     }
 
 
-def _by_second(parts: Sequence[tuple[float, int]], seconds: float) -> list[int]:
-    """Return the largest part that began in each second; 0 where none did."""
-    most = [0] * math.ceil(seconds)
-    for at_s, rows in parts:
-        if 0 <= at_s < seconds:
-            most[int(at_s)] = max(most[int(at_s)], rows)
-    return most
+def _back_after_s(parts: Sequence[Sequence[float]], course: Course) -> float | None:
+    """Return the longest time from a release of at least a third of all memory to a part of (nearly) full size."""
+    releases = [at for (_, before), (at, now) in itertools.pairwise(course) if now - before > 1 / 3]
+    took = []
+    for at_s in releases:
+        back = [ended_s - at_s for ended_s, rows in parts if ended_s > at_s and rows >= _BACK * BATCH]
+        took.append(min(back, default=None) if back else None)
+    if not took:
+        return None
+    return None if None in took else max(each for each in took if each is not None)
 
 
-def _totals(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _figures(rows: Sequence[dict[str, Any]], contestants: Sequence[str]) -> dict[str, Any]:
     totals = []
-    for course, who in dict.fromkeys((turn["course"], turn["contestant"]) for turn in turns):
-        mine = [turn for turn in turns if (turn["course"], turn["contestant"]) == (course, who)]
-        speeds = [turn["useful_per_s"] for turn in mine if turn["useful_per_s"] is not None]
-        total = {"course": course, "contestant": who, "useful_per_s": statistics.median(speeds) if speeds else None}
-        for key in ("rows_to_needed", "starts", "wrong_batches", "loss_gap", "failures_per_minute", "back_s"):
-            found = [turn[key] for turn in mine]
-            total[key] = None if None in found else max(found)
-        for other in ("composer", "ideal"):
-            theirs = {
-                turn["round"]: turn["useful_per_s"]
-                for turn in turns
-                if (turn["course"], turn["contestant"]) == (course, other)
-            }
-            mine_per_s = {turn["round"]: turn["useful_per_s"] for turn in mine}
-            ratios = [own / theirs[number] for number, own in mine_per_s.items() if own and theirs.get(number)]
-            total[f"to_{other}"] = statistics.median(ratios) if ratios else None
-        totals.append(total | {"ended": next((turn["ended"] for turn in mine if turn["ended"]), None)})
-    return totals
-
-
-def _targets(totals: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    ours = next((row for row in totals if (row["course"], row["contestant"]) == ("game", "ours")), None)
-    if ours is None:
-        return []
-    return [
-        judged("useful samples/s to composer's", ours["to_composer"], at_least=1.25),
-        judged("useful samples/s to the ideal's", ours["to_ideal"], at_least=0.95),
-        judged("seconds until back at 98 % of full size", ours["back_s"], at_most=10.0),
-        judged("failures a minute", ours["failures_per_minute"], at_most=2.0),
-        judged("rows computed to needed", ours["rows_to_needed"], at_most=1.02),
+    for course, contestant in itertools.product(dict.fromkeys(row["course"] for row in rows), contestants):
+        mine = [row for row in rows if (row["course"], row["contestant"]) == (course, contestant)]
+        total: dict[str, Any] = {"course": course, "contestant": contestant}
+        for key in (
+            "useful_per_s",
+            "rows_to_needed",
+            "starts",
+            "wrong_batches",
+            "failures_per_min",
+            "back_after_s",
+            "loss_gap",
+        ):
+            known = [row[key] for row in mine if row[key] is not None]
+            total[key] = statistics.median(known) if known else None
+        for other in contestants:
+            theirs = {r["round"]: r["useful_per_s"] for r in rows if (r["course"], r["contestant"]) == (course, other)}
+            found = [row["useful_per_s"] / theirs[row["round"]] for row in mine if theirs.get(row["round"])]
+            total[f"to_{other}"] = statistics.median(found) if found and other != contestant else None
+        totals.append(total)
+    targets = [
+        target
+        for total in totals
+        if (total["course"], total["contestant"]) == ("game", "ours")
+        for target in _targets(total)
     ]
+    return {"totals": totals, "targets": targets, "turns": list(rows)}
+
+
+def _targets(ours: Mapping[str, Any]) -> list[dict[str, str]]:
+    return [
+        judged("useful samples/s, to Composer's", ours.get("to_composer"), at_least=1.25),
+        judged("useful samples/s, to the ideal's", ours.get("to_ideal"), at_least=0.95),
+        judged("s from a release to full size", ours["back_after_s"], at_most=10.0),
+        judged("failures a minute", ours["failures_per_min"], at_most=2.0),
+        judged("rows computed, to needed", ours["rows_to_needed"], at_most=1.02),
+    ]
+
+
+def _turn(
+    contestant: str, course: Course, seconds: float, whole_bytes: int, need: Mapping[int, int], venv: str
+) -> dict[str, Any]:
+    if contestant == "composer":
+        return _composers_turn(course, seconds, whole_bytes, venv)
+    with contextlib.closing(Child(contestant, _contest, contestant, course, seconds, whole_bytes, dict(need))) as one:
+        ready = one.receive(PATIENCE_S)
+        if isinstance(ready, str):
+            return {"ended": f"not installed: {ready}"}
+        with _moved(ready, course, whole_bytes, one, is_ours=contestant == "ours"):
+            told: dict[str, Any] = one.receive(seconds + PATIENCE_S)
+        return told
+
+
+@contextmanager
+def _moved(ready: tuple[int, int], course: Course, whole_bytes: int, one: Child, *, is_ours: bool) -> Iterator[None]:
+    """Start the contestant, and move its cap along the course in a thread until the block ends."""
+    ended = threading.Event()
+    cap = None if is_ours else KernelCap(*ready)
+    began_s = 0.0
+
+    def leave(share: float) -> None:
+        size_bytes = int(share * whole_bytes)
+        if cap is not None:
+            cap.leave(size_bytes)
+        else:
+            one.send(size_bytes)
+
+    def move() -> None:
+        for at_s, share in course[1:]:
+            if ended.wait(max(0.0, began_s + at_s - time.monotonic())):
+                return
+            with contextlib.suppress(Exception):
+                leave(share)
+
+    leave(course[0][1])
+    one.send("go")
+    began_s = time.monotonic()
+    mover = threading.Thread(target=move, daemon=True)
+    mover.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        mover.join()
+        if cap is not None:
+            cap.close()
+
+
+def _composers_turn(course: Course, seconds: float, whole_bytes: int, venv: str) -> dict[str, Any]:
+    python = Path(venv) / "bin" / "python"
+    if not python.exists():
+        return {"ended": f"not installed; type: scripts/benches/composer_venv.sh {venv}"}
+    command = [str(python), str(_HERE / "composer_contest.py"), json.dumps([seconds, course])]
+    one = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert one.stdin is not None  # noqa: S101
+    assert one.stdout is not None  # noqa: S101
+    try:
+        ready = _json_line(one)
+        cap = KernelCap(one.pid, ready["base_bytes"])
+        cap.leave(int(course[0][1] * whole_bytes))
+        one.stdin.write("go\n")
+        one.stdin.flush()
+        began_s = time.monotonic()
+        for at_s, share in course[1:]:
+            time.sleep(max(0.0, began_s + at_s - time.monotonic()))
+            if one.poll() is not None:
+                break
+            cap.leave(int(share * whole_bytes))
+        time.sleep(max(0.0, began_s + seconds - time.monotonic()))
+        cap.close()
+        return _json_line(one)
+    finally:
+        one.kill()
+        one.communicate()
+
+
+def _json_line(one: subprocess.Popen[str]) -> dict[str, Any]:
+    assert one.stdout is not None  # noqa: S101
+    for line in one.stdout:
+        if line.startswith("{"):
+            found: dict[str, Any] = json.loads(line)
+            return found
+    error = "" if one.stderr is None else one.stderr.read()
+    raise RuntimeError(f"Composer's process ended: {error[-600:]}")
+
+
+def _contest(
+    connection: Connection, contestant: str, course: Course, seconds: float, whole_bytes: int, need: dict[int, int]
+) -> None:
+    """Be one contestant: say what is held, wait for the start, train, and tell what was done."""
+    import torch
+
+    if contestant == "ours":
+        from benches import train_ours
+
+        train_ours.train(connection, course, seconds, whole_bytes)
+        return
+    from workers.devices.base import open_device
+
+    open_device(lone_worker(budget_bytes=256 * MIB))  # sets malloc up; its own cap is not used
+    torch.set_num_threads(1)
+    warmed_up()
+    try:
+        for module in MODULES.get(contestant, ()):
+            importlib.import_module(module)  # what it takes is not the training's
+    except ImportError as error:
+        connection.send(f"{error}; type: pip install '.[bench]'")
+        return
+    spare = trainer()  # what a training holds at all times is not the cap's affair
+    base_bytes = status_bytes("VmData")
+    del spare
+    connection.send((os.getpid(), base_bytes))
+    connection.recv()
+    tally = Tally(seconds, course)
+
+    def fits(share: float) -> int:
+        left_bytes = share * whole_bytes - _SLACK_BYTES
+        return max([1, *(micro for micro, size in need.items() if size <= left_bytes)])
+
+    ended = None
+    try:
+        if contestant in OTHERS:
+            OTHERS[contestant](tally)
+        else:
+            known_size(tally, fits, knows=contestant == "ideal")
+    except Exception as error:  # noqa: BLE001 - a contestant that gives up is a finding
+        ended = f"{type(error).__name__} at {tally.at_s:.1f} s: {' '.join(str(error).split())[:200]}"
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+    connection.send(told_of(tally, ended))
+
+
+def _part_bytes() -> dict[int, int]:
+    """Return what a part of so many samples takes beside what is there at all times."""
+    from workers.training.memory_plan import MemoryPlanner
+
+    planner = MemoryPlanner(task(), settings(), on_card=False)
+    plans = (planner.plan(micro, 0) for micro in micro_batches(BATCH, BATCH))
+    return {plan.micro: max(plan.activations_bytes, plan.update_bytes) for plan in plans}
+
+
+def _undisturbed(steps: int) -> dict[int, float]:
+    with contextlib.closing(Child("the undisturbed training", _train_alone, steps)) as one:
+        found: dict[int, float] = one.receive(PATIENCE_S)
+    return found
+
+
+def _train_alone(connection: Connection, steps: int) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    own = trainer()
+    found = {}
+    while own.step < steps:
+        own.micro_batch(BATCH)
+        found[own.step] = own.progress().loss or 0.0
+    connection.send(found)

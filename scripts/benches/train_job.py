@@ -1,0 +1,271 @@
+"""The training that contestants do under pressure: a small GPT on made text, and what each of them makes of memory.
+
+An effective batch is 64 samples. Parts of a batch cost much beside their samples, as on a card: with 8 samples at once
+a step takes about twice as long as with 64. All train the same model on the same batches with the same optimiser on one
+thread.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from benches.pressure_caps import Course, least_between
+from workers import oom
+from workers.settings import FailureKind
+from workers.training import order, tasks
+from workers.training.made_data import MadeText
+from workers.training.models import Gpt, GptShape
+from workers.training.settings import TrainSettings
+from workers.training.tasks import TrainTask
+from workers.training.trainer import Trainer
+
+BATCH = 64
+SEED = 0
+_SHAPE = GptShape(layers=8, heads=2, width=32, seq=16)
+_DATA = MadeText(_SHAPE.seq, _SHAPE.vocabulary, SEED, items=4096)
+KEYS: Mapping[str, Any] = {
+    "preset": "benches.train_job:task", "batch": BATCH, "steps": 1_000_000, "warmup_steps": 20, "precision": "fp32",
+    "optimizer": "adamw-loop", "clip": None, "checkpoint": "none",
+}  # fmt: skip
+
+
+def settings() -> TrainSettings:
+    return TrainSettings(**KEYS)
+
+
+def task(_settings: TrainSettings | None = None) -> TrainTask:
+    return TrainTask(
+        name="under-pressure",
+        model=partial(Gpt, _SHAPE, 0.0),
+        dataset=_DATA,
+        loss=tasks.next_token_loss,
+        count=tasks.next_tokens,
+        blocks=tasks.blocks_of,
+        lr=2e-3,
+        items="tokens",
+    )
+
+
+def trainer() -> Trainer:
+    return Trainer(task(), settings(), torch.device("cpu"), SEED)
+
+
+class Tally:
+    """What one contestant did, for its row of the table."""
+
+    def __init__(self, seconds: float, course: Course) -> None:
+        self.seconds, self.course = seconds, course
+        self.began_s = time.monotonic()
+        self.rows = self.starts = self.wrong_batches = 0
+        self.losses: dict[int, float] = {}
+        """Step, counted from 1 -> the loss, of the last time that it was done."""
+        self.failed_at_s: list[float] = []
+        self.parts: list[tuple[float, int]] = []
+        """When a part ended, and its samples."""
+        self.done_in_time = 0
+        """Steps of the training that goes on when the time is up."""
+
+    @property
+    def at_s(self) -> float:
+        return time.monotonic() - self.began_s
+
+    @property
+    def over(self) -> bool:
+        return self.at_s >= self.seconds
+
+    def part(self, rows: int) -> None:
+        self.rows += rows
+        self.parts.append((self.at_s, rows))
+
+    def failed(self, rows: int) -> None:
+        self.rows += rows
+        self.failed_at_s.append(self.at_s)
+
+    def stepped(self, step: int, loss: float) -> None:
+        self.losses[step] = loss
+        if not self.over:
+            self.done_in_time = step
+
+
+def told_of(tally: Tally, ended: str | None) -> dict[str, Any]:
+    names = ("rows", "starts", "wrong_batches", "losses", "failed_at_s", "parts", "done_in_time")
+    return {**{name: getattr(tally, name) for name in names}, "ended": ended}
+
+
+class OverError(Exception):
+    """The time is up."""
+
+
+def is_oom(error: BaseException) -> bool:
+    return oom.classify(error).kind in {FailureKind.DEFINITE, FailureKind.PROBABLE}
+
+
+def known_size(tally: Tally, fits: Callable[[float], int], *, knows: bool) -> None:
+    """Train with the part that fits until it is done (`knows`: it knows the course), or with one that always fits."""
+    own = trainer()
+    tally.starts = 1
+    always = fits(min(share for _, share in tally.course))
+    longest_s = 0.0
+    while not tally.over:
+        ahead = least_between(tally.course, tally.at_s, tally.at_s + longest_s)
+        limit = fits(ahead) if knows else always
+        began_s = time.monotonic()
+        try:
+            done = own.micro_batch(limit)
+        except Exception as error:
+            if not is_oom(error):
+                raise
+            tally.failed(limit)
+            continue
+        longest_s = max(longest_s, time.monotonic() - began_s)
+        tally.part(done.rows)
+        if done.updated:
+            tally.stepped(own.step, own.progress().loss or 0.0)
+
+
+def accelerate(tally: Tally) -> None:
+    """Do as accelerate's example of gradient accumulation with an automatic batch does."""
+    from accelerate.utils import find_executable_batch_size  # type: ignore[import-not-found]  # of the extra `bench`
+
+    def train(batch_size: int) -> None:
+        tally.starts += 1
+        accumulation = BATCH // batch_size
+        model, optimizer, rate = _plain()
+        for step, batch in batches():
+            total, rows = 0.0, 0
+            for first in range(0, accumulation * batch_size, batch_size):
+                part = batch[first : first + batch_size]
+                if tally.over:
+                    return
+                try:
+                    loss = mean_loss(model, part) / accumulation
+                    loss.backward()  # type: ignore[no-untyped-call]  # missing in torch's stubs
+                except Exception as error:
+                    if is_oom(error):
+                        tally.failed(len(part))
+                    raise
+                tally.part(len(part))
+                total, rows = total + float(loss.detach()), rows + len(part)
+            rate(step)
+            optimizer.step()
+            optimizer.zero_grad()
+            tally.wrong_batches += rows != BATCH
+            tally.stepped(step + 1, total)
+
+    find_executable_batch_size(train, starting_batch_size=BATCH)()
+
+
+def lightning(tally: Tally) -> None:
+    """Let Lightning's finder choose before the run, then accumulate with that size for good."""
+    import lightning as lit  # type: ignore[import-not-found]  # of the extra `bench`
+    from lightning.pytorch.tuner import Tuner  # type: ignore[import-not-found]
+
+    class Module(lit.LightningModule):  # type: ignore[misc]  # has no types here
+        def __init__(self, batch_size: int) -> None:
+            super().__init__()
+            self.model, optimizer, self.rate = _plain()
+            self.made, self.batch_size, self.losses = optimizer, batch_size, [0.0]
+
+        def train_dataloader(self) -> Any:  # noqa: ANN401
+            return DataLoader(Samples(), batch_size=self.batch_size)
+
+        def training_step(self, tokens: Tensor, _: int) -> Tensor:
+            loss = mean_loss(self.model, tokens)
+            self.losses.append(float(loss.detach()))
+            tally.part(len(tokens))
+            return loss
+
+        def configure_optimizers(self) -> Any:  # noqa: ANN401
+            return self.made
+
+    class Counts(lit.Callback):  # type: ignore[misc]  # as above
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: object) -> None:  # noqa: ANN401
+            parts = trainer.accumulate_grad_batches
+            if len(module.losses) > parts:
+                step = trainer.global_step
+                tally.wrong_batches += parts * module.batch_size != BATCH
+                tally.stepped(step, sum(module.losses[1:]) / parts)
+                module.losses = [0.0]
+                module.rate(step)
+            trainer.should_stop = tally.over
+
+    def trainer_of(**more: Any) -> Any:  # noqa: ANN401
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        return lit.Trainer(accelerator="cpu", devices=1, max_steps=10**9, **quiet, **more)
+
+    tally.starts = 1
+    module = Module(2)
+    Tuner(trainer_of()).scale_batch_size(module, mode="power", init_val=2, max_trials=5, steps_per_trial=3)
+    found = min(BATCH, module.batch_size)
+    trainer_of(callbacks=[Counts()], accumulate_grad_batches=-(-BATCH // found)).fit(Module(found))
+
+
+class Samples(IterableDataset[Tensor]):
+    """Single samples in our trainer's order."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (sample for _, batch in batches() for sample in batch)
+
+    def __len__(self) -> int:
+        return 10**9
+
+
+def _plain() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[int], None]]:
+    """Model, optimiser and learning rate as our trainer has them."""
+    own = trainer()
+    optimizer = own._update.optimizer
+    return own.model, optimizer, rate_of(optimizer)
+
+
+def rate_of(optimizer: torch.optim.Optimizer) -> Callable[[int], None]:
+    """Return what sets the learning rate of a step, counted from 0."""
+    from workers.training.schedule import learning_rate
+
+    known = settings()
+
+    def rate(step: int) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, highest=2e-3, steps=known.steps, warmup_steps=known.warmup_steps)
+
+    return rate
+
+
+def mean_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    return tasks.next_token_loss(model, tokens) / tasks.next_tokens(tokens)
+
+
+def batches() -> Iterator[tuple[int, Tensor]]:
+    """Yield the effective batches in our trainer's order."""
+    step = 0
+    while True:
+        used = order.samples(SEED, len(_DATA), step * BATCH, BATCH)
+        yield step, torch.stack([_DATA[each.index] for each in used])
+        step += 1
+
+
+def warmed_up() -> None:
+    """Let libraries take what they keep for a step of each size, before the cap stands."""
+    own = trainer()
+    for limit in (BATCH, 32, 16, 8, 4, 2, 1):
+        step = own.step
+        while own.step == step:
+            own.micro_batch(limit)
+    del own
+    gc.collect()
+    gc.freeze()
+
+
+#: By name, those who are no part of this project.
+OTHERS: Mapping[str, Callable[[Tally], None]] = {"accelerate": accelerate, "lightning": lightning}
+MODULES: Mapping[str, Sequence[str]] = {
+    "accelerate": ("accelerate.utils",),
+    "lightning": ("lightning", "lightning.pytorch.tuner"),
+}
