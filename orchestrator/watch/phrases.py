@@ -123,7 +123,7 @@ def _training_lines(rows: Iterable[Row], glyphs: Glyphs) -> Iterator[str]:
         if told.redone_steps:
             said.append(f"{counted(told.redone_steps, 'step')} done again")
         if told.weights_sha256 is not None:
-            said.append(f"weights {glyphs.shorten(glyphs.clean(told.weights_sha256), 64)}")
+            said.append(f"weights {glyphs.clean(told.weights_sha256)[:12]}")
         yield f"{glyphs.clean(row.slot)}  {', '.join(said)}"
 
 
