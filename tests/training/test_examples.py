@@ -25,9 +25,8 @@ EXAMPLES = ROOT / "docs" / "examples"
 def test_a_plain_script_becomes_elastic_by_at_most_ten_lines_and_its_losses_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    texts = [
-        (EXAMPLES / name).read_text(encoding="utf-8").splitlines() for name in ("nano_plain.py", "nano_elastic.py")
-    ]
+    names = ("nano_plain", "nano_elastic")
+    texts = [(EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines() for name in names]
     changed = [line for line in difflib.ndiff(*texts) if line[:1] in "+-" and line[2:].strip()]
     assert max(sum(line.startswith(sign) for line in changed) for sign in "+-") <= 10
     monkeypatch.syspath_prepend(str(EXAMPLES))
