@@ -18,8 +18,12 @@ pytestmark = pytest.mark.ray
 #: The guides' own way of finding a size, by failing: only so do these runs run out of memory.
 GUIDES = ("--set", "memory.policy=classic", "--set", "run.min_success_rate=0")
 
-#: Far too big for every cap, also after scaling to a quarter: 16384 x 16384 needs 1.5 GiB for three matrices.
-TOO_BIG = ("--set", "workload.size=65536")
+#: Too big for every cap, also after scaling to a quarter: three matrices of 6144 x 6144 need 432 MiB. The caps are
+#: small, because MKL is ten times slower where it gets no memory of its own, and ten workers share two cores.
+TOO_BIG = (
+    *("--set", "workload.size=24576", "--set", "workload.dtype=fp32"),
+    *("--set", "nodes.pc1.vram_per_worker_gib=1.25", "--set", "nodes.pc2.vram_per_worker_gib=1.25"),
+)
 
 
 #: Leaves a file behind when the head, of all processes, loads torch.
@@ -33,7 +37,7 @@ sys.meta_path.insert(0, Finder())
 """
 
 
-def test_ten_workers_survive_sizes_far_too_big_for_every_cap(start: Starter, short_tmp: Path) -> None:
+def test_ten_workers_survive_sizes_too_big_for_every_cap(start: Starter, short_tmp: Path) -> None:
     witness = short_tmp / "the-head-loaded-torch"
     (short_tmp / "sitecustomize.py").write_text(_TELL_TALE.format(witness=witness))
     watched = {"PYTHONPATH": str(short_tmp)}
@@ -51,7 +55,7 @@ def test_ten_workers_survive_sizes_far_too_big_for_every_cap(start: Starter, sho
         assert row["oom_count"] >= 1
         assert row["emergency_count"] >= 1
         assert row["steps_ok"] > 0
-        assert 0 < row["size"] < 16384
+        assert 0 < row["size"] < 6144
         assert row["state"] == "RUNNING"
         assert 0.95 * row["cap_bytes"] <= row["reserved_bytes"] <= row["cap_bytes"] <= row["budget_bytes"]
 
