@@ -7,7 +7,10 @@ thread.
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
+import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -17,17 +20,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from benches.common import status_bytes
 from benches.pressure_caps import Course, least_between
 from workers import oom
+from workers.devices import cpu
 from workers.settings import FailureKind
 from workers.training import order, tasks
+from workers.training.errors import UpdateInterruptedError
 from workers.training.made_data import MadeText
 from workers.training.models import Gpt, GptShape
+from workers.training.rungs import micro_batches
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask
 from workers.training.trainer import Trainer
+from workers.units import MIB
 
 BATCH = 64
+_MOST_BYTES = 32 * MIB
+_RESOLUTION_BYTES = MIB // 16
 SEED = 0
 _SHAPE = GptShape(layers=8, heads=2, width=32, seq=16)
 _DATA = MadeText(_SHAPE.seq, _SHAPE.vocabulary, SEED, items=4096)
@@ -251,16 +261,63 @@ def batches() -> Iterator[tuple[int, Tensor]]:
         step += 1
 
 
+def count_every_tensor() -> None:
+    """Give each tensor a mapping of its own, so that the cap counts it as a card's does, however small it is.
+
+    The CPU device leaves room on the heap for what other threads need (`workers/devices/cpu.py`), and a small part of
+    this job would fit into it as a whole.
+    """
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.mallopt(cpu._M_MMAP_THRESHOLD, mmap.PAGESIZE)
+    for _ in range(cpu._STOCK_CHUNKS):
+        libc.malloc(cpu._STOCK_CHUNK_BYTES)
+
+
 def warmed_up() -> None:
     """Let libraries take what they keep for a step of each size, before the cap stands."""
     own = trainer()
     for limit in (BATCH, 32, 16, 8, 4, 2, 1):
-        step = own.step
-        while own.step == step:
-            own.micro_batch(limit)
+        _whole_batch(own, limit)
     del own
     gc.collect()
     gc.freeze()
+
+
+def least_bytes() -> dict[int, int]:
+    """Return by what a part takes beside the training at the least, found by caps that it fits into or does not."""
+    found: dict[int, int] = {}
+    for limit in micro_batches(BATCH, BATCH):
+        too_little, enough = 0, _MOST_BYTES
+        while enough - too_little > _RESOLUTION_BYTES:
+            middle = (too_little + enough) // 2
+            if _fits(limit, middle):
+                enough = middle
+            else:
+                too_little = middle
+        found[limit] = enough
+    return found
+
+
+def _fits(limit: int, cap_bytes: int) -> bool:
+    own = trainer()
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData") + cap_bytes, hard))
+    try:
+        _whole_batch(own, limit)
+    except Exception as error:
+        if not (is_oom(error) or isinstance(error, UpdateInterruptedError)):
+            raise
+        return False
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+    return True
+
+
+def _whole_batch(own: Trainer, limit: int) -> None:
+    step = own.step
+    while own.step == step:
+        own.micro_batch(limit)
 
 
 #: By name, those who are no part of this project.

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from benches.common import lone_worker
 from benches.pressure_caps import Course
-from benches.train_job import BATCH, KEYS, Tally, settings, told_of, warmed_up
+from benches.train_job import BATCH, KEYS, Tally, count_every_tensor, settings, told_of, warmed_up
 from workers.devices import cpu
 from workers.engine import engine as engines
 from workers.engine import open_session
@@ -98,6 +98,7 @@ def train(connection: Connection, course: Course, seconds: float, whole_bytes: i
 
     def open_device(spec: WorkerSpec) -> _MovedCap:
         devices.append(_MovedCap(spec, int(course[0][1] * whole_bytes)))
+        count_every_tensor()
         return devices[-1]
 
     cast("Any", open_session).open_device = open_device

@@ -30,7 +30,20 @@ from typing import Any
 from benches.common import Child, Result, judged, lone_worker, progress, status_bytes
 from benches.pressure_caps import PATIENCE_S, Course, KernelCap
 from benches.pressure_caps import TRAIN_COURSES as COURSES
-from benches.train_job import BATCH, MODULES, OTHERS, Tally, known_size, settings, task, told_of, trainer, warmed_up
+from benches.train_job import (
+    BATCH,
+    MODULES,
+    OTHERS,
+    Tally,
+    count_every_tensor,
+    known_size,
+    least_bytes,
+    settings,
+    task,
+    told_of,
+    trainer,
+    warmed_up,
+)
 from workers.training.rungs import micro_batches
 from workers.units import MIB
 
@@ -60,7 +73,7 @@ def run(
         first = number % len(contestants)
         for contestant in (*contestants[first:], *contestants[:first]):
             try:
-                told = _turn(contestant, steps, seconds, whole_bytes, need, composer_venv)
+                told = _turn(contestant, steps, seconds, whole_bytes, composer_venv)
             except Exception as error:  # noqa: BLE001 - the others go on
                 told = {"ended": f"{type(error).__name__}: {error}"}
                 if contestant in {"ours", "fixed", "ideal"}:
@@ -149,12 +162,10 @@ def _targets(ours: Mapping[str, Any]) -> list[dict[str, str]]:
     ]
 
 
-def _turn(
-    contestant: str, course: Course, seconds: float, whole_bytes: int, need: Mapping[int, int], venv: str
-) -> dict[str, Any]:
+def _turn(contestant: str, course: Course, seconds: float, whole_bytes: int, venv: str) -> dict[str, Any]:
     if contestant == "composer":
         return _composers_turn(course, seconds, whole_bytes, venv)
-    with contextlib.closing(Child(contestant, _contest, contestant, course, seconds, whole_bytes, dict(need))) as one:
+    with contextlib.closing(Child(contestant, _contest, contestant, course, seconds, whole_bytes)) as one:
         ready = one.receive(PATIENCE_S)
         if isinstance(ready, str):
             return {"ended": f"not installed: {ready}"}
@@ -236,9 +247,7 @@ def _json_line(one: subprocess.Popen[str]) -> dict[str, Any]:
     raise RuntimeError(f"Composer's process ended: {error[-600:]}")
 
 
-def _contest(
-    connection: Connection, contestant: str, course: Course, seconds: float, whole_bytes: int, need: dict[int, int]
-) -> None:
+def _contest(connection: Connection, contestant: str, course: Course, seconds: float, whole_bytes: int) -> None:
     """Be one contestant: say what is held, wait for the start, train, and tell what was done."""
     import torch
 
@@ -250,8 +259,10 @@ def _contest(
     from workers.devices.base import open_device
 
     open_device(lone_worker(budget_bytes=256 * MIB))  # sets malloc up; its own cap is not used
+    count_every_tensor()
     torch.set_num_threads(1)
     warmed_up()
+    took = least_bytes() if contestant in {"fixed", "ideal"} else {}
     try:
         for module in MODULES.get(contestant, ()):
             importlib.import_module(module)  # what it takes is not the training's
@@ -267,7 +278,7 @@ def _contest(
 
     def fits(share: float) -> int:
         left_bytes = share * whole_bytes - _SLACK_BYTES
-        return max([1, *(micro for micro, size in need.items() if size <= left_bytes)])
+        return max([1, *(micro for micro, size in took.items() if size <= left_bytes)])
 
     ended = None
     try:

@@ -63,6 +63,8 @@ class Footprint(NamedTuple):
     """Measured in a row at `here`."""
     at_s: float = 0.0
     """When the last peak was measured."""
+    fits_here: bool = True
+    """Whether no step has run out of memory since one ended well at `here`."""
 
     @property
     def has_slope(self) -> bool:
@@ -92,9 +94,12 @@ class Footprint(NamedTuple):
         """Return the x whose predicted peak, margin included, is `limit_bytes`; negative when nothing fits.
 
         A line through small steps may be too flat, because the optimiser's memory hides theirs. A step that is k times
-        as large takes at most k times as much, so the line predicts nothing beyond that.
+        as large takes at most k times as much, so the line predicts nothing beyond that. Where steps end well now, a
+        surprise elsewhere says nothing.
         """
         on_the_line = self.hoped_x(limit_bytes)
+        if self.fits_here and limit_bytes >= self.here_need_bytes:
+            on_the_line = max(on_the_line, self.here_x)
         most_x, most_bytes = self._largest
         if on_the_line <= most_x:
             return on_the_line
@@ -125,7 +130,8 @@ class Footprint(NamedTuple):
     def surprised(self, x: float, limit_bytes: float) -> Footprint:
         """Return the line after a step of `x` did not fit into `limit_bytes`, although this line said it would."""
         beyond = limit_bytes / max(1.0, self.bytes_at(x)) - 1.0
-        return self._replace(surprise=min(_LARGEST_SURPRISE, max(self.margin, beyond) * _SURPRISED + _LEAST_SPREAD))
+        surprise = min(_LARGEST_SURPRISE, max(self.margin, beyond) * _SURPRISED + _LEAST_SPREAD)
+        return self._replace(surprise=surprise, fits_here=False)
 
 
 def first_footprint(x: float, peak_bytes: float, at_s: float = 0.0) -> Footprint:

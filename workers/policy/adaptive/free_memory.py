@@ -133,7 +133,8 @@ def sampled(
     if falling and fell > _PIECE and (level.falling or fall > 0.0):
         fall = max(fall, min(_LARGEST_PIECE, _NEXT_PIECE * fell / max(_PIECE, 1.0 - fell)))
     jitter_left_s = level.jitter_left_s - passed_s
-    jitter = level.jitter if jitter_left_s > 0.0 else 0.0
+    # Memory that came back at once was another program's: what went away before was its beginning.
+    jitter = level.jitter if jitter_left_s > 0.0 and miss <= max(cut, _DROP) else 0.0
     if exact and failed and jitter < fell <= _LARGEST_JITTER:
         jitter, jitter_left_s = fell, _JITTER_LASTS_S
     low_bytes, low_left_s = (level.low_bytes, level.low_left_s - passed_s)
