@@ -11,7 +11,7 @@ import math
 import os
 import socket
 import sqlite3
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -38,12 +38,15 @@ _NOTE_MOST_BYTES = 64 * 2**10
 _SLOTS_MOST = 20_000
 """More than any cluster this program plans for."""
 _EVENTS_MOST = 10_000
+_NEW_EVENTS_MOST = 1_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredEvent:
     """One line of the event log."""
 
+    number: int
+    """Counts the events of a run."""
     at: str
     """ISO 8601 in UTC."""
     event: str
@@ -151,11 +154,26 @@ def read_run(folder: Path) -> StoredRun:
 def read_events(folder: Path, names: Sequence[str]) -> tuple[StoredEvent, ...]:
     """Return the events of these names, in the order in which they happened; the last ten thousand."""
     marks = ", ".join("?" * len(names))
-    query = f"SELECT * FROM events WHERE event IN ({marks}) ORDER BY id DESC LIMIT ?"  # noqa: S608 - question marks
     with reading(folder) as store:
-        lines = store.execute(query, (*names, _EVENTS_MOST)).fetchall()
-    with explained(folder / STORE_NAME):
-        return tuple(StoredEvent(**_fields(line, StoredEvent)) for line in reversed(lines))
+        return events_of(store, f"event IN ({marks})", names, _EVENTS_MOST)
+
+
+def read_events_after(folder: Path, number: int) -> tuple[StoredEvent, ...]:
+    """Return the events after the one of this number; the last thousand."""
+    with reading(folder) as store:
+        return events_of(store, "id > ?", [number], _NEW_EVENTS_MOST)
+
+
+def events_of(store: sqlite3.Connection, where: str, values: Sequence[object], limit: int) -> tuple[StoredEvent, ...]:
+    """Return the last events that meet a condition in SQL, in the order in which they happened."""
+    query = f"SELECT id AS number, at, event, slot, details FROM events WHERE {where} ORDER BY id DESC LIMIT ?"  # noqa: S608 - conditions of this package
+    lines = store.execute(query, (*values, limit)).fetchall()
+    return tuple(StoredEvent(**_fields(line, StoredEvent)) for line in reversed(lines))
+
+
+def rows_of(records: Iterable[SlotRecord]) -> tuple[Row, ...]:
+    """Return the rows of some slots, as far as their records make sense."""
+    return tuple(map(_row, records))
 
 
 def head_of(folder: Path) -> psutil.Process | None:

@@ -106,14 +106,15 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as JSON knows it: no enums, and `None` for a number that is not finite."""
-        values = {key: getattr(self._teller_of(key), key) for key in ROW_KEYS}
+        values = {key: self.value(key) for key in ROW_KEYS}
         values["state"] = self.state.value
         return {key: finite(value) if isinstance(value, float) else value for key, value in values.items()}
 
-    def _teller_of(self, key: str) -> object:
+    def value(self, key: str) -> Any:  # noqa: ANN401 - the type of each field
+        """Return the value of one of `ROW_KEYS`."""
         if key in _COUNT_KEYS:
-            return self.counts
-        return self.progress if key in _PROGRESS_KEYS else self
+            return getattr(self.counts, key)
+        return getattr(self.progress if key in _PROGRESS_KEYS else self, key)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Row:

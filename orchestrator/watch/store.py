@@ -242,6 +242,9 @@ def _opened(path: Path, patience_s: float) -> sqlite3.Connection:
         connection.execute("BEGIN IMMEDIATE")
         for statement in tables.CREATE:
             connection.execute(statement)
+        there = [column[1] for column in connection.execute("PRAGMA table_info(samples)")]
+        for statement in tables.columns_lacking(there):
+            connection.execute(statement)
         connection.execute(tables.SET_META, ("schema_version", str(SCHEMA_VERSION)))
         connection.execute("COMMIT")
     except BaseException:

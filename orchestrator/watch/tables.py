@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeAlias
 
+from orchestrator.watch.catalogue import FIELDS
 from orchestrator.watch.events import harmless
 from orchestrator.watch.model import Row, Snapshot, finite
 from orchestrator.watch.records import COUNTERS, RunFacts, SlotProgress, SlotRecord
@@ -18,11 +19,7 @@ from orchestrator.watch.records import COUNTERS, RunFacts, SlotProgress, SlotRec
 Line: TypeAlias = Mapping[str, str | int | float | None]
 
 #: What is sampled of a row, besides the moment.
-_SAMPLED = (
-    "slot", "state", "size", "batch", "tflops", "allocated_bytes", "reserved_bytes", "claim_bytes", "cap_bytes",
-    "steps_ok", "steps_oom", "steps_error", "oom_count", "emergency_count", "restarts", "duty_measured",
-    "temperature_c", "power_w",
-)  # fmt: skip
+_SAMPLED = ("slot", *(key for key, each in FIELDS.items() if each.sampled))
 
 CREATE = (
     "CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
@@ -41,13 +38,8 @@ CREATE = (
         incarnation INTEGER NOT NULL, next_sequence INTEGER NOT NULL, steps_at_risk INTEGER NOT NULL,
         counters TEXT NOT NULL, resume TEXT, row TEXT NOT NULL
     )""",
-    """CREATE TABLE IF NOT EXISTS samples (
-        at_unix_s REAL NOT NULL, slot TEXT NOT NULL, state TEXT NOT NULL, size INTEGER, batch INTEGER, tflops REAL,
-        allocated_bytes INTEGER, reserved_bytes INTEGER, claim_bytes INTEGER, cap_bytes INTEGER,
-        steps_ok INTEGER NOT NULL, steps_oom INTEGER NOT NULL, steps_error INTEGER NOT NULL,
-        oom_count INTEGER NOT NULL, emergency_count INTEGER NOT NULL, restarts INTEGER NOT NULL,
-        duty_measured REAL, temperature_c REAL, power_w REAL,
-        PRIMARY KEY (at_unix_s, slot)
+    f"""CREATE TABLE IF NOT EXISTS samples (
+        at_unix_s REAL NOT NULL, {", ".join(_SAMPLED)}, PRIMARY KEY (at_unix_s, slot)
     ) WITHOUT ROWID""",
     # What every report changes, in few bytes: it counts before the same columns of `slots`.
     f"""CREATE TABLE IF NOT EXISTS progress (
@@ -57,7 +49,15 @@ CREATE = (
     """CREATE TABLE IF NOT EXISTS events (
         id INTEGER PRIMARY KEY, at TEXT NOT NULL, event TEXT NOT NULL, slot TEXT, details TEXT NOT NULL
     )""",
+    "CREATE INDEX IF NOT EXISTS events_of_slot ON events (slot, event, id)",
 )
+
+
+def columns_lacking(known: Iterable[str]) -> tuple[str, ...]:
+    """Return the statements that add what a store of an earlier version does not sample."""
+    missing = [name for name in _SAMPLED if name not in set(known)]
+    return tuple(f"ALTER TABLE samples ADD COLUMN {name}" for name in missing)
+
 
 SET_META = "INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)"
 
