@@ -28,6 +28,7 @@ PLANTED = {
         ("orchestrator/doctor/finding.py", "orchestrator.cli.options"),
         ("orchestrator/run/terminal.py", "orchestrator.burn.phases"),
         ("orchestrator/burn/phases.py", "orchestrator.doctor.finding"),
+        ("orchestrator/notify/digest.py", "orchestrator.burn.phases"),
         ("orchestrator/watch/cells.py", "orchestrator.run.terminal"),
         ("orchestrator/cluster/connect.py", "orchestrator.watch.cells"),
         ("orchestrator/core/slot.py", "orchestrator.cluster.connect"),
@@ -53,6 +54,10 @@ PLANTED = {
     "Only the cluster folder imports ray": [
         ("orchestrator/run/terminal.py", "ray"),
         ("orchestrator/watch/cells.py", "ray"),
+    ],
+    "What watches a run from outside never imports what makes it": [
+        ("orchestrator/notify/verb.py", "orchestrator.run.clock"),
+        ("orchestrator/notify/digest.py", "torch"),
     ],
     "core and policy are pure: no clock, no randomness, no I/O, no torch": [
         ("orchestrator/core/slot.py", "time"),

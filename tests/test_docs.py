@@ -46,6 +46,7 @@ OPTIONS = {
     "stop": {"--config", "-c", "--set", "--run-dir", "--node", "--help"},
     "runs": {"--config", "-c", "--set", "--run-dir", "--json", "--help"},
     "report": {"run_id", "--config", "-c", "--set", "--run-dir", "--text", "--json", "--help"},
+    "notify": {"run_id", "--once", "--test", "--config", "-c", "--set", "--run-dir", "--help"},
     "limits": {"--clear", "--card", "--workload", "--json", "--help"},
     "burn": {
         "--config", "-c", "--duration", "--phase", "--local", "--rehearse", "--set", "--json", "--plain", "--run-dir",

@@ -211,6 +211,31 @@ def report(
 
 
 @app.command()
+def notify(
+    run_id: opt.RunId = "latest",
+    once: opt.Once = False,
+    test: opt.TestMessage = False,
+    config: opt.ConfigPath = "cluster.yaml",
+    overrides: opt.Overrides = None,
+    run_dir: opt.RunDir = None,
+) -> None:
+    """Tell of one run by mail or chat until it ends: what goes wrong, when that is over, and a digest."""
+    from orchestrator.config.notify_urls import URLS_VARIABLE, notify_urls  # noqa: PLC0415 - only this verb needs them
+    from orchestrator.notify import verb  # noqa: PLC0415
+
+    if once and test:
+        raise UsageError("--once and --test exclude each other")
+    loaded = _loaded(config, overrides, {"run.dir": run_dir})
+    urls = notify_urls(loaded.notify)
+    if not urls:
+        raise UsageError(f"there is no address: set notify.urls_file in {config}, or {URLS_VARIABLE}")
+    if test:
+        raise typer.Exit(verb.send_test(urls, _print))
+    folder = find_run(Path(loaded.run.dir), run_id)
+    raise typer.Exit(verb.follow(folder, loaded.notify, urls, _print, once=once))
+
+
+@app.command()
 def limits(
     clear: opt.Clear = False,
     card: opt.CardLike = None,

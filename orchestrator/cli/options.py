@@ -66,6 +66,10 @@ Service = Annotated[bool, Option("--service", help="Write and start a systemd us
 NodeToEnd = Annotated[Text, Option(help="Also end the Ray node that `up NODE` started on this PC.", metavar="NODE")]
 NodeHere = Annotated[Text, Option(help="Which node of the configuration this PC is.", metavar="NODE")]
 
+# Of `notify`.
+Once = Annotated[bool, Option("--once", help="Send one digest of the run as it is now, and end.")]
+TestMessage = Annotated[bool, Option("--test", help="Send one message, and say of each address whether it took it.")]
+
 # Of `report`, `limits` and `init`.
 RunId = Annotated[str, Argument(help="As `runs` shows it, or its end. Default: the newest.", metavar="RUN_ID")]
 AsText = Annotated[bool, Option("--text", help="In words: this is the default.")]

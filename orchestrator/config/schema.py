@@ -16,6 +16,7 @@ from workers.training.settings import TrainSettings
 
 #: A year of seconds would be a typing error for any pause or timeout; a day is the longest that helps.
 _DAY_S = 86_400
+_MINUTE_S = 60.0
 
 #: What `yaml_source.MAX_VALUES` has room for when every key is written out, as `dump_config` does.
 MAX_NODES = 1000
@@ -28,6 +29,7 @@ Gib: TypeAlias = Annotated[float, Field(gt=0, le=4096)]
 #: Edge of a square matrix; beyond 2^20 a single fp16 matrix is 2 TiB.
 Size: TypeAlias = Annotated[int, Field(ge=1, le=1_048_576)]
 Dtype: TypeAlias = Literal["fp32", "tf32", "fp16", "bf16"]
+Severity: TypeAlias = Literal["critical", "warning", "info"]
 ComputeShareMode: TypeAlias = Literal["duty", "mps", "none"]
 #: Ends up in Ray labels (which must end in a letter or digit), file names and shell words.
 NodeName: TypeAlias = Annotated[
@@ -62,6 +64,20 @@ def _duration(value: Any) -> Any:  # noqa: ANN401  # before validation it may be
 def _or_off(value: Any) -> Any:  # noqa: ANN401  # before validation it may be anything
     """Read `off` as `None`; YAML 1.1 reads an unquoted `off` as false."""
     return None if value is False or value == "off" else value
+
+
+def _interval(value: Any) -> Any:  # noqa: ANN401  # before validation it may be anything
+    value = _or_off(value)
+    if value is not None and parse_duration(_duration(value)) < _MINUTE_S:
+        raise ValueError(f"this is shorter than a minute; valid: {VALID_DURATION}, at least a minute, or off")
+    return value
+
+
+def _no_address(text: str) -> str:
+    """Refuse an address, which is a secret: a run copies its configuration into its records."""
+    if "://" in text:
+        raise ValueError("this is an address, not a file; valid: a file (chmod 600) with an address a line, or null")
+    return text
 
 
 #: `None` is off.
@@ -224,6 +240,29 @@ class RunConfig(_Section):
         return self
 
 
+class NotifyConfig(_Section):
+    """What `run` and `notify` tell by mail or chat. Addresses are secrets and stand in a file of their own."""
+
+    urls_file: (
+        Annotated[
+            str,
+            Field(min_length=1, max_length=1024, description="a file with an address a line, which only you can read"),
+            AfterValidator(_no_address),
+        ]
+        | None
+    ) = None
+    every: Annotated[float | str | None, BeforeValidator(_interval), Field(description=f"{VALID_DURATION}, or off")] = (
+        "10m"
+    )
+    """As typed; `None` sends no digests. Code reads `every_s`."""
+    severity: Severity = "warning"
+
+    @property
+    def every_s(self) -> float | None:
+        """Seconds between two digests; `None` if there are none."""
+        return None if self.every is None else parse_duration(self.every)
+
+
 class Config(_Section):
     """All of cluster.yaml. Frozen; a changed copy is a new configuration and validated again."""
 
@@ -238,6 +277,7 @@ class Config(_Section):
     compute_share_mode: ComputeShareMode = "duty"
     thermal: ThermalConfig = ThermalConfig()
     verify: VerifyConfig = VerifyConfig()
+    notify: NotifyConfig = NotifyConfig()
     run: RunConfig = RunConfig()
 
     @property

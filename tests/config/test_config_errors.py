@@ -103,7 +103,7 @@ def test_the_text_these_tests_break_is_good(tmp_path: Path) -> None:
             *("gpus: 1", "worker: 1", 6, "nodes.pc1.worker", "unknown key; did you mean workers?"),
             "cpus_per_worker, dtype, gpu, gpu_share, gpus, host, memory_fraction",
         ),
-        ("workload:", "heat:", 11, "heat", "unknown key", "cluster, compute_share_mode, memory, nodes, run"),
+        ("workload:", "heat:", 11, "heat", "unknown key", "cluster, compute_share_mode, memory, nodes, notify, run"),
         ("    workers: 7\n", "", 4, "nodes.pc1.workers", "is missing", "a whole number, at least 1"),
         # duplicate keys: both lines
         (

@@ -1,0 +1,191 @@
+"""Decides what is told, and when: troubles that are there and the time in, messages out. Pure.
+
+At most one message a minute, one story an hour about what comes and goes, and a digest at its interval. Nothing is
+lost: what may not be told yet is told later. Does not judge a run, word a message (`letter`)
+or send it (`courier`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, TypeAlias
+
+from orchestrator.config.schema import Severity
+
+BETWEEN_S: Final = 60.0
+"""The least time between two messages."""
+FLAPPING_S: Final = 3600.0
+"""What comes again so soon after it was told of is told of once in that time."""
+_GATHER_S: Final = 5.0
+"""What begins or ends within so many seconds is one message: a PC takes its slots along."""
+_WAIT_MOST_S: Final = 600.0
+"""Between two tries while no address takes anything."""
+
+Key: TypeAlias = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trouble:
+    """One alert about one subject."""
+
+    alert: str
+    severity: Severity
+    subject: str
+    """The slot, card, node or run that it is about."""
+    place: str
+    """The card or node that the subject belongs to: what befalls several subjects of it is told together."""
+    since_unix_s: float
+    text: str
+    what_to_do: str = ""
+
+    @property
+    def key(self) -> Key:
+        """What makes it the same trouble at the next look."""
+        return self.alert, self.subject
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """What is told of one trouble."""
+
+    trouble: Trouble
+    is_there: bool
+    """Else it is over."""
+    times: int
+    """How often it began since it was told of last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """What is told at once."""
+
+    news: tuple[News, ...]
+    there: tuple[Trouble, ...]
+    """Everything that is there, told before or now."""
+    is_digest: bool
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """What is known of one trouble, and what has been told of it."""
+
+    trouble: Trouble
+    is_there: bool = True
+    told_there: bool = False
+    times: int = 1
+    changed_at_s: float
+    told_at_s: float = -math.inf
+    """When its beginning was told."""
+    quiet_until_s: float = -math.inf
+
+    @property
+    def has_news(self) -> bool:
+        return self.times > 0 or self.is_there != self.told_there
+
+    @property
+    def place(self) -> Key:
+        return self.trouble.alert, self.trouble.place
+
+    def told(self, now_s: float) -> _Kept:
+        """Return it after its news was told."""
+        if self.times == 0:  # it is over
+            quiet_until_s = max(self.quiet_until_s, self.told_at_s + FLAPPING_S)
+        else:
+            is_first = self.times == 1 and self.is_there and not self.told_there
+            came_alone = is_first and self.changed_at_s >= self.quiet_until_s
+            quiet_until_s = self.quiet_until_s if came_alone else now_s + FLAPPING_S
+        told_at_s = now_s if self.times else self.told_at_s
+        return replace(self, told_there=self.is_there, times=0, told_at_s=told_at_s, quiet_until_s=quiet_until_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Digest:
+    """Everything that decides on the next message."""
+
+    every_s: float | None
+    """Between two digests; `None` for none."""
+    due_at_s: float
+    """Of the next digest."""
+    kept: Mapping[Key, _Kept] = field(default_factory=dict)
+    sent_at_s: float = -math.inf
+    wait_s: float = BETWEEN_S
+
+
+def new_digest(every_s: float | None, now_s: float) -> Digest:
+    """Return the state in which nothing has been seen or told."""
+    return Digest(every_s=every_s, due_at_s=math.inf if every_s is None else now_s + every_s)
+
+
+def seen(
+    digest: Digest, troubles: Iterable[Trouble], now_s: float, is_unknown: Callable[[Trouble], bool] = lambda _: False
+) -> Digest:
+    """Take in what is there now. What is unknown, because its node or the head is gone, stays as it was."""
+    kept = dict(digest.kept)
+    there = {trouble.key: trouble for trouble in troubles if not is_unknown(trouble)}
+    there |= {key: one.trouble for key, one in kept.items() if one.is_there and is_unknown(one.trouble)}
+    for key, trouble in there.items():
+        before = kept.get(key)
+        if before is None:
+            kept[key] = _Kept(trouble=trouble, changed_at_s=now_s)
+        elif before.is_there:
+            kept[key] = replace(before, trouble=trouble)
+        else:
+            changed_at_s = before.changed_at_s if before.has_news else now_s
+            kept[key] = replace(
+                before, trouble=trouble, is_there=True, times=before.times + 1, changed_at_s=changed_at_s
+            )
+    for key, before in digest.kept.items():
+        if key not in there and before.is_there:
+            changed_at_s = before.changed_at_s if before.has_news else now_s
+            kept[key] = replace(before, is_there=False, changed_at_s=changed_at_s)
+        elif key not in there and not before.has_news and now_s >= before.quiet_until_s:
+            del kept[key]
+    return replace(digest, kept=kept)
+
+
+def due(digest: Digest, now_s: float, *, is_last: bool = False) -> Message | None:
+    """Return what is to be told now. The last message tells everything that is left."""
+    if now_s < digest.sent_at_s + digest.wait_s:
+        return None
+    waiting = [kept for kept in digest.kept.values() if kept.has_news]
+    ready = [kept for kept in waiting if is_last or now_s >= kept.quiet_until_s]
+    is_digest = is_last or now_s >= digest.due_at_s
+    is_gathered = any(now_s >= kept.changed_at_s + _GATHER_S for kept in ready)
+    if not (is_digest or is_gathered):
+        return None
+    places = {kept.place for kept in ready}
+    return Message(
+        news=tuple(
+            News(trouble=kept.trouble, is_there=kept.is_there, times=kept.times)
+            for kept in waiting
+            if kept.place in places
+        ),
+        there=tuple(kept.trouble for kept in digest.kept.values() if kept.is_there),
+        is_digest=is_digest,
+        is_last=is_last,
+    )
+
+
+def told(digest: Digest, message: Message, now_s: float) -> Digest:
+    """Return the state after an address has taken the message."""
+    kept = dict(digest.kept)
+    for news in message.news:
+        kept[news.trouble.key] = kept[news.trouble.key].told(now_s)
+    return replace(
+        digest, kept=kept, sent_at_s=now_s, wait_s=BETWEEN_S, due_at_s=_next_due_at_s(digest, message, now_s)
+    )
+
+
+def given_up(digest: Digest, message: Message, now_s: float) -> Digest:
+    """Return the state after no address has taken the message: its news is tried again, later each time."""
+    wait_s = min(2 * digest.wait_s, _WAIT_MOST_S)
+    return replace(digest, sent_at_s=now_s, wait_s=wait_s, due_at_s=_next_due_at_s(digest, message, now_s))
+
+
+def _next_due_at_s(digest: Digest, message: Message, now_s: float) -> float:
+    if digest.every_s is None or not message.is_digest or now_s < digest.due_at_s:
+        return digest.due_at_s
+    return digest.due_at_s + digest.every_s * (1 + (now_s - digest.due_at_s) // digest.every_s)
