@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import operator
 import re
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
@@ -188,8 +189,10 @@ def _pattern(text: str) -> re.Pattern[str]:
             f"/{text[:40]}/ could take too long: at most {_REPEATS_MOST} of * + {{}}, and none behind a bracket"
         )
     try:
-        return re.compile(text.replace("\\/", "/"), re.IGNORECASE)
-    except re.error as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # of what Python will understand otherwise one day
+            return re.compile(text.replace("\\/", "/"), re.IGNORECASE)
+    except (re.error, FutureWarning, DeprecationWarning) as error:
         raise QueryError(f"/{text[:40]}/ is no regular expression: {error}") from error
 
 

@@ -85,3 +85,6 @@ def test_a_third_piece_is_expected_after_two_in_a_row_and_what_has_failed_a_step
     assert sampled(jittery, 100.0, exact=True, passed_s=119.0).usable_bytes == 100.0 * (1.0 - jittery.jitter)
     assert 0.039 < jittery.jitter < 0.041
     assert sampled(jittery, 100.0, exact=True, passed_s=120.0).usable_bytes == 100.0
+    taken = sampled(jittery, 40.0, exact=True, passed_s=1.0)
+    assert taken.usable_bytes == 40.0 * (1.0 - taken.jitter)
+    assert sampled(taken, 100.0, exact=True, passed_s=1.0).usable_bytes == 100.0, "a program was the reason"

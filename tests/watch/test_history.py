@@ -1,0 +1,194 @@
+"""The course of a run is read back from its store: values, states, one moment; a run is followed while it goes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from orchestrator.watch import history
+from orchestrator.watch.archive import read_run
+from orchestrator.watch.catalogue import FIELDS
+from orchestrator.watch.follow import LATE_AFTER_S, Follower, Freshness
+from orchestrator.watch.records import STORE_NAME
+from orchestrator.watch.store import RunStore
+from tests.scene import wait_for
+from tests.watch.scene import FACTS, STARTED_UNIX_S, Clock, event, head_process, make_row, make_snapshot, record
+from workers.messages import Progress, WorkerState
+
+SLOTS = ("pc1/0", "pc1/1")
+SECONDS = 40
+
+
+def at(second: float) -> float:
+    return STARTED_UNIX_S + second
+
+
+def rows_at(second: int) -> list[object]:
+    return [
+        make_row(
+            slot=slot,
+            temperature_c=50.0 + second,
+            steps_ok=10 * second,
+            state=WorkerState.BACKOFF if second >= 20 else WorkerState.RUNNING,
+            progress=Progress(train_step=second, loss=5.0 / (second + 1)),
+        )
+        for slot in SLOTS
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a finished run of two slots that were sampled every second."""
+    place = tmp_path_factory.mktemp("runs") / FACTS.run_id
+    place.mkdir()
+    store = RunStore(place / STORE_NAME)
+    store.begin(FACTS)
+    for second in range(SECONDS):
+        rows = rows_at(second)
+        if second == 20:
+            for slot in SLOTS:
+                told = {"from_state": "RUNNING", "to_state": "BACKOFF", "cause": "memory ran out"}
+                store.event({**event(name="state"), "at": "2023-11-14T22:13:40.000Z", "slot": slot, **told})
+        store.slots(record(row.slot, state=row.state.value, reason=row.reason, row=row.to_dict()) for row in rows)  # type: ignore[attr-defined]
+        store.update(make_snapshot(*rows, elapsed_s=float(second)))  # type: ignore[arg-type]
+    store.close(make_snapshot(*rows_at(SECONDS), elapsed_s=float(SECONDS)))  # type: ignore[arg-type]
+    store.end("good", 0, None, ())
+    return place
+
+
+def test_a_value_over_time_has_a_low_a_mean_and_a_high_in_each_part_and_none_where_nothing_was_sampled(
+    folder: Path,
+) -> None:
+    found = history.buckets(folder, "pc1/0", ("temperature_c", "loss", "fan_pct"), at(0), at(80), 8)
+    heat = found["temperature_c"]
+    assert heat.low[:4] == (50.0, 60.0, 70.0, 80.0)
+    assert heat.high[:4] == (59.0, 69.0, 79.0, 89.0)
+    assert heat.mean[:2] == (54.5, 64.5)
+    assert heat.mean[5:] == (None, None, None)
+    assert heat.at_unix_s[0] == at(5)
+    assert found["loss"].high[0] == 5.0
+    assert found["fan_pct"].mean == (None,) * 8, "no sensor told it"
+
+
+@pytest.mark.parametrize("key", ["reason", "state", "no such key", "slot"])
+def test_what_is_not_sampled_cannot_be_asked_for(folder: Path, key: str) -> None:
+    with pytest.raises(ValueError, match="is not sampled"):
+        history.buckets(folder, "pc1/0", (key,), at(0), at(1), 10)
+
+
+def test_a_store_of_an_earlier_version_gives_what_it_has_and_takes_the_rest_once_it_is_written_again(
+    folder: Path, tmp_path: Path
+) -> None:
+    old = tmp_path / FACTS.run_id
+    old.mkdir()
+    with closing(sqlite3.connect(folder / STORE_NAME)) as whole:
+        whole.execute("VACUUM INTO ?", [str(old / STORE_NAME)])
+    with closing(sqlite3.connect(old / STORE_NAME)) as store:
+        for name in ("loss", "margin_c"):
+            store.execute(f"ALTER TABLE samples DROP COLUMN {name}")
+    found = history.buckets(old, "pc1/0", ("temperature_c", "loss"), at(0), at(40), 4)
+    assert found["temperature_c"].low[0] == 50.0
+    assert found["loss"].mean == (None,) * 4
+    assert history.moment(old, at(5)).rows[0].progress.loss is None
+    store = RunStore(old / STORE_NAME)
+    store.begin(FACTS)
+    store.update(make_snapshot(*rows_at(60), elapsed_s=60.0))  # type: ignore[arg-type]
+    assert store.problem is None
+    store.end("good", 0, None, ())
+    assert history.buckets(old, "pc1/0", ("loss",), at(59), at(61), 1)["loss"].mean[0] == pytest.approx(5.0 / 61)
+
+
+def test_a_moment_equals_the_picture_of_that_moment_in_all_that_is_sampled(folder: Path) -> None:
+    for second in (0, 7, 19, 20, 39):
+        shown = history.moment(folder, at(second + 0.4))
+        for row, real in zip(shown.rows, rows_at(second), strict=True):
+            for key, field in FIELDS.items():
+                if field.sampled:
+                    assert field.value(row) == field.value(real), (second, key)  # type: ignore[arg-type]
+        assert shown.elapsed_s == pytest.approx(second)
+    assert history.moment(folder, at(25)).rows[0].reason == "memory ran out"
+    assert history.moment(folder, at(5)).rows[0].reason == "", "its cause is not known"
+    assert history.moment(folder, at(-100)).rows[0].temperature_c == 50.0, "before the first sample, that"
+    assert history.sampled_between(folder) == (at(0), at(SECONDS))
+
+
+def test_states_are_spans_and_events_are_numbered(folder: Path) -> None:
+    (span,) = history.state_spans(folder, "pc1/1")
+    assert (span.state, span.from_unix_s, span.to_unix_s, span.cause) == ("BACKOFF", at(20), None, "memory ran out")
+    told = history.events(folder)
+    assert [each.number for each in told] == [1, 2]
+    assert history.events(folder, after=1) == told[1:]
+    assert history.events(folder, slot="pc1/0") == told[:1]
+
+
+def test_a_finished_run_is_followed_without_reading_it_again(folder: Path) -> None:
+    follower = Follower(folder)
+    first = follower.look()
+    assert first.freshness is Freshness.ENDED
+    assert len(first.events) == 2
+    assert follower.look().run is first.run
+    assert follower.look().events == ()
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[tuple[Path, int]]:
+    """Run a head that works on a folder; the pid is its own."""
+    place = tmp_path / "20261120-051500-0b76"
+    head = head_process(place)
+    try:
+        assert head.stdout is not None
+        for _ in range(4):
+            head.stdout.readline()
+        yield place, head.pid
+    finally:
+        head.kill()
+        head.communicate()
+
+
+def test_a_run_is_followed_while_its_head_works_hangs_and_is_killed(live: tuple[Path, int]) -> None:
+    folder, pid = live
+    clock = Clock()
+    follower = Follower(folder, monotonic_s=clock, unix_s=lambda: 0.0)
+    frame = follower.look()
+    assert frame.freshness is Freshness.LIVE
+    seen = [each.number for each in frame.events]
+    for number in range(frame.number + 1, frame.number + 4):
+        clock.now_s += 1.0
+        wait_for(lambda number=number: follower.look().number >= number, "another frame")  # type: ignore[misc]
+        assert follower.look().freshness is Freshness.LIVE
+    later = [each.number for each in history.events(folder, limit=10_000)]
+    assert later[: len(seen)] == seen
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: follower.look().number == follower.look().number, "the head to stand still")
+    clock.now_s += LATE_AFTER_S + 7.0
+    late = follower.look()
+    assert (late.freshness, late.late_s >= LATE_AFTER_S) == (Freshness.LATE, True)
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: follower.look().freshness is Freshness.HEAD_GONE, "its end to be seen")
+
+
+def test_a_run_of_another_machine_lives_while_its_store_changes(tmp_path: Path) -> None:
+    """A process id means nothing there, and its clock may be wrong by hours."""
+    folder = tmp_path / FACTS.run_id
+    folder.mkdir()
+    store = RunStore(folder / STORE_NAME)
+    store.begin(replace(FACTS, host=f"not-{socket.gethostname()}"))
+    store.update(make_snapshot(make_row()))
+    clock = Clock()
+    follower = Follower(folder, monotonic_s=clock)
+    assert read_run(folder).outcome == "interrupted", "as far as a single look can tell"
+    assert follower.look().freshness is Freshness.LIVE
+    clock.now_s = 20.0
+    assert follower.look().freshness is Freshness.LATE
+    store.update(make_snapshot(make_row(), elapsed_s=20.0))
+    assert follower.look().freshness is Freshness.LIVE
+    clock.now_s = 60.0
+    assert follower.look().freshness is Freshness.HEAD_GONE

@@ -1,0 +1,132 @@
+"""The catalogue covers every key and column, filters choose, orders sort: unknown last, equals by slot."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.core.slot import HeadState
+from orchestrator.watch.catalogue import FIELDS
+from orchestrator.watch.cells import UNICODE
+from orchestrator.watch.columns import columns_for
+from orchestrator.watch.model import ROW_KEYS, Row
+from orchestrator.watch.query import Order, QueryError, field_of, order_of, parse, select
+from tests.watch.scene import GIB, make_row
+from workers.messages import Progress, WorkerState
+
+ROWS = (
+    make_row(slot="pc1/10", temperature_c=71.0, oom_count=3, steps_ok=90, steps_oom=10),
+    make_row(slot="pc1/2", temperature_c=None, cap_bytes=4 * GIB, reason="memory ran out: 3.1 GiB asked"),
+    make_row(slot="pc2/0", node="pc2", state=HeadState.LOST, reason="its node has left", temperature_c=80.0),
+    make_row(slot="pc2/1", node="pc2", state=WorkerState.EMERGENCY, gpu_name="NVIDIA RTX 3070", temperature_c=80.0),
+)
+
+
+def chosen(text: str) -> list[str]:
+    return [row.slot for row in ROWS if parse(text).matches(row)]
+
+
+def test_every_key_of_a_row_and_every_column_of_the_table_is_in_the_catalogue_once() -> None:
+    assert tuple(FIELDS) == ROW_KEYS
+    columns = {column.name for column in columns_for((make_row(progress=Progress(train_step=1)),), UNICODE)}
+    shown = [field.column for field in FIELDS.values() if field.column is not None]
+    assert sorted(shown) == sorted({*columns, "reason"})
+    metrics = [field.metric.name for field in FIELDS.values() if field.metric is not None]
+    assert len(set(metrics)) == len(metrics)
+
+
+@pytest.mark.parametrize(
+    ("text", "slots"),
+    [
+        ("", ["pc1/10", "pc1/2", "pc2/0", "pc2/1"]),
+        ("state:lost", ["pc2/0"]),
+        ("node:pc2 !state:lost", ["pc2/1"]),
+        ("temp>75", ["pc2/0", "pc2/1"]),
+        ("temp<=71", ["pc1/10"]),
+        ("!temp>75", ["pc1/10", "pc1/2"]),
+        ("cap>3GiB", ["pc1/2"]),
+        ("cap_bytes<=2.7g", ["pc1/10", "pc2/0", "pc2/1"]),
+        ("success<95", ["pc1/10"]),
+        ("good<95%", ["pc1/10"]),
+        ("oom!=0", ["pc1/10"]),
+        ("3070", ["pc2/1"]),
+        ('"node has"', ["pc2/0"]),
+        ('reason:"ran out"', ["pc1/2"]),
+        (r"/pc[12]\/1.*/", ["pc1/10", "pc2/1"]),
+        ("!/PC1/", ["pc2/0", "pc2/1"]),
+    ],
+)
+def test_a_filter_keeps_the_rows_that_meet_all_of_its_terms(text: str, slots: list[str]) -> None:
+    assert chosen(text) == slots
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("colour:red", "nothing is called 'colour'"),
+        ("cap>3", "write a unit"),
+        ("temp>warm", "compared with a number"),
+        ("temp>75W", "has the unit C"),
+        ("state:", "lacks what to compare with"),
+        ('"open', "not closed"),
+        ("/(/", "no regular expression"),
+        ("/(a+)+b/", "could take too long"),
+        ("/a*a*a*a*/", "could take too long"),
+        ("x" * 501, "at most 500"),
+        ("steps_>1", "write more of it"),
+    ],
+)
+def test_a_filter_that_makes_no_sense_is_refused_in_a_sentence(text: str, told: str) -> None:
+    with pytest.raises(QueryError, match=told):
+        parse(text)
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_a_filter_or_is_refused(text: str) -> None:
+    try:
+        wanted = parse(text)
+    except QueryError:
+        return
+    assert wanted.matches(ROWS[0]) in {True, False}
+
+
+@given(st.lists(st.sampled_from("abc.*+?|()[]{}^$\\1,"), max_size=30).map("".join))
+def test_no_pattern_that_is_taken_can_stop_a_viewer(pattern: str) -> None:
+    try:
+        wanted = parse(f"/{pattern}/".replace(" ", ""))
+    except QueryError:
+        return
+    began_s = time.process_time()
+    wanted.matches(make_row(reason="ab" * 100 + "c" * 50))
+    assert time.process_time() - began_s < 5.0, "of hours that a pattern without limits may take"
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_unknown_values_are_last_either_way_and_equal_ones_in_order_of_their_slots(reverse: bool) -> None:
+    mixed = (ROWS[2], ROWS[0], ROWS[3], ROWS[1])
+    slots = [row.slot for row in select(mixed, parse(""), order_of("temp", reverse=reverse))]
+    known = ["pc2/0", "pc2/1", "pc1/10"] if not reverse else ["pc1/10", "pc2/0", "pc2/1"]
+    assert slots == [*known, "pc1/2"]
+
+
+def test_words_begin_with_a_and_numbers_with_the_largest_and_no_order_means_worst_first() -> None:
+    def slots(order: Order) -> list[str]:
+        return [row.slot for row in select(ROWS, parse(""), order)]
+
+    assert slots(order_of("slot")) == ["pc1/2", "pc1/10", "pc2/0", "pc2/1"]
+    assert slots(order_of("ooms"))[0] == "pc1/10"
+    assert slots(Order())[:2] == ["pc2/0", "pc2/1"]
+
+
+def test_every_column_is_found_by_its_name_and_by_a_beginning_that_only_it_has() -> None:
+    for field in FIELDS.values():
+        if field.column is not None:
+            assert field_of(field.column).column == field.column
+    assert field_of("temper").key == "temperature_c"
+    assert field_of("heart").key == "heartbeat_age_s"
+    rows: tuple[Row, ...] = ROWS
+    for key in FIELDS:
+        assert len(select(rows, parse(""), order_of(key))) == len(rows), key
