@@ -288,7 +288,7 @@ def least_bytes() -> dict[int, int]:
     """Return by what a part takes beside the training at the least, found by caps that it fits into or does not."""
     found: dict[int, int] = {}
     for limit in micro_batches(BATCH, BATCH):
-        too_little, enough = 0, _MOST_BYTES
+        too_little, enough = MIB, _MOST_BYTES
         while enough - too_little > _RESOLUTION_BYTES:
             middle = (too_little + enough) // 2
             if _fits(limit, middle):
@@ -301,17 +301,18 @@ def least_bytes() -> dict[int, int]:
 
 def _fits(limit: int, cap_bytes: int) -> bool:
     own = trainer()
+    failure: Exception | None = None
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData") + cap_bytes, hard))
     try:
         _whole_batch(own, limit)
-    except Exception as error:
-        if not (is_oom(error) or isinstance(error, UpdateInterruptedError)):
-            raise
-        return False
+    except Exception as error:  # noqa: BLE001 - looked at where there is memory again
+        failure = error
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
-    return True
+    if failure is not None and not (is_oom(failure) or isinstance(failure, UpdateInterruptedError)):
+        raise failure
+    return failure is None
 
 
 def _whole_batch(own: Trainer, limit: int) -> None:

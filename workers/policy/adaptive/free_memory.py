@@ -7,6 +7,7 @@ standard errors of the smoothed level are kept in reserve. Does not know what a 
 
 from __future__ import annotations
 
+import math
 from typing import Final, NamedTuple
 
 #: Share of the way that one sample moves the smoothed level. At the best share, one miss says nothing about the next
@@ -36,9 +37,9 @@ _MOST_SAMPLES: Final = 100
 #: Standard errors of the level that are kept in reserve.
 _RESERVE: Final = 2.0
 
-#: A program that loads takes its memory in pieces. After a second fall in a row by more than this share, another one is
-#: expected, so many times as large and up to this share of what is left. That fades within this time, and samples that
-#: are farther apart make no row.
+#: A program that loads takes its memory in pieces. After a second fall by more than this share, another one is
+#: expected, so many times as large and up to this share of what is left. That fades within this time, and falls that
+#: are farther apart do not belong together.
 _PIECE: Final = 0.05
 _NEXT_PIECE: Final = 1.25
 _LARGEST_PIECE: Final = 0.3
@@ -69,8 +70,8 @@ class Level(NamedTuple):
     """Samples that the level is smoothed over, up to a few."""
     exact: bool = False
     """Whether the last sample is exact and was taken for the step that comes now, so that it is used as it is."""
-    falling: bool = False
-    """Whether the last sample was lower than the one before."""
+    since_fall_s: float = math.inf
+    """How long ago a sample was lower by a piece than the one before."""
     fall: float = 0.0
     """Share of the last sample that may go away while the next step runs, because a program loads."""
     jitter: float = 0.0
@@ -129,8 +130,9 @@ def sampled(
         follow = max(gain, 1.0 / samples)
     fell = 1.0 - sample_bytes / max(1.0, level.sample_bytes)
     fall = level.fall * max(0.0, 1.0 - passed_s / _FALL_FADES_S)
-    falling = exact and fell > 0.0 and passed_s < _FALL_FADES_S
-    if falling and fell > _PIECE and (level.falling or fall > 0.0):
+    since_fall_s = level.since_fall_s + passed_s
+    is_piece = exact and fell > _PIECE
+    if is_piece and since_fall_s < _FALL_FADES_S:
         fall = max(fall, min(_LARGEST_PIECE, _NEXT_PIECE * fell / max(_PIECE, 1.0 - fell)))
     jitter_left_s = level.jitter_left_s - passed_s
     # Memory that came back at once was another program's: what went away before was its beginning.
@@ -150,7 +152,7 @@ def sampled(
         gain=gain,
         samples=min(samples, _MOST_SAMPLES),
         exact=exact,
-        falling=falling,
+        since_fall_s=0.0 if is_piece else since_fall_s,
         fall=fall,
         jitter=jitter,
         jitter_left_s=jitter_left_s,
