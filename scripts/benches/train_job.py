@@ -38,6 +38,8 @@ from workers.units import MIB
 BATCH = 64
 _MOST_BYTES = 32 * MIB
 _RESOLUTION_BYTES = MIB // 16
+#: Of the cap. What a part takes is known to that, as malloc does not do the same each time.
+_MARGIN_AFTER_FAILURE = 0.01
 SEED = 0
 _SHAPE = GptShape(layers=8, heads=2, width=32, seq=16)
 _DATA = MadeText(_SHAPE.seq, _SHAPE.vocabulary, SEED, items=4096)
@@ -123,10 +125,10 @@ def known_size(tally: Tally, fits: Callable[[float], int], *, knows: bool) -> No
     own = trainer()
     tally.starts = 1
     always = fits(min(share for _, share in tally.course))
-    longest_s = 0.0
+    longest_s = margin = 0.0
     while not tally.over:
         ahead = least_between(tally.course, tally.at_s, tally.at_s + longest_s)
-        limit = fits(ahead) if knows else always
+        limit = fits(ahead - margin) if knows else always
         began_s = time.monotonic()
         try:
             done = own.micro_batch(limit)
@@ -134,6 +136,7 @@ def known_size(tally: Tally, fits: Callable[[float], int], *, knows: bool) -> No
             if not is_oom(error):
                 raise
             tally.failed(limit)
+            margin += _MARGIN_AFTER_FAILURE
             continue
         longest_s = max(longest_s, time.monotonic() - began_s)
         tally.part(done.rows)
