@@ -87,7 +87,7 @@ def test_a_step_that_did_not_fit_widens_the_margin_each_time() -> None:
 
 
 def test_a_surprise_elsewhere_does_not_end_what_goes_well_here() -> None:
-    line = line_after(100, 400).surprised(200, 0.8 * need(200))
+    line = line_after(100, 400).surprised(200, 1.2 * need(200))
     assert line.largest_x(1.05 * need(400)) < 400, "no step has ended well since"
     line = measured(line, 400, need(400), 3.0)
     assert line.surprise > 0.05

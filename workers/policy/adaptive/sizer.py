@@ -56,6 +56,9 @@ _FAR_MORE: Final = 1.25
 _PLENTY_WITHOUT_SLOPE: Final = 1.05
 _PLENTY: Final = 2.0
 
+#: A size that is so many times as large is worth a failure that the line expects because of a surprise alone.
+_FAR_APART: Final = 1.25
+
 #: A size that was measured so often is found; before, it may still grow by less than is worth a change.
 SETTLED_STEPS: Final = 8
 
@@ -370,10 +373,12 @@ def _size(state: Sizer, bounds: Bounds, promised: float | None, now_s: float) ->
         return allowed
     size = bounds.down(min(promised, allowed))
     if size <= good < allowed and bracket.may_probe(now_s):
-        # Where sizes are few and far apart, the line may reach farther than it promises. Where far more is there than
-        # the last step took, it is the line that is not known: it has no slope yet, or was measured on small steps when
-        # memory was short.
+        # Where sizes are few and far apart, the line may reach farther than it promises; a surprise must not bar the
+        # way to a size that is much larger. Where far more is there than the last step took, it is the line that is
+        # not known: it has no slope yet, or was measured on small steps when memory was short.
         larger, line = bounds.up(good), state.line
+        if larger > _FAR_APART * good:
+            line = line._replace(surprise=0.0)
         reaches = line.hoped_x(level.usable_bytes) >= float(larger) ** bounds.power
         plenty = _PLENTY if line.has_slope else _PLENTY_WITHOUT_SLOPE
         if reaches or level.usable_bytes > plenty * line.here_need_bytes:
