@@ -10,6 +10,7 @@ from orchestrator.notify.digest import Trouble
 from orchestrator.watch.follow import Frame, Freshness
 from workers.messages import WorkerState
 
+_NODE_MISSING = "NodeMissing"
 _SEVERITIES: tuple[Severity, ...] = ("info", "warning", "critical")
 
 
@@ -35,19 +36,16 @@ class Judge:
 
     def is_unknown(self, trouble: Trouble) -> bool:
         """Say whether the present state of a trouble cannot be known: its node is missing, or the head is gone."""
-        if trouble.alert in {"HeadGone", "NodeMissing"}:
-            return self._is_gone and trouble.alert == "NodeMissing"
-        return self._is_gone or self._nodes.get(trouble.subject) in self._missing
+        is_of_missing = trouble.alert != _NODE_MISSING and self._nodes.get(trouble.subject) in self._missing
+        return self._is_gone or is_of_missing
 
     def _found(self, frame: Frame, unix_s: float) -> Iterator[Trouble]:
         def trouble(alert: str, severity: Severity, subject: str, place: str, text: str) -> Trouble:
             since = self._since.get((alert, subject), unix_s)
             return Trouble(alert=alert, severity=severity, subject=subject, place=place, since_unix_s=since, text=text)
 
-        if self._is_gone:
-            yield trouble("HeadGone", "critical", frame.run.facts.run_id, "", "the process of the run has ended")
         for node in sorted(self._missing):
-            yield trouble("NodeMissing", "critical", node, node, "the node is not in the cluster")
+            yield trouble(_NODE_MISSING, "critical", node, node, "the node is not in the cluster")
         for row in frame.snapshot.rows:
             place = f"{row.node} {row.gpu_uuid}"
             if row.state is HeadState.QUARANTINED:
