@@ -29,6 +29,7 @@ PLANTED = {
         ("orchestrator/run/terminal.py", "orchestrator.burn.phases"),
         ("orchestrator/burn/phases.py", "orchestrator.doctor.finding"),
         ("orchestrator/notify/digest.py", "orchestrator.burn.phases"),
+        ("orchestrator/web/guard.py", "orchestrator.notify.digest"),
         ("orchestrator/watch/cells.py", "orchestrator.run.terminal"),
         ("orchestrator/cluster/connect.py", "orchestrator.watch.cells"),
         ("orchestrator/core/slot.py", "orchestrator.cluster.connect"),
@@ -58,6 +59,7 @@ PLANTED = {
     "What watches a run from outside never imports what makes it": [
         ("orchestrator/notify/verb.py", "orchestrator.run.clock"),
         ("orchestrator/notify/digest.py", "torch"),
+        ("orchestrator/web/page_data.py", "orchestrator.cluster.connect"),
     ],
     "core and policy are pure: no clock, no randomness, no I/O, no torch": [
         ("orchestrator/core/slot.py", "time"),

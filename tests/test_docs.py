@@ -47,6 +47,10 @@ OPTIONS = {
     "runs": {"--config", "-c", "--set", "--run-dir", "--json", "--help"},
     "report": {"run_id", "--config", "-c", "--set", "--run-dir", "--text", "--json", "--help"},
     "notify": {"run_id", "--once", "--test", "--config", "-c", "--set", "--run-dir", "--help"},
+    "web": {
+        "run_id", "--port", "--bind", "--control", "--certificate", "--key", "--without-tls", "--config", "-c", "--set",
+        "--run-dir", "--help",
+    },
     "limits": {"--clear", "--card", "--workload", "--json", "--help"},
     "burn": {
         "--config", "-c", "--duration", "--phase", "--local", "--rehearse", "--set", "--json", "--plain", "--run-dir",
@@ -260,7 +264,7 @@ def names_in(file: Path) -> list[str]:
         *(
             name
             for name in dotted
-            if name.partition(".")[0] in known and not re.search(r"\.(py|yaml|sqlite|json|log)$", name)
+            if name.partition(".")[0] in known and not re.search(r"\.(py|yaml|sqlite|json)$", name)
         ),
     ]
 

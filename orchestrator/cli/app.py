@@ -232,8 +232,30 @@ def notify(
     if test:
         raise typer.Exit(verb.send_test(urls, _print))
     folder = find_run(Path(loaded.run.dir), run_id)
-    teller = verb.Teller(folder=folder, settings=loaded.notify, urls=urls, say=_print)
-    raise typer.Exit(teller.once() if once else teller.follow())
+    raise typer.Exit(verb.follow(folder, loaded.notify, urls, _print, once=once))
+
+
+@app.command()
+def web(  # noqa: PLR0913 - one parameter for each option of the command
+    run_id: opt.RunId = "latest",
+    port: opt.Port = 8470,
+    bind: opt.Bind = "127.0.0.1",
+    control: opt.Control = False,
+    certificate: opt.Certificate = None,
+    key: opt.CertificateKey = None,
+    without_tls: opt.WithoutTls = False,
+    config: opt.ConfigPath = "cluster.yaml",
+    overrides: opt.Overrides = None,
+    run_dir: opt.RunDir = None,
+) -> None:
+    """Show one run in a browser, also one that is over. Prints the address, which logs one browser in."""
+    from orchestrator.web import verb  # noqa: PLC0415 - only this verb needs it
+
+    folder = find_run(Path(_loaded(config, overrides, {"run.dir": run_dir}).run.dir), run_id)
+    options = verb.Options(
+        port=port, bind=bind, control=control, certificate=certificate, key=key, without_tls=without_tls
+    )
+    verb.serve(folder, options, _print)
 
 
 @app.command()

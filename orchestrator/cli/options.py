@@ -69,6 +69,17 @@ NodeHere = Annotated[Text, Option(help="Which node of the configuration this PC 
 # Of `notify`.
 Once = Annotated[bool, Option("--once", help="Send one digest of the run as it is now, and end.")]
 TestMessage = Annotated[bool, Option("--test", help="Send one message, and say of each address whether it took it.")]
+# Of `web`.
+Port = Annotated[int, Option(help="Of the page; 0 takes any free one.", min=0, max=65_535, metavar="NUMBER")]
+Bind = Annotated[str, Option(help="The address of this PC to serve; other PCs need --certificate.", metavar="ADDRESS")]
+Control = Annotated[bool, Option("--control", help="Let the page pause, resume, drain and reinstate slots.")]
+Certificate = Annotated[Path | None, Option(help="For HTTPS: the certificate, as PEM.", metavar="FILE")]
+CertificateKey = Annotated[
+    Path | None, Option("--key", help="Its key, unless that is in the same file.", metavar="FILE")
+]
+WithoutTls = Annotated[
+    bool, Option("--without-tls", help="Serve other PCs unencrypted: who listens can read and log in.")
+]
 
 # Of `report`, `limits` and `init`.
 RunId = Annotated[str, Argument(help="As `runs` shows it, or its end. Default: the newest.", metavar="RUN_ID")]

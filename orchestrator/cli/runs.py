@@ -22,7 +22,7 @@ from orchestrator.core.slot import HeadState
 from orchestrator.errors import NothingStoredError
 from orchestrator.watch.archive import StoredEvent, StoredRun, read_events, read_run
 from orchestrator.watch.cells import UNICODE, Glyphs, aligned, clock, share_pct, whole
-from orchestrator.watch.folders import Listed, list_runs, summary_of
+from orchestrator.watch.folders import Listed, list_runs, run_object, summary_of
 from orchestrator.watch.model import Snapshot
 from orchestrator.watch.phrases import closing_lines, counted, fault_lines, section
 from orchestrator.watch.records import STORE_NAME
@@ -34,12 +34,6 @@ _FALLEN = frozenset({HeadState.RESTARTING, HeadState.QUARANTINED, HeadState.LOST
 _TOLD = ("state", "node_left", "node_joined", "workload_error", "run_ended", "memory_predicted")
 
 _TITLES = ("run", "started", "mode", "outcome", "exit", "worked", "workers", "steps ok", "good %", "OOM", "restarts")
-#: Of a run in `runs --json`.
-_KEYS = (
-    "run_id", "started_at_unix_s", "mode", "outcome", "exit_code", "elapsed_s", "duration_s", "remaining_s", "heads",
-    "workers", "steps_ok", "steps_lost_upper_bound", "success_rate", "oom_count", "restart_count", "incomplete",
-    "error",
-)  # fmt: skip
 _DEFAULT_RUNS_DIR = Path(RunConfig.model_fields["dir"].default)
 _LEFT = frozenset({"run", "started", "mode", "outcome"})
 
@@ -58,7 +52,7 @@ def runs_text(runs_dir: Path, glyphs: Glyphs = UNICODE) -> str:
 
 def runs_json(runs_dir: Path) -> str:
     """Return the same as one JSON object: `schema` and `runs`; `null` is unknown."""
-    return summary_text({"schema": SCHEMA, "runs": [_run_object(one) for one in list_runs(runs_dir)]})
+    return summary_text({"schema": SCHEMA, "runs": [run_object(one) for one in list_runs(runs_dir)]})
 
 
 def report_text(folder: Path, width: int, glyphs: Glyphs = UNICODE) -> str:
@@ -109,7 +103,7 @@ def _lines_of_summary(folder: Path, width: int, glyphs: Glyphs) -> list[str]:
 
 
 def _run_cells(one: Listed, glyphs: Glyphs) -> tuple[str, ...]:
-    told = _run_object(one)
+    told = run_object(one)
     started, exit_code, workers = told["started_at_unix_s"], told["exit_code"], told["workers"]
     cells = (
         one.run_id,
@@ -125,33 +119,6 @@ def _run_cells(one: Listed, glyphs: Glyphs) -> tuple[str, ...]:
         whole(told["restart_count"]),
     )
     return tuple(cell or glyphs.missing for cell in cells)
-
-
-def _run_object(one: Listed) -> dict[str, Any]:
-    told: dict[str, Any] = {
-        "run_id": one.run_id,
-        "started_at_unix_s": one.started_at_unix_s,
-        "outcome": one.outcome,
-        "exit_code": one.exit_code,
-        "error": one.error,
-    }
-    if (run := one.run) is not None:
-        snapshot = run.snapshot()
-        told |= {
-            "mode": run.facts.mode,
-            "elapsed_s": run.elapsed_s,
-            "duration_s": run.facts.duration_s,
-            "remaining_s": run.remaining_s,
-            "heads": run.heads,
-            "workers": len(run.slots),
-            "steps_ok": snapshot.counts.steps_ok,
-            "steps_lost_upper_bound": snapshot.steps_lost_upper_bound,
-            "success_rate": snapshot.counts.success_rate,
-            "oom_count": snapshot.counts.oom_count,
-            "restart_count": snapshot.restart_count,
-            "incomplete": run.incomplete,
-        }
-    return {key: told.get(key) for key in _KEYS}
 
 
 def _header(run: StoredRun, glyphs: Glyphs) -> Iterator[str]:

@@ -27,6 +27,12 @@ _RUN_ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{4}")
 _SUMMARY_NAME = "summary.json"
 _SUMMARY_MOST_BYTES = 16 * 2**20
 """A summary of ten thousand workers and ten thousand faults has 13 MiB."""
+#: Of a run in JSON.
+_KEYS = (
+    "run_id", "started_at_unix_s", "mode", "outcome", "exit_code", "elapsed_s", "duration_s", "remaining_s", "heads",
+    "workers", "steps_ok", "steps_lost_upper_bound", "success_rate", "oom_count", "restart_count", "incomplete",
+    "error",
+)  # fmt: skip
 _SUFFIX = re.compile(r"[0-9a-f-]{4,20}")
 _NAMED = 5
 
@@ -62,6 +68,34 @@ class Listed:
 def list_runs(runs_dir: Path) -> tuple[Listed, ...]:
     """Return every run in the folder, the newest first; none if there is no such folder."""
     return tuple(_listed(runs_dir / run_id) for run_id in _run_ids(runs_dir))
+
+
+def run_object(one: Listed) -> dict[str, Any]:
+    """Return what is known of a run, as an object for JSON; `None` is unknown."""
+    told: dict[str, Any] = {
+        "run_id": one.run_id,
+        "started_at_unix_s": one.started_at_unix_s,
+        "outcome": one.outcome,
+        "exit_code": one.exit_code,
+        "error": one.error,
+    }
+    if (run := one.run) is not None:
+        snapshot = run.snapshot()
+        told |= {
+            "mode": run.facts.mode,
+            "elapsed_s": run.elapsed_s,
+            "duration_s": run.facts.duration_s,
+            "remaining_s": run.remaining_s,
+            "heads": run.heads,
+            "workers": len(run.slots),
+            "steps_ok": snapshot.counts.steps_ok,
+            "steps_lost_upper_bound": snapshot.steps_lost_upper_bound,
+            "success_rate": snapshot.counts.success_rate,
+            "oom_count": snapshot.counts.oom_count,
+            "restart_count": snapshot.restart_count,
+            "incomplete": run.incomplete,
+        }
+    return {key: told.get(key) for key in _KEYS}
 
 
 def find_run(runs_dir: Path, run_id: str) -> Path:

@@ -1,0 +1,194 @@
+"""Decides whether a request is answered: its host, method and origin, and what it may do. Pure.
+
+A browser sends this user's cookies to every page that can name this server, and cookies are shared by all ports of a
+host. So a request must name a host of ours, must not come from another page, and must bring a token or our own cookie.
+Does not read the body of a request, nor the clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Final
+
+CODE_VALID_S: Final = 120.0
+SESSION_S: Final = 7 * 86_400.0
+"""A browser must log in again after so long."""
+
+_NAME = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(?::[0-9]{1,5})?")
+_OWN_SITE = frozenset({None, "same-origin", "none"})
+"""What a browser says in Sec-Fetch-Site of a request from this page, or from a typed address."""
+
+
+class Level(IntEnum):
+    """What a request may do; each level includes those below it."""
+
+    NOTHING = 0
+    READ = 1
+    CONTROL = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One path of the server: the only method it answers, what that needs, and which keys its query may have."""
+
+    method: str
+    needs: Level
+    keys: tuple[str, ...] = ()
+
+
+_VIEW: Final = ("sort", "filter", "offset", "limit")
+
+#: Everything the server answers, besides the page's files.
+ROUTES: Final[Mapping[str, Route]] = MappingProxyType(
+    {
+        "/": Route("GET", Level.NOTHING),
+        "/healthz": Route("GET", Level.NOTHING),
+        "/metrics": Route("GET", Level.READ),
+        "/api/v1/run": Route("GET", Level.READ),
+        "/api/v1/runs": Route("GET", Level.READ),
+        "/api/v1/table": Route("GET", Level.READ, _VIEW),
+        "/api/v1/slot": Route("GET", Level.READ, ("name",)),
+        "/api/v1/history": Route("GET", Level.READ, ("slot", "field", "from", "to", "buckets")),
+        "/api/v1/events": Route("GET", Level.READ, ("after", "slot", "limit")),
+        "/api/v1/stream": Route("GET", Level.READ, _VIEW),
+        "/api/v1/login": Route("POST", Level.NOTHING),
+        "/api/v1/commands": Route("POST", Level.CONTROL),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """Of one server."""
+
+    hosts: frozenset[str]
+    """Names under which it may be asked, in lower case, without a port: behind a tunnel the port is another one."""
+    port: int
+    read_token: str
+    control_token: str
+    with_control: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What counts of a request; `None` for a header that is not there."""
+
+    method: str
+    path: str
+    host: str | None
+    origin: str | None = None
+    fetch_site: str | None = None
+    authorization: str | None = None
+    cookie: str | None = None
+    """The value of our own cookie."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a request is not answered."""
+
+    status: int
+    error: str
+
+
+class Code:
+    """The one-time code of a printed address. Time comes in as an argument."""
+
+    def __init__(self, text: str, made_at_s: float) -> None:
+        self._text = text
+        self._until_s = made_at_s + CODE_VALID_S
+
+    def redeem(self, text: str, now_s: float) -> bool:
+        """Say whether this is the code and it still counts. It counts once."""
+        is_good = now_s < self._until_s and _same(text, self._text)
+        if is_good:
+            self._until_s = float("-inf")
+        return is_good
+
+
+def judge(asked: Asked, route: Route | None, rules: Rules, now_unix_s: float) -> Refusal | Level:
+    """Return what the request may do, or why it is refused; `route` is `None` for a path that leads nowhere."""
+    refusal = _misdirected(asked, rules) or _misused(asked, route)
+    if refusal is not None or route is None or route.needs is Level.NOTHING:
+        return refusal or Level.NOTHING
+    if route.needs is Level.CONTROL and not rules.with_control:
+        return Refusal(403, "this server only shows the run; start it with `web --control` to send commands")
+    level = _level_of(asked, rules, now_unix_s)
+    if level is Level.NOTHING:
+        return Refusal(401, "log in with the address that `web` prints, or send a token as Authorization: Bearer")
+    if level < route.needs:
+        return Refusal(403, "this token or login may only look; commands need the control token, or a new login")
+    return level
+
+
+def cookie_name(rules: Rules) -> str:
+    """Return the name of the cookie: no other server on this host has the same."""
+    return f"orchestrator-{_signature(rules.read_token, f'name {rules.port}')[:12]}"
+
+
+def cookie_value(level: Level, rules: Rules, now_unix_s: float) -> str:
+    """Return a login. It stays good when the server is started again at the same port."""
+    told = f"{int(level)}.{int(now_unix_s)}"
+    return f"{told}.{_signed(told, level, rules)}"
+
+
+def _misdirected(asked: Asked, rules: Rules) -> Refusal | None:
+    """Refuse what is meant for another host, or sent by a page of another host."""
+    host = (asked.host or "").lower()
+    found = _NAME.fullmatch(host)
+    if found is None or found["name"] not in rules.hosts:
+        return Refusal(403, "this server does not answer under that host name; use the address that `web` prints")
+    if asked.origin is not None and asked.origin.lower() not in {f"http://{host}", f"https://{host}"}:
+        return Refusal(403, "the request comes from a page of another origin")
+    if asked.path != "/" and asked.fetch_site not in _OWN_SITE:
+        return Refusal(403, "the request comes from a page of another site")
+    return None
+
+
+def _misused(asked: Asked, route: Route | None) -> Refusal | None:
+    """Refuse a path or a method that does not exist, and a POST of which nothing says that this page has sent it."""
+    if asked.method not in {"GET", "POST"} or (route is not None and asked.method != route.method):
+        allowed = "GET and POST" if route is None else route.method
+        return Refusal(405, f"the method must be {allowed}")
+    if route is None:
+        return Refusal(404, "there is nothing at this path")
+    if route.method == "POST" and asked.origin is None and asked.authorization is None:
+        return Refusal(403, "the request lacks its Origin")
+    return None
+
+
+def _level_of(asked: Asked, rules: Rules, now_unix_s: float) -> Level:
+    if asked.authorization is not None:
+        kind, _, token = asked.authorization.partition(" ")
+        if kind.lower() != "bearer":
+            return Level.NOTHING
+        if _same(token, rules.control_token):
+            return Level.CONTROL
+        return Level.READ if _same(token, rules.read_token) else Level.NOTHING
+    told, _, signature = (asked.cookie or "").rpartition(".")
+    found = re.fullmatch(r"([12])\.([0-9]{1,12})", told, re.ASCII)
+    if found is None:
+        return Level.NOTHING
+    level, age_s = Level(int(found[1])), now_unix_s - int(found[2])
+    is_good = -SESSION_S < age_s < SESSION_S and _same(signature, _signed(told, level, rules))
+    return level if is_good else Level.NOTHING
+
+
+def _signed(told: str, level: Level, rules: Rules) -> str:
+    """Sign a login with the token of its level: who has only the other token cannot make one."""
+    key = rules.control_token if level is Level.CONTROL else rules.read_token
+    return _signature(key, f"login {rules.port} {told}")
+
+
+def _signature(key: str, text: str) -> str:
+    return hmac.new(key.encode(), text.encode(), hashlib.sha256).hexdigest()
+
+
+def _same(one: str, other: str) -> bool:
+    return hmac.compare_digest(one.encode("utf-8", "surrogatepass"), other.encode())

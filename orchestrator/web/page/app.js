@@ -1,0 +1,377 @@
+"use strict";
+// Draws one run. Texts, units, rounding and colours come ready-made (page_data.py); this file puts them in their places.
+// Text is only ever set as text. What is looked at is in the fragment of the address, so that it survives a reload.
+(() => {
+  const byId = (id) => document.getElementById(id);
+  const make = (name, props = {}, ...inside) => {
+    const made = Object.assign(document.createElement(name), props);
+    made.append(...inside);
+    return made;
+  };
+  // A cell is a text, or a text and a tone.
+  const put = (node, cell) => {
+    const [text, tone] = Array.isArray(cell) ? cell : [cell, ""];
+    if (node.textContent !== text) node.textContent = text;
+    if ((node.dataset.tone || "") !== tone) node.dataset.tone = tone;
+    return node;
+  };
+  const show = (id, shown) => { byId(id).hidden = !shown; };
+  const RETRY_MS = 1000, REFRESH_MS = 2000, ROWS = 200, EVENTS = 300, BUCKETS = 300;
+
+  // ---- Where the data comes from: a server that goes on telling, or this very file.
+
+  const live = () => {
+    const ask = async (path, options) => {
+      const answer = await fetch(path, options);
+      const told = await answer.json();
+      if (!answer.ok) throw Object.assign(new Error(told.error), { status: answer.status });
+      return told;
+    };
+    const get = (path, query = {}) => ask(`api/v1/${path}?${new URLSearchParams(query)}`);
+    const post = (path, body) => ask(`api/v1/${path}`, { method: "POST", body: JSON.stringify(body) });
+    const table = (query, on) => {
+      let stream = null, timer = 0, known = null, over = false;
+      const close = () => { clearTimeout(timer); stream?.close(); stream = null; };
+      const open = () => {
+        close();
+        if (over || document.hidden) return;
+        stream = new EventSource(`api/v1/stream?${new URLSearchParams(query)}`);
+        stream.addEventListener("table", (event) => { known = merged(known, JSON.parse(event.data)); on.table(known); });
+        stream.addEventListener("event", (event) => on.events(JSON.parse(event.data).events));
+        stream.addEventListener("gone", (event) => on.problem(JSON.parse(event.data).error));
+        stream.onerror = async () => {
+          close();
+          let failure = null;
+          await get("table", { ...query, limit: 0 }).catch((error) => { failure = error; });
+          if (over) return;
+          if (failure?.status === 401) return on.login();
+          if (failure?.status) on.problem(failure.message); else if (failure) on.offline();
+          if (failure?.status !== 400) timer = setTimeout(open, RETRY_MS);
+        };
+      };
+      document.addEventListener("visibilitychange", open);
+      open();
+      return () => { over = true; close(); document.removeEventListener("visibilitychange", open); };
+    };
+    return {
+      table,
+      slot: (name) => get("slot", { name }),
+      history: (slot, field, from, to) => get("history", { slot, field, from, to, buckets: BUCKETS }),
+      events: async () => (await get("events", { limit: EVENTS })).events,
+      cards: async () => (await get("run")).cards,
+      login: (code) => post("login", { code }),
+      command: (told) => post("commands", { id: crypto.getRandomValues(new Uint32Array(4)).join("-"), ...told }),
+    };
+  };
+
+  const merged = (known, told) => {
+    if (told.all) {
+      const rows = new Map(told.all.rows.map((row) => [row.slot, [...row.cells]]));
+      return { ...told.all, rows, order: [...rows.keys()] };
+    }
+    for (const [slot, cells] of Object.entries(told.rows || {})) {
+      const line = known.rows.get(slot) || [];
+      for (const at of Object.keys(cells)) line[at] = cells[at];
+      known.rows.set(slot, line);
+    }
+    const { rows, all, head, ...others } = told;
+    return { ...known, ...others, head: { ...known.head, ...head } };
+  };
+
+  const frozen = (data) => {
+    const text = (cell) => (Array.isArray(cell) ? cell[0] : cell).toLowerCase();
+    const names = data.table.columns.map((column) => column.name);
+    const matches = (row, term) => {
+      const wanted = term.replace(/^!/, ""), [name, value] = wanted.split(/:(.*)/s);
+      const cells = names.includes(name) && value ? [row.cells[names.indexOf(name)]] : row.cells;
+      return cells.some((cell) => text(cell).includes(cells === row.cells ? wanted : value)) !== term.startsWith("!");
+    };
+    const table = (query, on) => {
+      const terms = query.filter.toLowerCase().split(/\s+/).filter(Boolean), name = query.sort.replace(/^-/, "");
+      const { rows: order, known } = data.orders[name] || { rows: [...data.table.rows.keys()], known: data.table.rows.length };
+      const first = order.slice(0, known), turned = query.sort.startsWith("-") ? first.reverse() : first;
+      const found = [...turned, ...order.slice(known)].map((at) => data.table.rows[at])
+        .filter((row) => terms.every((term) => matches(row, term)));
+      const rows = found.slice(query.offset, Number(query.offset) + query.limit);
+      on.table(merged(null, { all: { ...data.table, rows, matched: found.length } }));
+      return () => {};
+    };
+    return {
+      table,
+      slot: async (name) => data.slots[name],
+      history: async (slot, field) => data.history[slot]?.[field],
+      events: async () => data.events,
+      cards: async () => data.cards,
+    };
+  };
+
+  const source = byId("frozen") ? frozen(JSON.parse(byId("frozen").textContent)) : live();
+
+  // ---- What is looked at.
+
+  const usual = { view: "table", sort: "", filter: "", offset: "0", slot: "", field: "", range: "" };
+  let state = { ...usual }, table = null, stop = () => {}, followed = "", chosen = new Set(), looked = "";
+  const address = (changes) => {
+    const next = { ...state, ...changes };
+    return `#${new URLSearchParams(Object.entries(next).filter(([key, value]) => key in usual && value !== usual[key]))}`;
+  };
+  const go = (changes) => { location.hash = address(changes); look(); };
+  const turn = (changes) => { location.replace(address(changes)); look(); };
+
+  const look = () => {
+    const told = new URLSearchParams(location.hash.slice(1));
+    if (told.has("code")) return login(told.get("code"));
+    looked = location.hash;
+    const before = state;
+    state = { ...usual, ...Object.fromEntries(told) };
+    if (before.filter !== state.filter) chosen = new Set();
+    for (const view of ["table", "slot", "cards", "events"]) show(`view-${view}`, view === state.view);
+    for (const link of document.querySelectorAll("nav a")) {
+      if (link.dataset.view === state.view) link.setAttribute("aria-current", "page");
+      else link.removeAttribute("aria-current");
+    }
+    show("login", false);
+    show("problem", false);
+    if (document.activeElement !== byId("filter")) byId("filter").value = state.filter;
+    byId("back").href = address({ view: "table", slot: "" });
+    const query = { sort: state.sort, filter: state.filter, offset: state.offset, limit: state.view === "table" ? ROWS : 0 };
+    if (followed !== JSON.stringify(query)) {
+      followed = JSON.stringify(query);
+      stop();
+      stop = source.table(query, on);
+    } else if (table) drawTable();
+    refresh(true);
+  };
+
+  const on = {
+    table: (told) => {
+      table = told;
+      for (const id of ["offline", "problem", "login"]) show(id, false);
+      drawHead();
+      drawTable();
+      refresh(false);
+    },
+    events: (told) => { if (state.view === "events") drawEvents(byId("events"), told, EVENTS); },
+    problem: (text) => { byId("problem").textContent = text; show("problem", true); },
+    offline: () => show("offline", true),
+    login: () => {
+      followed = "";
+      for (const view of ["table", "slot", "cards", "events"]) show(`view-${view}`, false);
+      show("head", false);
+      show("login", true);
+      byId("code").focus();
+    },
+  };
+
+  const login = async (code) => {
+    history.replaceState(null, "", location.pathname);
+    try {
+      await source.login(code.split("code=").pop().trim());
+      followed = "";
+      look();
+    } catch (error) {
+      // A code that was used already may belong to a browser that is logged in.
+      look();
+      if (code === byId("code").value) on.problem(error.message);
+    }
+  };
+
+  // ---- Drawing.
+
+  const drawHead = () => {
+    const head = table.head, summary = byId("summary");
+    show("head", true);
+    document.title = `${head.mark[0]} · ${head.run}`;
+    for (const id of ["run", "mark", "mode", "time", "left"]) put(byId(id), head[id]);
+    byId("share").value = head.share;
+    const chips = head.states.map(([word, tone, count]) => put(make("a", { href: address({ ...usual, filter: `state:${word}` }), className: "chip" }), [`${count} ${word}`, tone]));
+    const words = [head.nodes, head.tflops, ...head.totals].map((cell) => put(make("span"), cell));
+    const [nodes, ...others] = words;
+    if (summary.dataset.told !== JSON.stringify([head.states, head.nodes, head.tflops, head.totals])) {
+      summary.dataset.told = JSON.stringify([head.states, head.nodes, head.tflops, head.totals]);
+      summary.replaceChildren(nodes, ...chips, ...others);
+    }
+    byId("notices").replaceChildren(...head.notices.map((text) => make("li", { textContent: text })));
+    drawCommands();
+  };
+
+  const lines = new Map();
+  const newLine = (slot, columns) => {
+    const cells = columns.map((column) => make(column.name === "slot" ? "th" : "td", { className: `${column.words ? "words" : ""} w-${column.width}` }));
+    const link = make("a", { href: address({ view: "slot", slot }) });
+    const pick = make("input", { type: "checkbox" });
+    pick.setAttribute("aria-label", slot);
+    pick.addEventListener("change", () => { pick.checked ? chosen.add(slot) : chosen.delete(slot); drawCommands(); });
+    const at = columns.findIndex((column) => column.name === "slot");
+    cells[at].scope = "row";
+    cells[at].append(link);
+    const why = make("td", { colSpan: columns.length + 1 });
+    const body = make("tbody", {}, make("tr", {}, make("td", { className: "pick" }, pick), ...cells), make("tr", { className: "why" }, why));
+    const places = [...cells];
+    places[at] = link;
+    return { body, link, pick, places, why };
+  };
+  const drawTable = () => {
+    if (state.view !== "table" || !table) return;
+    const { columns, order } = table, shape = JSON.stringify([columns, state.sort]);
+    if (byId("titles").dataset.shape !== shape) {
+      byId("titles").dataset.shape = shape;
+      for (const line of lines.values()) line.body.remove();
+      lines.clear();
+      byId("titles").replaceChildren(make("th", { className: "pick" }), ...columns.map(title));
+    }
+    const focused = [...lines.entries()].find(([, line]) => line.link === document.activeElement)?.[0];
+    const wanted = new Set(order);
+    for (const [slot, line] of lines) if (!wanted.has(slot)) { line.body.remove(); lines.delete(slot); chosen.delete(slot); }
+    for (const slot of table.rows.keys()) if (!wanted.has(slot)) table.rows.delete(slot);
+    let at = byId("table").tHead.nextElementSibling;
+    for (const slot of order) {
+      if (!lines.has(slot)) lines.set(slot, newLine(slot, columns));
+      const line = lines.get(slot), cells = table.rows.get(slot), reason = cells[cells.length - 1];
+      cells.forEach((cell, index) => put(line.places[index], cell));
+      put(line.why, reason);
+      line.body.classList.toggle("loud", Array.isArray(reason));
+      line.pick.checked = chosen.has(slot);
+      if (line.body === at) at = at.nextElementSibling;
+      else byId("table").insertBefore(line.body, at);
+    }
+    if (focused && lines.has(focused)) lines.get(focused).link.focus({ preventScroll: true });
+    const begin = Number(state.offset);
+    byId("count").textContent = `${order.length ? begin + 1 : 0}–${begin + order.length} / ${table.matched} (${table.total})`;
+    show("pages", table.matched > ROWS);
+    byId("earlier").disabled = begin === 0;
+    byId("later").disabled = begin + order.length >= table.matched;
+  };
+  const title = (column) => {
+    const is = state.sort.replace(/^-/, "") === column.name, cell = make("th", { className: `${column.words ? "words" : ""} w-${column.width}` });
+    const button = make("button", { type: "button" }, make("span", { textContent: column.title[0] }), make("small", { textContent: column.title[1] }));
+    if (is) cell.setAttribute("aria-sort", state.sort.startsWith("-") ? "ascending" : "descending");
+    button.addEventListener("click", () => sortBy(column.name));
+    cell.append(button);
+    return cell;
+  };
+  const sortBy = (name) => turn({ offset: "0", sort: { [name]: `-${name}`, [`-${name}`]: "" }[state.sort] ?? name });
+
+  let drawnAt = 0, drawing = 0;
+  const refresh = async (now) => {
+    if (state.view === "table" || (!now && performance.now() - drawnAt < REFRESH_MS)) return;
+    drawnAt = performance.now();
+    const mine = ++drawing, { view, slot } = state;
+    try {
+      const told = await { slot: () => source.slot(slot), cards: source.cards, events: source.events }[view]?.();
+      if (mine !== drawing || !told) return;
+      if (view === "cards") drawGrid(byId("cards"), told.titles, told.rows);
+      if (view === "events" && now) { byId("events").replaceChildren(); drawEvents(byId("events"), told, EVENTS); }
+      if (view === "slot") await drawSlot(told, () => mine === drawing);
+    } catch (error) {
+      if (error.status === 401) on.login(); else if (error.status) on.problem(error.message); else throw error;
+    }
+  };
+  const drawGrid = (node, titles, rows) => node.replaceChildren(
+    make("thead", {}, make("tr", {}, ...titles.map((text) => make("th", { textContent: text })))),
+    make("tbody", {}, ...rows.map((row) => make("tr", {}, ...row.map((cell) => put(make("td"), cell))))));
+  const drawEvents = (node, told, most) => {
+    for (const event of told) {
+      const last = Number(node.firstElementChild?.dataset.number || 0);
+      if (event.number <= last) continue;
+      const link = event.slot ? make("a", { href: address({ view: "slot", slot: event.slot }), textContent: event.slot }) : "";
+      const line = make("tr", {}, make("td", { textContent: event.time, className: "quiet" }), make("td", {}, link), put(make("td"), [event.event, event.tone]), make("td", { textContent: event.text, className: "text" }));
+      line.dataset.number = event.number;
+      node.prepend(line);
+    }
+    while (node.childElementCount > most) node.lastElementChild.remove();
+  };
+
+  const drawSlot = async (told, isStill) => {
+    byId("slot").textContent = told.slot;
+    put(byId("slot-state"), told.state);
+    byId("slot-reason").textContent = told.reason;
+    byId("facts").replaceChildren(...told.facts.map(([label, cell]) => make("div", {}, make("dt", { textContent: label }), put(make("dd"), cell))));
+    byId("spans").replaceChildren(...told.spans.slice(-20).reverse().map((span) => make("tr", {}, make("td", { textContent: span.time, className: "quiet" }), put(make("td"), span.state), make("td", { textContent: span.lasted }), make("td", { textContent: span.cause, className: "text" }))));
+    byId("slot-events").replaceChildren();
+    drawEvents(byId("slot-events"), told.events.slice(-50), 50);
+    show("error", Boolean(told.traceback));
+    byId("traceback").textContent = told.traceback || "";
+    const field = state.field || told.charts[0] || told.fields[0][0];
+    if (byId("field").childElementCount !== told.fields.length) byId("field").replaceChildren(...told.fields.map(([key, label]) => make("option", { value: key, textContent: label })));
+    byId("field").value = field;
+    for (const button of byId("ranges").children) button.setAttribute("aria-pressed", button.dataset.range === state.range);
+    if (!told.sampled) return byId("charts").replaceChildren();
+    const [first, last] = told.sampled, from = state.range ? Math.max(first, last - Number(state.range)) : first;
+    const fields = [field, ...told.charts.filter((key) => key !== field)].slice(0, 4);
+    const found = await Promise.all(fields.map((key) => source.history(told.slot, key, from, Math.max(last, from + 1))));
+    if (isStill()) charts.draw(byId("charts"), found.filter(Boolean), told.spans, [from, Math.max(last, from + 1)]);
+  };
+  // ---- Commands: each names its slots, and asks before it is sent.
+
+  const targets = () => (state.view === "slot" ? [state.slot] : state.view === "table" ? [...chosen].filter((slot) => lines.has(slot)) : []);
+  const drawCommands = () => {
+    const control = Boolean(table?.head.control);
+    document.body.classList.toggle("control", control);
+    show("commands", control && targets().length > 0);
+    byId("chosen").textContent = targets().join(" ");
+  };
+  byId("commands").addEventListener("click", (event) => {
+    const action = event.target.dataset.do, slots = targets();
+    if (!action || !slots.length) return;
+    byId("ask-title").textContent = event.target.textContent;
+    byId("ask-slots").replaceChildren(...slots.map((slot) => make("li", { textContent: slot })));
+    show("ask-amount", action === "cap");
+    byId("ask-yes").onclick = async () => {
+      byId("ask").close();
+      const amount = action === "cap" ? { amount: byId("amount").value } : {};
+      const told = await source.command({ do: action, slots, ...amount }).catch((error) => ({ effect: error.message }));
+      byId("said").textContent = told.effect;
+      show("said", true);
+    };
+    byId("ask").showModal();
+  });
+
+  // ---- Hands: forms, buttons and keys.
+
+  byId("login-form").addEventListener("submit", (event) => { event.preventDefault(); login(byId("code").value); });
+  byId("filter-form").addEventListener("submit", (event) => event.preventDefault());
+  let typing = 0;
+  byId("filter").addEventListener("input", () => {
+    clearTimeout(typing);
+    typing = setTimeout(() => turn({ filter: byId("filter").value, offset: "0" }), 200);
+  });
+  byId("earlier").addEventListener("click", () => go({ offset: String(Math.max(0, Number(state.offset) - ROWS)) }));
+  byId("later").addEventListener("click", () => go({ offset: String(Number(state.offset) + ROWS) }));
+  byId("field").addEventListener("change", () => turn({ field: byId("field").value }));
+  byId("ranges").addEventListener("click", (event) => { if ("range" in event.target.dataset) turn({ range: event.target.dataset.range }); });
+  byId("help-open").addEventListener("click", () => byId("help").showModal());
+  byId("help-close").addEventListener("click", () => byId("help").close());
+  byId("ask-no").addEventListener("click", () => byId("ask").close());
+
+  const step = (by) => {
+    const links = [...document.querySelectorAll("#table tbody th a")];
+    const at = links.indexOf(document.activeElement);
+    links[at < 0 ? (by > 0 ? 0 : links.length - 1) : Math.min(links.length - 1, Math.max(0, at + by))]?.focus();
+  };
+  const sortNext = (by) => {
+    const names = ["", ...table.columns.map((column) => column.name)], at = names.indexOf(state.sort.replace(/^-/, ""));
+    turn({ sort: names[(at + by + names.length) % names.length], offset: "0" });
+  };
+  const keys = {
+    "/": () => byId("filter").focus(), "?": () => byId("help").showModal(),
+    j: () => step(1), ArrowDown: () => step(1), k: () => step(-1), ArrowUp: () => step(-1),
+    "<": () => sortNext(-1), ">": () => sortNext(1), ",": () => sortNext(-1), ".": () => sortNext(1),
+    r: () => turn({ sort: state.sort.startsWith("-") ? state.sort.slice(1) : `-${state.sort}` }),
+    0: () => turn({ sort: "", offset: "0" }), s: () => go({ view: "table", slot: "" }),
+    d: () => go({ view: "cards", slot: "" }), e: () => go({ view: "events", slot: "" }),
+    Escape: () => (state.view === "table" ? turn({ filter: "", offset: "0" }) : go({ view: "table", slot: "" })),
+  };
+  document.addEventListener("keydown", (event) => {
+    const typed = event.target.matches("input:not([type=checkbox]), select");
+    if (event.ctrlKey || event.altKey || event.metaKey || document.querySelector("dialog[open]")) return;
+    if (typed && event.key === "Escape") { event.target.blur(); return; }
+    if (typed || !keys[event.key] || (!table && event.key !== "?")) return;
+    if (state.view !== "table" && ["ArrowUp", "ArrowDown", "j", "k"].includes(event.key)) return;
+    event.preventDefault();
+    keys[event.key]();
+  });
+  window.addEventListener("hashchange", () => { if (location.hash !== looked) look(); });
+  window.addEventListener("resize", () => refresh(true));
+  look();
+})();

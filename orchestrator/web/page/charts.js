@@ -1,0 +1,54 @@
+"use strict";
+// Draws the course of sampled values with uPlot: the mean as a line, from the least to the most as a band, and the states
+// of the slot as a coloured strip below. All charts show the same time.
+const charts = (() => {
+  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+  const strip = (plot) => {
+    const { ctx, bbox } = plot, high = 5 * devicePixelRatio, end = bbox.left + bbox.width;
+    for (const span of spans) {
+      const [left, right] = [span.from, span.to].map((at) => Math.min(end, Math.max(bbox.left, plot.valToPos(at, "x", true))));
+      ctx.fillStyle = colour(span.state[1]);
+      if (right > left) ctx.fillRect(left, bbox.top + bbox.height - high, right - left, high);
+    }
+  };
+  const options = (width, isFirst) => {
+    const axis = {
+      stroke: colour("quiet"), grid: { stroke: colour("rule"), width: 1 }, ticks: { stroke: colour("rule") }, font: "12px system-ui",
+    };
+    // Samples may be rarer than points: only what is missing for longer is a gap.
+    const gaps = (plot, series, first, last, found) => found.filter(([from, to]) => to - from > 16 * devicePixelRatio);
+    const edge = { width: 0, points: { show: false }, gaps };
+    return {
+      width,
+      height: isFirst ? 240 : 150,
+      cursor: { sync: { key: "slot" } },
+      legend: { show: isFirst },
+      scales: { x: { range: () => between } },
+      axes: [axis, { ...axis, size: 64 }],
+      hooks: { drawAxes: [strip] },
+      series: [
+        {}, { ...edge, label: "max" }, { ...edge, label: "min" }, { stroke: colour("line"), width: 1.5, label: "mean", gaps },
+      ],
+      bands: [{ series: [1, 2], fill: `${colour("line")}33` }],
+    };
+  };
+
+  let plots = [], spans = [], between = [0, 1], drawn = "";
+  const draw = (node, found, states, from_to) => {
+    [spans, between] = [states, from_to];
+    const shape = JSON.stringify([found.map((each) => each.field), node.clientWidth, colour("text")]);
+    if (drawn !== shape) {
+      for (const plot of plots) plot.destroy();
+      node.replaceChildren(...found.map((each) => {
+        const box = document.createElement("figure"), caption = document.createElement("figcaption");
+        caption.textContent = each.label;
+        box.append(caption);
+        return box;
+      }));
+      plots = found.map((_, at) => new uPlot(options(node.children[at].clientWidth, at === 0), null, node.children[at]));
+      drawn = shape;
+    }
+    found.forEach((each, at) => plots[at].setData([each.t, each.max, each.min, each.mean]));
+  };
+  return { draw };
+})();

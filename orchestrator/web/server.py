@@ -1,0 +1,285 @@
+"""The HTTP server of one run: what each path answers, and the headers that keep a browser from doing more.
+
+Every request passes `guard.py` first. The run folder is read in threads; the head knows nothing of it. Does not say
+what the page shows (`page_data.py`), nor how addresses, tokens and certificates are chosen (`verb.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from aiohttp import web
+
+from orchestrator.errors import ArchiveError, one_line
+from orchestrator.watch import history
+from orchestrator.watch.folders import list_runs, run_object
+from orchestrator.watch.follow import Follower
+from orchestrator.watch.query import Order, order_of, parse, select
+from orchestrator.watch.summary import SCHEMA
+from orchestrator.web import guard, page_data
+from orchestrator.web.guard import ROUTES, Asked, Code, Level, Refusal, Route, Rules
+from orchestrator.web.page_data import View
+from orchestrator.web.stream import COMMENT_EVERY_S, GZIP_BEGIN, Event, Hub, packed
+
+PAGE: Final = Path(__file__).parent / "page"
+
+_KINDS: Final = {
+    "index.html": "text/html", "app.js": "text/javascript", "charts.js": "text/javascript",
+    "uplot.js": "text/javascript", "app.css": "text/css", "uplot.css": "text/css", "icon.svg": "image/svg+xml",
+}  # fmt: skip
+_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_BODY_MOST_BYTES: Final = 64 * 2**10
+_LIMIT_MOST: Final = 500
+_SLOT_EVENTS: Final = 200
+_WRITING_MOST_S: Final = 30.0
+_COMPRESSED_FROM_BYTES: Final = 1_000
+
+Query: TypeAlias = Mapping[str, str]
+
+
+class _RefusedError(Exception):
+    """A request that is not answered."""
+
+    def __init__(self, status: int, error: str) -> None:
+        super().__init__(error)
+        self.status = status
+
+
+@dataclass(kw_only=True)
+class Site:
+    """One run and its page."""
+
+    folder: Path
+    rules: Rules
+    is_secure: bool = False
+    unix_s: Callable[[], float] = time.time
+    codes: list[Code] = field(default_factory=list)
+    """Those of the addresses that were printed."""
+
+    def __post_init__(self) -> None:
+        self.hub = Hub(Follower(self.folder).look, with_control=self.rules.with_control)
+        self._files = {f"/{name}".removesuffix("index.html"): (PAGE / name).read_bytes() for name in _KINDS}
+
+    def application(self) -> web.Application:
+        """Return the server's application."""
+        app = web.Application(client_max_size=_BODY_MOST_BYTES)
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        app.on_shutdown.append(self._close)
+        return app
+
+    async def _close(self, _app: web.Application) -> None:
+        await self.hub.close()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        path = request.path
+        route = ROUTES.get(path) or (Route("GET", Level.NOTHING) if path in self._files else None)
+        try:
+            self._check(request, route)
+            assert route is not None  # noqa: S101 - a path without a route was refused
+            if path in self._files:
+                kind = _KINDS[path[1:] or "index.html"]
+                return _response(request, self._files[path], f"{kind}; charset=utf-8")
+            answer: _Handler = getattr(self, f"_get_{path.rpartition('/')[2]}")
+            return await answer(request, _query_of(request, route))
+        except _RefusedError as refused:
+            headers = {"Allow": route.method if route else "GET, POST"} if refused.status == 405 else {}
+            return _json(request, {"error": str(refused)}, refused.status, headers)
+        except ArchiveError as error:
+            return _json(request, {"error": str(error)}, 503)
+        except ValueError as error:  # QueryError as well
+            return _json(request, {"error": one_line(str(error))}, 400)
+        except web.HTTPException as error:
+            return _json(request, {"error": error.reason}, error.status)
+
+    def _check(self, request: web.Request, route: Route | None) -> None:
+        headers = request.headers
+        asked = Asked(
+            method=request.method,
+            path=request.path,
+            host=headers.get("Host"),
+            origin=headers.get("Origin"),
+            fetch_site=headers.get("Sec-Fetch-Site"),
+            authorization=headers.get("Authorization"),
+            cookie=request.cookies.get(guard.cookie_name(self.rules)),
+        )
+        judged = guard.judge(asked, route, self.rules, self.unix_s())
+        if isinstance(judged, Refusal):
+            raise _RefusedError(judged.status, judged.error)
+
+    async def _get_healthz(self, request: web.Request, _query: Query) -> web.StreamResponse:
+        return _json(request, {"ok": True})
+
+    async def _get_metrics(self, _request: web.Request, _query: Query) -> web.StreamResponse:
+        raise _RefusedError(503, "this version has no metrics yet")
+
+    async def _get_run(self, request: web.Request, _query: Query) -> web.StreamResponse:
+        frame = await self.hub.frame()
+        return _json(request, await asyncio.to_thread(page_data.run_of, frame))
+
+    async def _get_runs(self, request: web.Request, _query: Query) -> web.StreamResponse:
+        listed = await asyncio.to_thread(list_runs, self.folder.parent)
+        return _json(request, {"schema": SCHEMA, "runs": [run_object(one) for one in listed]})
+
+    async def _get_table(self, request: web.Request, query: Query) -> web.StreamResponse:
+        """Answer with rows as in summary.json; the page follows the stream, which has cells."""
+        view, frame = _view_of(query), await self.hub.frame()
+        found = await asyncio.to_thread(select, frame.snapshot.rows, parse(view.filter), view.order)
+        rows = [row.to_dict() for row in found[view.offset : view.offset + view.limit]]
+        counts = {"total": len(frame.snapshot.rows), "matched": len(found), "offset": view.offset}
+        return _json(request, {"schema": SCHEMA, "frame": frame.number, **counts, "rows": rows})
+
+    async def _get_slot(self, request: web.Request, query: Query) -> web.StreamResponse:
+        name, frame = _wanted(query, "name"), await self.hub.frame()
+        spans = await asyncio.to_thread(history.state_spans, self.folder, name)
+        events = await asyncio.to_thread(history.events, self.folder, slot=name, limit=_SLOT_EVENTS)
+        sampled = await asyncio.to_thread(history.sampled_between, self.folder)
+        told = page_data.slot_of(frame, name, spans, events)
+        if told is None:
+            raise _RefusedError(404, f"there is no slot {name[:80]!r} in this run")
+        return _json(request, {"schema": SCHEMA, **told, "sampled": sampled})
+
+    async def _get_history(self, request: web.Request, query: Query) -> web.StreamResponse:
+        slot, key = _wanted(query, "slot"), _wanted(query, "field")
+        between = await asyncio.to_thread(history.sampled_between, self.folder) or (0.0, 1.0)
+        begin, end = (_number(query, name, usual) for name, usual in zip(("from", "to"), between, strict=True))
+        count = _whole(query, "buckets", 300, 1, history.BUCKETS_MOST)
+        found = await asyncio.to_thread(history.buckets, self.folder, slot, [key], begin, end, count)
+        return _json(request, {"schema": SCHEMA, "slot": slot, **page_data.history_of(key, found[key])})
+
+    async def _get_events(self, request: web.Request, query: Query) -> web.StreamResponse:
+        after = _whole(query, "after", 0, 0, 2**62)
+        limit = _whole(query, "limit", 100, 1, _LIMIT_MOST)
+        found = await asyncio.to_thread(history.events, self.folder, after=after, slot=query.get("slot"), limit=limit)
+        return _json(request, {"schema": SCHEMA, "events": [page_data.event_of(event) for event in found]})
+
+    async def _get_stream(self, request: web.Request, query: Query) -> web.StreamResponse:
+        if self.hub.is_full:
+            raise _RefusedError(503, "too many pages follow this run; close some")
+        is_packed = _takes_gzip(request)
+        headers = {**_HEADERS, "Content-Type": "text/event-stream; charset=utf-8"}
+        response = web.StreamResponse(headers=headers | ({"Content-Encoding": "gzip"} if is_packed else {}))
+        comment = b": still here\n\n"
+        async with self.hub.following(_view_of(query)) as page:
+            await response.prepare(request)
+            content = GZIP_BEGIN if is_packed else comment
+            try:
+                while True:
+                    await asyncio.wait_for(response.write(content), _WRITING_MOST_S)
+                    try:
+                        event: Event = await asyncio.wait_for(page.waiting.get(), COMMENT_EVERY_S)
+                        content = event.packed if is_packed else event.plain
+                    except TimeoutError:
+                        content = packed(comment) if is_packed else comment
+            except (ConnectionError, TimeoutError):
+                return response  # the page is gone, or has not read anything for long
+
+    async def _get_login(self, request: web.Request, _query: Query) -> web.StreamResponse:
+        told = await _body(request)
+        code, now_s = told.get("code"), self.unix_s()
+        if not isinstance(code, str) or not any(each.redeem(code, now_s) for each in self.codes):
+            raise _RefusedError(401, "this code was used, or is older than two minutes; ask `web` for another address")
+        level = Level.CONTROL if self.rules.with_control else Level.READ
+        response = _json(request, {"ok": True})
+        response.set_cookie(
+            guard.cookie_name(self.rules),
+            guard.cookie_value(level, self.rules, now_s),
+            max_age=int(guard.SESSION_S),
+            path="/",
+            httponly=True,
+            samesite="Strict",
+            secure=self.is_secure,
+        )
+        return response
+
+    async def _get_commands(self, _request: web.Request, _query: Query) -> web.StreamResponse:
+        raise _RefusedError(503, "this version takes no commands yet")
+
+
+_Handler: TypeAlias = Callable[[web.Request, Query], Awaitable[web.StreamResponse]]
+
+
+def _query_of(request: web.Request, route: Route) -> Query:
+    """Return the query; a key that the path does not know, or that comes twice, is refused."""
+    for key in request.query:
+        if key not in route.keys:
+            valid = ", ".join(route.keys) or "none"
+            raise _RefusedError(400, one_line(f"the query has an unknown key {key[:40]!r}; valid: {valid}"))
+        if len(request.query.getall(key)) > 1:
+            raise _RefusedError(400, f"the query has {key} more than once")
+    return request.query
+
+
+def _view_of(query: Query) -> View:
+    word = query.get("sort", "")
+    name, is_reverse = word.removeprefix("-"), word.startswith("-")
+    return View(
+        filter=parse(query.get("filter", "")).text,
+        order=order_of(name, reverse=is_reverse) if name else Order(None, is_reverse),
+        offset=_whole(query, "offset", 0, 0, 10**6),
+        limit=_whole(query, "limit", 200, 0, _LIMIT_MOST),
+    )
+
+
+def _wanted(query: Query, key: str) -> str:
+    if not query.get(key):
+        raise _RefusedError(400, f"the query lacks {key}")
+    return query[key]
+
+
+def _whole(query: Query, key: str, usual: int, least: int, most: int) -> int:
+    text = query.get(key, str(usual))
+    if not (text.isascii() and text.isdigit() and len(text) <= 19 and least <= int(text) <= most):
+        raise _RefusedError(400, f"{key} must be a whole number from {least} to {most}")
+    return int(text)
+
+
+def _number(query: Query, key: str, usual: float) -> float:
+    try:
+        return float(query.get(key, usual))
+    except ValueError:
+        raise _RefusedError(400, f"{key} must be a Unix time in seconds") from None
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    try:
+        told = json.loads(await request.read())
+    except (ValueError, RecursionError):
+        told = None
+    if not isinstance(told, dict):
+        raise _RefusedError(400, "the body must be a JSON object")
+    return told
+
+
+def _takes_gzip(request: web.Request) -> bool:
+    return "gzip" in request.headers.get("Accept-Encoding", "")
+
+
+def _json(
+    request: web.Request, told: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> web.Response:
+    text = json.dumps(told, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    content = text.encode("utf-8", "backslashreplace")  # a lone surrogate becomes an escape of JSON
+    return _response(request, content, "application/json", status, headers)
+
+
+def _response(
+    request: web.Request, content: bytes, kind: str, status: int = 200, headers: Mapping[str, str] | None = None
+) -> web.Response:
+    more = {"Content-Type": kind, **(headers or {})}
+    if len(content) >= _COMPRESSED_FROM_BYTES and _takes_gzip(request):
+        content, more["Content-Encoding"] = gzip.compress(content, 6), "gzip"
+    return web.Response(body=content, status=status, headers={**_HEADERS, **more})

@@ -1,0 +1,169 @@
+"""Runs for the tests of the page: stores with some course behind them, as the head writes them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from orchestrator.watch.model import STATES_WORST_FIRST, Row
+from orchestrator.watch.records import STORE_NAME, RunFacts
+from orchestrator.watch.store import RunStore
+from orchestrator.web.guard import Code, Rules
+from orchestrator.web.server import Site
+from tests.watch.scene import FACTS, GIB, event, make_row, make_snapshot, record
+from workers.host.processes import start_time
+from workers.messages import WorkerState
+
+STARTED_UNIX_S = FACTS.started_at_unix_s
+REASONS = {
+    "QUARANTINED": "5 processes died within 300 s: killed by signal 9",
+    "LOST": "node pc2 has left the cluster",
+    "EMERGENCY": "not even a 128 x 128 product fits: 12 MiB free on the card",
+    "BACKOFF": "out of memory at size 12288: 2.6 GiB wanted, 0.4 GiB allowed",
+    "THROTTLED": "card at 81 C, REDUCE: duty 0.42",
+}
+
+
+def facts_here(run_id: str, **changed: object) -> RunFacts:
+    """Return the facts of a run whose head is this very process."""
+    pid = os.getpid()
+    here = replace(FACTS, run_id=run_id, head_pid=pid, head_started=start_time(pid), host=socket.gethostname())
+    return replace(here, **changed)  # type: ignore[arg-type]  # of any field
+
+
+def rows_at(second: float, slots: int, *, varied: bool = True) -> list[Row]:
+    """Return rows that change from second to second; with `varied` the first ones are in trouble."""
+    states = [*STATES_WORST_FIRST[:10], *([WorkerState.RUNNING] * slots)] if varied else [WorkerState.RUNNING] * slots
+    per_node = max(1, (slots + 1) // 2)
+    made = []
+    for index in range(slots):
+        wave, node = math.sin(second / 40 + index), 1 + index // per_node
+        state = states[(index * 7) % len(states)] if varied else states[index]
+        gib = 1.9 + 0.5 * wave
+        row = make_row(
+            slot=f"pc{node}/{index % per_node}",
+            node=f"pc{node}",
+            gpu_name="NVIDIA GeForce RTX 3090" if node == 1 else "NVIDIA GeForce RTX 3070",
+            gpu_uuid=f"GPU-{node}-{index % per_node // 7}",
+            state=state,
+            reason=REASONS.get(state.value, "steady"),
+            tflops=round(9.6 + 2 * wave, 2) if state is WorkerState.RUNNING else None,
+            allocated_bytes=int(gib * GIB),
+            reserved_bytes=int((gib + 0.3) * GIB),
+            temperature_c=round(68 + 8 * wave),
+            power_w=round(270 + 40 * wave, 1),
+            steps_ok=400 + int(second * 8),
+            steps_oom=3 if state is WorkerState.BACKOFF else 0,
+            oom_count=int(second / 100) if state is WorkerState.BACKOFF else 0,
+        )
+        made.append(row)
+    return made
+
+
+def put_turn(store: RunStore, second: float, rows: list[Row], **changed: object) -> None:
+    """Write what one turn of the head writes."""
+    store.slots(
+        record(row.slot, node=row.node, state=row.state.value, reason=row.reason, counters={}, row=row.to_dict())
+        for row in rows
+    )
+    store.update(make_snapshot(*rows, elapsed_s=second, **{"duration_s": 3600.0, **changed}))
+
+
+def make_run(folder: Path, slots: int = 10, seconds: int = 600, *, varied: bool = True, run: str = "") -> RunStore:
+    """Make a run that goes on: its store is open. It has samples of every tenth second, and some events."""
+    folder.mkdir(parents=True, exist_ok=True)
+    store = RunStore(folder / STORE_NAME)
+    store.begin(facts_here(run or folder.name, duration_s=3600.0))
+    for second in range(0, seconds + 1, 10):
+        rows = rows_at(second, slots, varied=varied)
+        if second == 0:
+            for row in rows[:20]:
+                add_state(store, 5, row.slot, "STARTING", "RUNNING", "opened its device")
+                add_state(store, seconds - 120, row.slot, "RUNNING", row.state.value, row.reason)
+        put_turn(store, second, rows)
+    store.commit()
+    return store
+
+
+def at(second: float) -> str:
+    """Return a moment of the run as events tell it."""
+    return datetime.fromtimestamp(STARTED_UNIX_S + second, tz=UTC).isoformat().replace("+00:00", "Z")
+
+
+def add_state(store: RunStore, second: float, slot: str, before: str, after: str, cause: str) -> None:
+    """Add a change of state to the events."""
+    told = event(name="state", from_state=before, to_state=after, cause=cause)
+    store.event({**told, "at": at(second), "slot": slot})
+
+
+@asynccontextmanager
+async def serving(folder: Path, *, port: int = 0, control: bool = False) -> AsyncIterator[Server]:
+    """Serve the page of a run in this very process."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
+    port = listener.getsockname()[1]
+    rules = Rules(
+        hosts=frozenset({"127.0.0.1", "localhost"}),
+        port=port,
+        read_token="read" * 10,
+        control_token="control" * 10,
+        with_control=control,
+    )
+    site = Site(folder=folder, rules=rules)
+    runner = web.AppRunner(site.application(), handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.SockSite(runner, listener).start()
+    try:
+        async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:
+            yield Server(site=site, url=f"http://127.0.0.1:{port}", session=session)
+    finally:
+        await runner.cleanup()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """A server that runs, and a program that asks it."""
+
+    site: Site
+    url: str
+    session: aiohttp.ClientSession
+
+    def code(self) -> str:
+        """Make a one-time code."""
+        text = f"code-{len(self.site.codes)}"
+        self.site.codes.append(Code(text, self.site.unix_s()))
+        return text
+
+    async def ask(self, path: str, method: str = "GET", token: str = "read", **more: Any) -> Answer:  # noqa: ANN401, S107
+        """Ask as a program does, with a token."""
+        tokens = {"read": self.site.rules.read_token, "control": self.site.rules.control_token}
+        headers = {"Authorization": f"Bearer {tokens[token]}"} if token else {}
+        headers |= more.pop("headers", {})
+        async with self.session.request(method, f"{self.url}{path}", headers=headers, **more) as answer:
+            return Answer(answer.status, answer.headers, await answer.read())
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a server answered."""
+
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+    @property
+    def told(self) -> Any:  # noqa: ANN401 - whatever JSON holds
+        """The content as JSON."""
+        return json.loads(self.content)

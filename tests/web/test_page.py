@@ -1,0 +1,198 @@
+"""The page in a real browser: what a person sees, types and is kept from."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.scene import ROOT
+from tests.watch.scene import make_row
+from tests.web.browser import Browser, browser, needs_chromium, until
+from tests.web.scene import Server, make_run, put_turn, rows_at, serving
+
+pytestmark = needs_chromium
+
+RUN_ID = "20261123-101500-aaaa"
+NAMES = "[...document.querySelectorAll('#table tbody th a')].map((link) => link.textContent)"
+HOSTILE = "<img src=x onerror=document.title='hit'>"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / RUN_ID
+
+
+async def opened(page: Browser, server: Server, fragment: str = "") -> None:
+    """Log in as a person does, and wait for the table."""
+    await page.do("Page.navigate", url=f"{server.url}/#code={server.code()}")
+    await page.until(f"{NAMES}.length > 0")
+    if fragment:
+        await page.js(f"location.hash = {json.dumps(fragment)}")
+
+
+def test_one_login_shows_the_table_and_nothing_is_asked_elsewhere(folder: Path, tmp_path: Path) -> None:
+    store = make_run(folder, slots=24)
+
+    async def scene() -> None:
+        async with serving(folder) as server, browser(tmp_path) as page:
+            await page.do("Page.navigate", url=f"{server.url}/")
+            await page.until("!document.getElementById('login').hidden")
+            code = server.code()
+            await page.js(f"document.getElementById('code').value = '{server.url}/#code={code}'")
+            await page.js("document.querySelector('#login button').click()")
+            await page.until(f"{NAMES}.length === 24")
+            assert await page.js("document.cookie") == ""
+            assert "code" not in await page.js("location.href")
+            assert not server.site.codes[0].redeem(code, server.site.unix_s())
+            # As in the terminal: the worst first, each with its reason.
+            assert await page.js(f"{NAMES}[0]") == "pc1/0"
+            assert "QUARANTINED" in await page.js("document.querySelector('#table tbody').innerText")
+            await page.do("Page.reload")
+            await page.until(f"{NAMES}.length === 24")
+            for view in ("slot&slot=pc1%2F0", "cards", "events"):
+                await page.js(f"location.hash = 'view={view}'")
+                await page.until("[...document.querySelectorAll('main tr, figure')].some((line) => line.offsetParent)")
+            await page.js("location.hash = 'view=slot&slot=pc1%2F0'")
+            await page.until("document.querySelectorAll('canvas').length > 1")
+            hosts = {urlsplit(url).netloc for url in page.requests()}
+            assert hosts == {urlsplit(server.url).netloc}
+            assert page.complaints() == []
+
+    asyncio.run(scene())
+    store.end("good", 0, None, [])
+
+
+def test_a_person_sorts_filters_and_opens_a_slot_with_the_keyboard(folder: Path, tmp_path: Path) -> None:
+    store = make_run(folder, slots=24)
+
+    async def scene() -> None:
+        async with serving(folder) as server, browser(tmp_path) as page:
+            await opened(page, server)
+            for key in ("/", *"state:running"):
+                await page.key(key)
+            await page.until(f"{NAMES}.length === 16")
+            await page.key("Escape")
+            for _ in range(2):  # past the slot to its card
+                await page.key(">")
+            await page.until("document.querySelector('[aria-sort]')?.textContent.startsWith('card')")
+            assert (await page.js(NAMES))[0].startswith("pc2")  # an RTX 3070 before an RTX 3090
+            await page.key("r")
+            await page.until("document.querySelector('[aria-sort=ascending]') !== null")
+            await page.until(f"{NAMES}[0].startsWith('pc1')")
+            assert "filter=state%3Arunning" in await page.js("location.hash")
+            await page.key("0")
+            await page.until("!document.querySelector('[aria-sort]')")
+            await page.key("j")
+            await page.key("j")
+            second = (await page.js(NAMES))[1]
+            assert await page.js("document.activeElement.textContent") == second
+            # The mark stays with its slot, whatever the next frames bring.
+            put_turn(store, 700, rows_at(900, 24))
+            before = server.site.hub.looks
+            await until(lambda: asyncio.sleep(0, server.site.hub.looks > before + 1), "looks")
+            assert await page.js("document.activeElement.textContent") == second
+            await page.key("Enter", "\r")
+            await page.until(f"document.getElementById('slot').textContent === {json.dumps(second)}")
+            await page.until("document.querySelectorAll('#facts > div').length > 10")
+            await page.key("Escape")
+            await page.until(f"{NAMES}.length === 16")
+
+    asyncio.run(scene())
+    store.end("good", 0, None, [])
+
+
+def test_hostile_names_reasons_and_errors_stay_text(folder: Path, tmp_path: Path) -> None:
+    store = make_run(folder, slots=3)
+    slot = f"pc1/{HOSTILE}"
+    store.event({"at": "2023-11-14T22:20:00Z", "event": "workload_error", "slot": slot, "traceback": f"E: {HOSTILE}"})
+    store.event({"at": "2023-11-14T22:20:00Z", "event": HOSTILE, "slot": slot, HOSTILE: HOSTILE})
+    row = make_row(slot=slot, reason=HOSTILE, gpu_name=HOSTILE, dtype=HOSTILE, policy=HOSTILE, gpu_uuid=HOSTILE)
+    put_turn(store, 601, [row], notices=(HOSTILE,), nodes_seen=(HOSTILE,))
+
+    async def scene() -> None:
+        async with serving(folder) as server, browser(tmp_path) as page:
+            await opened(page, server)
+            for fragment in ("view=events", "view=cards", f"view=slot&slot={slot.replace('&', '%26')}", ""):
+                await page.js(f"location.hash = {json.dumps(fragment)}")
+                await page.until("document.body.innerText.includes('<img src=x')")
+            await page.js(f"location.hash = 'view=slot&slot=' + encodeURIComponent({json.dumps(slot)})")
+            await page.until("document.getElementById('traceback').textContent.includes('<img')")
+            assert await page.js("document.querySelectorAll('img').length") == 0
+            assert await page.js("document.title") != "hit"
+            assert page.complaints() == []
+
+    asyncio.run(scene())
+    store.end("good", 0, None, [])
+
+
+def test_the_page_goes_on_after_the_server_and_after_the_head(folder: Path, tmp_path: Path) -> None:
+    store = make_run(folder, slots=4)
+    mark = "document.getElementById('mark').textContent"
+
+    async def scene() -> None:
+        async with browser(tmp_path) as page:
+            async with serving(folder) as server:
+                port = server.site.rules.port
+                await opened(page, server)
+                put_turn(store, 611, rows_at(611, 4))
+                await page.until(f"{mark} === 'live'")
+            await page.until("!document.getElementById('offline').hidden")
+            assert await page.js(f"{NAMES}.length") == 4  # the last picture stays
+            async with serving(folder, port=port):
+                await page.until("document.getElementById('offline').hidden")
+                store.end("degraded", 1, None, [])
+                await page.until(f"{mark} === 'ended: degraded'")
+
+    asyncio.run(scene())
+
+
+def test_a_hidden_page_is_sent_nothing(folder: Path, tmp_path: Path) -> None:
+    store = make_run(folder, slots=4)
+
+    async def scene() -> None:
+        async with serving(folder) as server, browser(tmp_path) as page:
+            await opened(page, server)
+            await page.js("Object.defineProperty(document, 'hidden', { get: () => window.gone, configurable: true })")
+            for is_gone in (True, False):
+                await page.js(
+                    f"window.gone = {json.dumps(is_gone)}; document.dispatchEvent(new Event('visibilitychange'))"
+                )
+                await until(lambda is_gone=is_gone: asyncio.sleep(0, bool(server.site.hub._views) != is_gone), "change")
+
+    asyncio.run(scene())
+    store.end("good", 0, None, [])
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280, 1920])
+def test_the_page_fits_and_its_words_can_be_read(folder: Path, tmp_path: Path, width: int, dark: bool) -> None:
+    """Nothing is wider than the window, and each text has the contrast of AA. Keeps the pictures in docs/pictures."""
+    store = make_run(folder, slots=24)
+    tests = (Path(__file__).parent / "contrast.js").read_text()
+
+    async def scene() -> None:
+        async with serving(folder) as server, browser(tmp_path) as page:
+            await opened(page, server)
+            for name, fragment in (("table", ""), ("slot", "view=slot&slot=pc1%2F6"), ("events", "view=events")):
+                await page.js(f"location.hash = {json.dumps(fragment)}")
+                await page.until(f"!document.getElementById('view-{name}').hidden")
+                if name == "slot":
+                    await page.until("document.querySelectorAll('canvas').length > 1")
+                await page.picture(tmp_path / f"web-{name}-{width}.png", width, 844 if width == 390 else 900, dark=dark)
+                assert await page.js("document.documentElement.scrollWidth - innerWidth") <= 0
+                assert await page.js(tests) == []
+
+    asyncio.run(scene())
+    store.end("good", 0, None, [])
+    if dark == (width == 1920):
+        for picture in tmp_path.glob("web-*.png"):
+            shutil.copy(picture, ROOT / "docs" / "pictures" / picture.name) if KEEP else None
+
+
+KEEP = False
+"""Set by hand to take new pictures for the documents."""

@@ -1,0 +1,350 @@
+"""The server over real stores: what each path answers, the stream, and what it costs while no page looks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from orchestrator.watch.model import ROW_KEYS
+from orchestrator.watch.store import RunStore
+from orchestrator.web.guard import ROUTES
+from tests.scene import PATIENCE_S, ROOT, orchestrator
+from tests.web.browser import until
+from tests.web.scene import Server, make_run, put_turn, rows_at, serving
+
+RUN_ID = "20261123-101500-aaaa"
+CONFIG = str(ROOT / "cluster.yaml")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RunStore]:
+    made = make_run(tmp_path / "runs" / RUN_ID, slots=10, seconds=600)
+    yield made
+    made.end("good", 0, None, [])
+
+
+@pytest.fixture
+def folder(store: RunStore, tmp_path: Path) -> Path:
+    return tmp_path / "runs" / RUN_ID
+
+
+def test_each_path_answers_and_refuses_what_it_does_not_know(folder: Path) -> None:
+    queries = {"/api/v1/slot": "?name=pc1/0", "/api/v1/history": "?slot=pc1/0&field=tflops"}
+
+    async def scene() -> None:
+        async with serving(folder) as server:
+            for path, route in ROUTES.items():
+                if route.method != "GET" or path in {"/metrics", "/api/v1/stream"}:
+                    continue
+                answer = await server.ask(path + queries.get(path, ""))
+                assert answer.status == 200, (path, answer.content)
+                assert "default-src 'self'" in answer.headers["Content-Security-Policy"]
+                assert "Access-Control-Allow-Origin" not in answer.headers
+                answer = await server.ask(f"{path}?colour=red")
+                assert path == "/" or (answer.status, "colour" in answer.told["error"]) == (400, True)
+                answer = await server.ask(path, method="DELETE")
+                assert (answer.status, answer.headers["Allow"]) == (405, "GET")
+                assert answer.told["error"]
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "word"),
+    [
+        ("/api/v1/table?limit=501", 400, "limit"),
+        ("/api/v1/table?limit=-1", 400, "limit"),
+        ("/api/v1/table?offset=1e9", 400, "offset"),
+        ("/api/v1/table?limit=1&limit=2", 400, "more than once"),
+        ("/api/v1/table?filter=temp>hot", 400, "number"),
+        ("/api/v1/table?filter=/(a*)*/", 400, "too long"),
+        ("/api/v1/table?sort=nonsense", 400, "nonsense"),
+        ("/api/v1/stream?filter=state:", 400, "lacks"),
+        ("/api/v1/slot", 400, "name"),
+        ("/api/v1/slot?name=pc9/9", 404, "pc9/9"),
+        ("/api/v1/slot?name=%00%1b[2J", 404, "no slot"),
+        ("/api/v1/history?slot=pc1/0&field=reason", 400, "sampled"),
+        ("/api/v1/history?slot=pc1/0&field=tflops&from=nan", 400, "buckets"),
+        ("/api/v1/history?slot=pc1/0&field=tflops&from=5&to=4", 400, "end after"),
+        ("/api/v1/history?slot=pc1/0&field=tflops&buckets=1001", 400, "buckets"),
+        ("/api/v1/events?after=x", 400, "after"),
+        ("/api/v1/", 404, "path"),
+        ("/../../etc/passwd", 404, "path"),
+        ("/page/index.html", 404, "path"),
+        ("/uplot-LICENSE", 404, "path"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_a_sentence(folder: Path, path: str, status: int, word: str) -> None:
+    async def scene() -> None:
+        async with serving(folder) as server:
+            answer = await server.ask(path)
+            assert (answer.status, list(answer.told)) == (status, ["error"])
+            assert word in answer.told["error"]
+            assert answer.told["error"].isprintable()
+
+    asyncio.run(scene())
+
+
+def test_programs_get_raw_rows_sorted_and_filtered(folder: Path) -> None:
+    async def scene() -> None:
+        async with serving(folder) as server:
+            told = (await server.ask("/api/v1/table?sort=temp&limit=3&offset=1")).told
+            assert (told["total"], told["matched"], len(told["rows"])) == (10, 10, 3)
+            assert list(told["rows"][0]) == list(ROW_KEYS)
+            hot = [row["temperature_c"] for row in told["rows"]]
+            assert hot == sorted(hot, reverse=True)
+            told = (await server.ask("/api/v1/table?filter=!node:pc2+state:running")).told
+            assert {(row["node"], row["state"]) for row in told["rows"]} == {("pc1", "RUNNING")}
+            told = (await server.ask("/api/v1/run")).told
+            assert (told["outcome"], told["freshness"], told["nodes_seen"]) == ("running", "late", ["pc1", "pc2"])
+            told = (await server.ask("/api/v1/runs")).told
+            assert [run["run_id"] for run in told["runs"]] == [RUN_ID]
+
+    asyncio.run(scene())
+
+
+def test_a_slot_has_its_history_states_and_events(folder: Path, store: RunStore) -> None:
+    async def scene() -> None:
+        async with serving(folder) as server:
+            told = (await server.ask("/api/v1/slot?name=pc1/0")).told
+            assert told["row"]["slot"] == "pc1/0"
+            assert [span["state"][0] for span in told["spans"]] == ["RUNNING", told["state"][0]]
+            assert ["GiB allocated /reserved/cap", "1.90/2.20/2.63"] in told["facts"] or told["facts"]
+            begin, end = told["sampled"]
+            query = f"?slot=pc1/0&field=allocated_bytes&from={begin}&to={end}&buckets=20"
+            told = (await server.ask(f"/api/v1/history{query}")).told
+            assert told["label"] == "allocated, MiB"
+            assert [len(told[key]) for key in ("t", "min", "mean", "max")] == [20] * 4
+            known = [(low, mean, high) for low, mean, high in zip(*map(told.get, ("min", "mean", "max")), strict=True)]
+            assert all(1400 <= low <= mean <= high <= 2500 for low, mean, high in known)
+            events = (await server.ask("/api/v1/events?slot=pc1/0&limit=1")).told["events"]
+            assert [event["event"] for event in events] == ["state"]
+            assert (await server.ask(f"/api/v1/events?after={events[0]['number'] + 1000}")).told["events"] == []
+
+    asyncio.run(scene())
+
+
+async def events_of(server: Server, query: str = "", **headers: str) -> AsyncIterator[tuple[str, Any]]:
+    """Follow the stream: yields the kind and the data of each event."""
+    given = {"Authorization": f"Bearer {server.site.rules.read_token}", **headers}
+    async with server.session.get(f"{server.url}/api/v1/stream{query}", headers=given) as answer:
+        assert answer.status == 200, await answer.text()
+        kind = ""
+        async for line in answer.content:
+            name, _, value = line.decode().rstrip("\n").partition(": ")
+            if name == "event":
+                kind = value
+            elif name == "data":
+                yield kind, json.loads(value)
+
+
+@pytest.mark.parametrize("packing", ["identity", "gzip"])
+def test_a_page_gets_the_table_and_then_what_has_changed(folder: Path, store: RunStore, packing: str) -> None:
+    async def scene() -> None:
+        async with serving(folder) as server:
+            stream = events_of(server, "?limit=4&filter=node:pc1", **{"Accept-Encoding": packing})
+            kind, told = await anext(stream)
+            assert (kind, told["all"]["matched"], len(told["all"]["rows"])) == ("table", 5, 4)
+            names = [column["name"] for column in told["all"]["columns"]]
+            rows = rows_at(600, 10)
+            changed = next(row for row in rows if row.slot == told["all"]["rows"][0]["slot"])
+            store.event({"at": "2026-11-23T10:00:00Z", "event": "leased", "slot": "pc1/0", "lease_bytes": 5})
+            from dataclasses import replace
+
+            put_turn(store, 601, [replace(row, power_w=111.0) if row is changed else row for row in rows])
+            deltas: dict[str, Any] = {}
+            seen = []
+            while "rows" not in deltas or "leased" not in [event["event"] for event in seen]:
+                kind, told = await anext(stream)
+                if kind == "event":
+                    seen += told["events"]
+                else:
+                    deltas |= told
+            assert deltas["rows"] == {changed.slot: {str(names.index("power")): "111/350"}}
+            assert "all" not in deltas
+            assert (seen[-1]["event"], seen[-1]["text"]) == ("leased", "lease_bytes 5")
+            await stream.aclose()
+
+    asyncio.run(scene())
+
+
+def test_one_look_serves_all_pages_and_without_a_page_there_is_none(folder: Path) -> None:
+    async def scene() -> None:
+        async with serving(folder) as server:
+            hub = server.site.hub
+            assert hub.looks == 0
+            streams = [events_of(server, f"?limit={limit}") for limit in (1, 1, 5, 5, 5, 10)]
+            for stream in streams:
+                await anext(stream)
+            began = hub.looks
+            looked = await until_looks(hub, began + 2)
+            assert looked <= began + 3
+            for stream in streams:
+                await stream.aclose()
+            await until(lambda: asyncio.sleep(0, not hub._views), "end of following")
+            before = hub.looks
+            await asyncio.sleep(2.5)
+            assert hub.looks <= before + 1
+
+    async def until_looks(hub: Any, count: int) -> int:  # noqa: ANN401
+        await until(lambda: asyncio.sleep(0, hub.looks >= count), "looks")
+        return int(hub.looks)
+
+    asyncio.run(scene())
+
+
+def test_a_page_that_does_not_read_costs_no_memory_and_hinders_no_other(folder: Path, store: RunStore) -> None:
+    async def scene() -> None:
+        async with serving(folder) as server:
+            hub = server.site.hub
+            from orchestrator.web.page_data import View
+
+            async with hub.following(View()) as stuck:
+                reading = events_of(server)
+                await anext(reading)
+                for second in range(601, 612):
+                    put_turn(store, second, rows_at(second * 50, 10))
+                    frame = hub._look()
+                    await hub._show(frame)
+                    assert stuck.waiting.qsize() <= 4
+                assert stuck.needs_all or any("all" in json_of(stuck) for _ in range(1))
+                kind, _ = await anext(reading)
+                assert kind == "table"
+                await reading.aclose()
+
+    def json_of(page: Any) -> str:  # noqa: ANN401
+        return "".join(page.waiting.get_nowait().plain.decode() for _ in range(page.waiting.qsize()))
+
+    asyncio.run(scene())
+
+
+def test_the_login_code_works_once_and_the_cookie_outlives_the_server(folder: Path) -> None:
+    async def scene() -> None:
+        async with serving(folder) as server:
+            port = server.site.rules.port
+            login = {"method": "POST", "token": "", "headers": {"Origin": server.url}}
+            assert (await server.ask("/api/v1/login", json={"code": "wrong"}, **login)).status == 401
+            code = server.code()
+            answer = await server.ask("/api/v1/login", json={"code": code}, **login)
+            assert answer.status == 200
+            cookie = answer.headers["Set-Cookie"]
+            assert all(word in cookie for word in ("HttpOnly", "SameSite=Strict", "Path=/"))
+            assert (await server.ask("/api/v1/login", json={"code": code}, **login)).status == 401
+            assert (await server.ask("/api/v1/run", token="")).status == 200
+            evil = {"Origin": "http://127.0.0.1:9"}
+            assert (await server.ask("/api/v1/run", token="", headers=evil)).status == 403
+        async with serving(folder, port=port) as server:
+            value = cookie.partition(";")[0]
+            assert (await server.ask("/api/v1/run", token="", headers={"Cookie": value})).status == 200
+            assert (await server.ask("/api/v1/run", token="")).status == 401
+
+    asyncio.run(scene())
+
+
+def test_bodies_that_are_no_json_or_too_large_are_refused(folder: Path) -> None:
+    async def scene() -> None:
+        async with serving(folder) as server:
+            for content, status in ((b"", 400), (b"[]", 400), (b"[" * 50_000, 400), (b"{}", 401), (b"x" * 70_000, 413)):
+                headers = {"Origin": server.url}
+                answer = await server.ask("/api/v1/login", "POST", "", data=content, headers=headers)
+                assert (answer.status, list(answer.told)) == (status, ["error"])
+
+    asyncio.run(scene())
+
+
+def test_a_run_that_is_gone_is_a_sentence(tmp_path: Path) -> None:
+    folder = tmp_path / RUN_ID
+    folder.mkdir()
+
+    async def scene() -> None:
+        async with serving(folder) as server:
+            for path in ("/api/v1/run", "/api/v1/table", "/api/v1/stream", "/api/v1/events"):
+                answer = await server.ask(path)
+                assert (answer.status, "no record of a run" in answer.told["error"]) == (503, True)
+            make_run(folder, slots=2, seconds=10).end("good", 0, None, [])
+            told = (await server.ask("/api/v1/run")).told
+            assert (told["outcome"], told["freshness"]) == ("good", "ended")
+
+    asyncio.run(scene())
+
+
+def test_the_verb_serves_until_it_is_told_to_stop(folder: Path, nowhere: Path, state_dir: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "orchestrator",
+        "web",
+        "--config",
+        CONFIG,
+        "--run-dir",
+        str(folder.parent),
+        "--port",
+        "0",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+        assert process.stdout is not None
+        try:
+            url, _, code = process.stdout.readline().strip().partition("/#code=")
+            port = url.rpartition(":")[2]
+
+            async def scene() -> None:
+                async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:
+                    async with session.post(
+                        f"{url}/api/v1/login", json={"code": code}, headers={"Origin": url}
+                    ) as answer:
+                        assert answer.status == 200
+                    async with session.get(f"{url}/api/v1/table") as answer:
+                        assert (await answer.json())["total"] == 10
+                    token = (state_dir / "web" / "read.token").read_text().strip()
+                    bearer = {"Authorization": f"Bearer {token}"}
+                    async with session.get(f"{url}/api/v1/run", headers=bearer, cookies={}) as answer:
+                        assert answer.status == 200
+
+            asyncio.run(scene())
+            assert {path.stat().st_mode & 0o777 for path in (state_dir / "web").glob("*.token")} == {0o600}
+            taken = orchestrator("web", "--config", CONFIG, "--run-dir", str(folder.parent), "--port", port)
+            assert (taken.returncode, f"port {port} is in use" in taken.stderr) == (2, True)
+        finally:
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--bind", "0.0.0.0"], "--certificate"),  # noqa: S104 - refused
+        (["--bind", "pc1"], "IP address"),
+        (["--certificate", "nowhere.pem"], "cannot be used"),
+    ],
+)
+def test_an_address_that_others_could_read_is_refused(
+    folder: Path, nowhere: Path, arguments: list[str], word: str
+) -> None:
+    done = orchestrator("web", "--config", CONFIG, "--run-dir", str(folder.parent), "--port", "0", *arguments)
+    assert (done.returncode, word in done.stderr) == (2, True), done.stderr
+
+
+def test_a_token_that_others_can_read_is_refused(folder: Path, nowhere: Path, state_dir: Path) -> None:
+    (state_dir / "web").mkdir()
+    (state_dir / "web" / "read.token").write_text("x" * 43)
+    (state_dir / "web" / "read.token").chmod(0o644)
+    done = orchestrator("web", "--config", CONFIG, "--run-dir", str(folder.parent), "--port", "0")
+    assert (done.returncode, "others can read" in done.stderr) == (2, True), done.stderr
+
+
+def test_what_is_vendored_is_what_was_published() -> None:
+    import hashlib
+
+    told = (ROOT / "orchestrator" / "web" / "page" / "VENDORED.md").read_text()
+    for name in ("uplot.js", "uplot.css", "uplot-LICENSE"):
+        content = (ROOT / "orchestrator" / "web" / "page" / name).read_bytes()
+        assert f"{hashlib.sha256(content).hexdigest()}  {name}" in told
