@@ -264,7 +264,7 @@ def names_in(file: Path) -> list[str]:
         *(
             name
             for name in dotted
-            if name.partition(".")[0] in known and not re.search(r"\.(py|yaml|sqlite|json)$", name)
+            if name.partition(".")[0] in known and not re.search(r"\.(py|yaml|sqlite|json|log)$", name)
         ),
     ]
 

@@ -232,7 +232,8 @@ def notify(
     if test:
         raise typer.Exit(verb.send_test(urls, _print))
     folder = find_run(Path(loaded.run.dir), run_id)
-    raise typer.Exit(verb.follow(folder, loaded.notify, urls, _print, once=once))
+    teller = verb.Teller(folder=folder, settings=loaded.notify, urls=urls, say=_print)
+    raise typer.Exit(teller.once() if once else teller.follow())
 
 
 @app.command()

@@ -43,20 +43,7 @@ def deliver(
 ) -> tuple[Delivery, ...]:
     """Return what became of the letter at each address, after `deadline_s` at the latest."""
     job = {"urls": urls, "title": title, "body": body, "type": _TYPES[severity], "deadline_s": deadline_s}
-    command = [sys.executable, "-m", __name__]
-    # Not in the terminal's group: a Ctrl-C there must not cut a delivery in two.
-    with subprocess.Popen(  # noqa: S603 - this very module
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
-    ) as child:
-        try:
-            out, _ = child.communicate(json.dumps(job).encode(), timeout=deadline_s)
-            why = f"the process that sends ended with exit code {child.returncode}"
-        except subprocess.TimeoutExpired:
-            child.kill()
-            out, _ = child.communicate()
-            why = f"no answer within {deadline_s:g} s"
-        finally:
-            child.kill()
+    out, why = _by_child(json.dumps(job).encode(), deadline_s)
     told = {
         number: Delivery(number=number, name=f"address {number}", taken=False, reason=why) for number in _numbers(urls)
     }
@@ -65,6 +52,28 @@ def deliver(
             delivery = Delivery(**json.loads(line))
             told[delivery.number] = delivery if delivery.taken or delivery.reason else replace(delivery, reason=why)
     return tuple(told.values())
+
+
+def _by_child(job: bytes, deadline_s: float) -> tuple[bytes, str]:
+    """Return what the child said of a job, and why it said no more."""
+    command = [sys.executable, "-m", __name__]
+    try:
+        # In a session of its own: a Ctrl-C in the terminal must not cut a delivery in two.
+        child = subprocess.Popen(  # noqa: S603 - this very module
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+    except OSError as failure:
+        return b"", f"the process that sends cannot be started: {failure.strerror}"
+    with child:
+        try:
+            out, _ = child.communicate(job, timeout=deadline_s)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            out, _ = child.communicate()
+            return out, f"no answer within {deadline_s:g} s"
+        finally:
+            child.kill()
+    return out, f"the process that sends ended with exit code {child.returncode}"
 
 
 def _numbers(urls: Sequence[str]) -> range:

@@ -10,20 +10,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from orchestrator.config.schema import Severity
 
-BETWEEN_S: Final = 60.0
-"""The least time between two messages."""
-FLAPPING_S: Final = 3600.0
-"""What comes again so soon after it was told of is told of once in that time."""
-_GATHER_S: Final = 5.0
-"""What begins or ends within so many seconds is one message: a PC takes its slots along."""
-_WAIT_MOST_S: Final = 600.0
-"""Between two tries while no address takes anything."""
-
 Key: TypeAlias = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How fast is told, in seconds."""
+
+    between_s: float = 60.0
+    """The least time between two messages."""
+    gather_s: float = 5.0
+    """What begins or ends meanwhile is one message: a PC takes its slots along."""
+    flapping_s: float = 3600.0
+    """What comes again so soon after it was told of is told of once in that time."""
+    wait_most_s: float = 600.0
+    """Between two tries while no address takes anything."""
+    head_back_s: float = 30.0
+    """A head that is gone for so long is told of; `run --resume` may bring it back before."""
+
+
+USUAL_PACE = Pace()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,14 +99,14 @@ class _Kept:
     def place(self) -> Key:
         return self.trouble.alert, self.trouble.place
 
-    def told(self, now_s: float) -> _Kept:
+    def told(self, now_s: float, flapping_s: float) -> _Kept:
         """Return it after its news was told."""
         if self.times == 0:  # it is over
-            quiet_until_s = max(self.quiet_until_s, self.told_at_s + FLAPPING_S)
+            quiet_until_s = max(self.quiet_until_s, self.told_at_s + flapping_s)
         else:
             is_first = self.times == 1 and self.is_there and not self.told_there
             came_alone = is_first and self.changed_at_s >= self.quiet_until_s
-            quiet_until_s = self.quiet_until_s if came_alone else now_s + FLAPPING_S
+            quiet_until_s = self.quiet_until_s if came_alone else now_s + flapping_s
         told_at_s = now_s if self.times else self.told_at_s
         return replace(self, told_there=self.is_there, times=0, told_at_s=told_at_s, quiet_until_s=quiet_until_s)
 
@@ -111,12 +121,15 @@ class Digest:
     """Of the next digest."""
     kept: Mapping[Key, _Kept] = field(default_factory=dict)
     sent_at_s: float = -math.inf
-    wait_s: float = BETWEEN_S
+    wait_s: float
+    """Since then, until the next message."""
+    pace: Pace
 
 
-def new_digest(every_s: float | None, now_s: float) -> Digest:
+def new_digest(every_s: float | None, now_s: float, pace: Pace = USUAL_PACE) -> Digest:
     """Return the state in which nothing has been seen or told."""
-    return Digest(every_s=every_s, due_at_s=math.inf if every_s is None else now_s + every_s)
+    due_at_s = math.inf if every_s is None else now_s + every_s
+    return Digest(every_s=every_s, due_at_s=due_at_s, wait_s=pace.between_s, pace=pace)
 
 
 def seen(
@@ -153,7 +166,7 @@ def due(digest: Digest, now_s: float, *, is_last: bool = False) -> Message | Non
     waiting = [kept for kept in digest.kept.values() if kept.has_news]
     ready = [kept for kept in waiting if is_last or now_s >= kept.quiet_until_s]
     is_digest = is_last or now_s >= digest.due_at_s
-    is_gathered = any(now_s >= kept.changed_at_s + _GATHER_S for kept in ready)
+    is_gathered = any(now_s >= kept.changed_at_s + digest.pace.gather_s for kept in ready)
     if not (is_digest or is_gathered):
         return None
     places = {kept.place for kept in ready}
@@ -173,15 +186,14 @@ def told(digest: Digest, message: Message, now_s: float) -> Digest:
     """Return the state after an address has taken the message."""
     kept = dict(digest.kept)
     for news in message.news:
-        kept[news.trouble.key] = kept[news.trouble.key].told(now_s)
-    return replace(
-        digest, kept=kept, sent_at_s=now_s, wait_s=BETWEEN_S, due_at_s=_next_due_at_s(digest, message, now_s)
-    )
+        kept[news.trouble.key] = kept[news.trouble.key].told(now_s, digest.pace.flapping_s)
+    due_at_s = _next_due_at_s(digest, message, now_s)
+    return replace(digest, kept=kept, sent_at_s=now_s, wait_s=digest.pace.between_s, due_at_s=due_at_s)
 
 
 def given_up(digest: Digest, message: Message, now_s: float) -> Digest:
     """Return the state after no address has taken the message: its news is tried again, later each time."""
-    wait_s = min(2 * digest.wait_s, _WAIT_MOST_S)
+    wait_s = min(2 * digest.wait_s, digest.pace.wait_most_s)
     return replace(digest, sent_at_s=now_s, wait_s=wait_s, due_at_s=_next_due_at_s(digest, message, now_s))
 
 

@@ -53,11 +53,12 @@ def worded(message: Message, run: StoredRun, snapshot: Snapshot, deliveries: Del
         [*_status(snapshot), *_cut(list(_cards(snapshot.rows))), *_failures(deliveries)],
     ]
     severest = min((_order(one.trouble) for one in news if one.is_there), default=(2, "", ()))[0]
-    is_bad_end = message.is_last and run.exit_code != 0
+    if message.is_last and run.exit_code != 0:
+        severest = min(severest, 0 if run.exit_code is None else 1)
     return Letter(
         title=_line(f"{run.facts.run_id[-4:]}: {title}", _TITLE_CELLS),
         body="\n\n".join("\n".join(_line(line, _CELLS_MOST) for line in block) for block in blocks if block),
-        severity="warning" if is_bad_end and severest == 2 else _SEVEREST_FIRST[severest],
+        severity=_SEVEREST_FIRST[severest],
     )
 
 

@@ -9,106 +9,105 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from orchestrator.config.schema import NotifyConfig
-from orchestrator.errors import ArchiveError, NothingStoredError, UsageError
+from orchestrator.errors import ArchiveError, NothingStoredError, UsageError, one_line
 from orchestrator.notify import courier, digest
+from orchestrator.notify.digest import USUAL_PACE, Message, Pace
 from orchestrator.notify.letter import worded
 from orchestrator.notify.troubles import Judge
 from orchestrator.watch.archive import head_of
 from orchestrator.watch.deliveries import Deliveries, read_deliveries, write_deliveries
 from orchestrator.watch.follow import Follower, Frame, Freshness
+from orchestrator.watch.phrases import counted
 from workers.files import locked
 
 LOCK_NAME: Final = "notify.lock"
 
-_LOOK_EVERY_S: Final = 1.0
-_HEAD_BACK_S: Final = 30.0
-"""A head that is gone for so long is told of; `run --resume` may bring it back before."""
+_LOOK_EVERY_S: Final = 2.0
 _LAST_TRIES: Final = 3
-_LOCK_PATIENCE_S: Final = 90.0
-"""So long a process that tells of a head's end may stay when the next head has begun."""
+_LOCK_SOON_S: Final = 0.5
 
 Say = Callable[[str], None]
 
 
-def send_test(urls: Sequence[str], say: Say, deadline_s: float = courier.DEADLINE_S) -> int:
+def send_test(urls: Sequence[str], say: Say) -> int:
     """Send one message to all addresses; return the exit code."""
-    sent = courier.deliver(urls, "orchestrator: test", "Messages about runs will come here.", "info", deadline_s)
+    sent = courier.deliver(urls, "orchestrator: test", "Messages about runs will come here.", "info")
     for one in sent:
         say(f"{one.number}  {one.name}  {'taken' if one.taken else f'not taken: {one.reason}'}")
     return 0 if all(one.taken for one in sent) else 1
 
 
-def follow(folder: Path, settings: NotifyConfig, urls: Sequence[str], say: Say, *, once: bool = False) -> int:
-    """Tell of a run until it has ended, or only once how it is; return the exit code.
-
-    Raises:
-        UsageError: Another process tells of this run.
-        ArchiveError: The run folder is gone.
-    """
-    teller = _Teller(folder=folder, settings=settings, urls=urls, say=say)
-    if once:
-        return teller.once()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        with locked(folder / LOCK_NAME, _LOCK_PATIENCE_S):
-            return teller.until_the_end()
-    except TimeoutError as failure:
-        raise UsageError(f"another process tells of run {folder.name} already; end it first") from failure
-    except OSError as failure:
-        raise UsageError(f"{folder / LOCK_NAME} cannot be made: {failure.strerror}") from failure
-
-
 @dataclass(kw_only=True)
-class _Teller:
+class Teller:
     """Tells of one run."""
 
     folder: Path
     settings: NotifyConfig
     urls: Sequence[str]
     say: Say
-    judge: Judge = field(default_factory=Judge)
+    pace: Pace = USUAL_PACE
+    deadline_s: float = courier.DEADLINE_S
+    lock_patience_s: float = 90.0
+    """So long a process that tells of a head's end may stay when the next head has begun."""
 
     def __post_init__(self) -> None:
-        self._follower = Follower(self.folder)
-        self._state = digest.new_digest(self.settings.every_s, time.monotonic())
+        self._follower, self._judge = Follower(self.folder), Judge()
+        self._state = digest.new_digest(self.settings.every_s, time.monotonic(), self.pace)
+        self._gone_since_s: float | None = None
 
     def once(self) -> int:
-        """Send one digest."""
+        """Send one digest; return the exit code. `ArchiveError` if there is nothing to tell."""
         frame = self._follower.look()
-        self._take(frame)
+        self._take(frame, time.monotonic())
         there = tuple(kept.trouble for kept in self._state.kept.values())
-        message = digest.Message(news=(), there=there, is_digest=True, is_last=False)
-        return 0 if self._send(message, frame) else 1
+        return 0 if self._send(Message(news=(), there=there, is_digest=True, is_last=False), frame) else 1
 
-    def until_the_end(self) -> int:
-        """Look at the run every second, and tell; the last message has how it ended."""
-        tries, gone_since_s = 0, None
-        while True:
-            began_s = time.monotonic()
-            frame = self._look()
+    def follow(self) -> int:
+        """Tell of the run until it has ended; return the exit code.
+
+        Raises:
+            UsageError: Another process tells of this run.
+            ArchiveError: The run folder is gone.
+        """
+        lock, run_id = self.folder / LOCK_NAME, self.folder.name
+        for patience_s in (_LOCK_SOON_S, self.lock_patience_s):
+            with ExitStack() as stack:
+                try:
+                    stack.enter_context(locked(lock, patience_s))
+                except TimeoutError:
+                    self.say(f"another process tells of run {run_id}; this one begins if that ends soon")
+                    continue
+                except OSError as failure:
+                    raise UsageError(one_line(f"{lock} cannot be made: {failure.strerror}")) from failure
+                self.say(f"telling of run {run_id} at {counted(len(self.urls), 'address', 'addresses')}")
+                signal.signal(signal.SIGTERM, signal.default_int_handler)
+                return self._until_the_end()
+        raise UsageError(f"another process tells of run {run_id} already; end it first")
+
+    def _until_the_end(self) -> int:
+        tries = 0
+        while tries < _LAST_TRIES:
+            frame, now_s = self._look(), time.monotonic()
             if frame is not None:
-                is_gone = frame.freshness is Freshness.HEAD_GONE
-                gone_since_s = (gone_since_s or began_s) if is_gone else None
-                is_over = frame.freshness is Freshness.ENDED or (
-                    gone_since_s is not None and began_s >= gone_since_s + _HEAD_BACK_S
-                )
-                self._take(frame)
-                message = digest.due(self._state, began_s, is_last=is_over)
+                self._take(frame, now_s)
+                is_last = self._is_over(frame, now_s)
+                message = digest.due(self._state, now_s, is_last=is_last)
                 if message is not None:
                     is_taken = self._send(message, frame)
-                    after = digest.told if is_taken else digest.given_up
-                    self._state = after(self._state, message, began_s)
-                    tries += is_over
-                    if is_over and (is_taken or tries == _LAST_TRIES):
-                        return 0 if is_taken else 1
+                    self._state = (digest.told if is_taken else digest.given_up)(self._state, message, now_s)
+                    if is_taken and is_last:
+                        return 0
+                    tries += is_last
             elif head_of(self.folder) is None:
-                return 0  # it ended before it had begun to work, and its terminal has the reason
-            time.sleep(_LOOK_EVERY_S)
+                return 0  # it ended before its work began, and its terminal has the reason
+            time.sleep(min(_LOOK_EVERY_S, self.pace.between_s))
+        return 1
 
     def _look(self) -> Frame | None:
         """Return the run as it is; `None` if nothing has been stored yet, or it cannot be read just now."""
@@ -121,20 +120,28 @@ class _Teller:
                 raise
             return None
 
-    def _take(self, frame: Frame) -> None:
-        troubles = self.judge.troubles(frame, time.time(), self.settings.severity)
-        self._state = digest.seen(self._state, troubles, time.monotonic(), self.judge.is_unknown)
+    def _is_over(self, frame: Frame, now_s: float) -> bool:
+        if frame.freshness is not Freshness.HEAD_GONE:
+            self._gone_since_s = None
+            return frame.freshness is Freshness.ENDED
+        if self._gone_since_s is None:
+            self._gone_since_s = now_s
+        return now_s >= self._gone_since_s + self.pace.head_back_s
 
-    def _send(self, message: digest.Message, frame: Frame) -> bool:
+    def _take(self, frame: Frame, now_s: float) -> None:
+        troubles = self._judge.troubles(frame, time.time(), self.settings.severity)
+        self._state = digest.seen(self._state, troubles, now_s, self._judge.is_unknown)
+
+    def _send(self, message: Message, frame: Frame) -> bool:
         """Have a message sent; say whether an address has taken it."""
         before = read_deliveries(self.folder)
         letter = worded(message, frame.run, frame.snapshot, before, time.time())
-        sent = courier.deliver(self.urls, letter.title, letter.body, letter.severity)
+        sent = courier.deliver(self.urls, letter.title, letter.body, letter.severity, self.deadline_s)
         taken = sum(one.taken for one in sent)
         for one in sent:
-            self.say(f"{letter.title}: {one.name} " + ("has taken it" if one.taken else f"failed: {one.reason}"))
+            self.say(f"{letter.title}: {one.name}: " + ("taken" if one.taken else f"not taken: {one.reason}"))
         try:
             write_deliveries(self.folder, Deliveries(before.taken + taken, before.failed + len(sent) - taken))
         except OSError as failure:
-            self.say(f"the count of messages cannot be written: {failure}")
+            self.say(f"how many messages were taken cannot be written: {failure}")
         return taken > 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -21,10 +22,12 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from orchestrator.config.load import dump_config
+from orchestrator.config.notify_urls import notify_urls
+from orchestrator.config.schema import NotifyConfig
 from orchestrator.core.chaos.plan import ChaosPlan, check
 from orchestrator.core.run_outcome import outcome_of
 from orchestrator.errors import NoClusterError, OrchestratorError, UsageError, one_line
-from orchestrator.run import fake_sensors, fault_injection, node_setup, preflight, resume, run_dir
+from orchestrator.run import fake_sensors, fault_injection, node_setup, preflight, resume, run_dir, viewers
 from orchestrator.run.clock import Clock
 from orchestrator.run.environment import Environment, Mode
 from orchestrator.run.fault_injection import FaultInjector
@@ -86,6 +89,8 @@ def go_on(stored: StoredRun, options: Options, more_s: float | None = None) -> i
 
 
 def _check(environment: Environment, options: Options) -> None:
+    if options.judge is None:
+        notify_urls(environment.config.notify)
     if options.fake_sensors is not None:
         fake_sensors.check(options.fake_sensors, is_rehearsal=environment.mode is Mode.REHEARSE)
     is_debug, is_rehearsal = environment.mode is Mode.DEBUG, environment.mode is not Mode.CLUSTER
@@ -125,6 +130,7 @@ def _in_folder(
                 # Before Ray is started: a head that is killed meanwhile leaves a run that can be resumed. One that is
                 # resumed has its record, and keeps it until there is something to resume.
                 record.begun(environment)
+            record.told_of(environment.config.notify)
             return _in_environment(environment, record, interrupts)
         except BaseException as error:
             record.failed(error)
@@ -199,6 +205,8 @@ class _Record:
     past: Past
     supervisor: Supervisor | None = None
     """Once there is one, a run that ends in an error is reported too."""
+    viewer: subprocess.Popen[bytes] | None = None
+    """Outlives the run, and is not waited for."""
 
     def __post_init__(self) -> None:
         judge, store = self.options.judge, RunStore(self.folder / STORE_NAME)
@@ -239,6 +247,13 @@ class _Record:
         self.outlets.store.begin(facts)
         self.outlets.store.commit()
         return facts
+
+    def told_of(self, settings: NotifyConfig) -> None:
+        """Have another process tell of this run if there are addresses, and keep those from workers."""
+        is_wanted = self.options.judge is None and bool(notify_urls(settings))
+        typed = viewers.addresses_taken()
+        if is_wanted:
+            self.viewer = viewers.start("notify", self.folder, self.tell, typed)
 
     def tell(self, *lines: str) -> None:
         """Print lines for the user; with `--json` nothing is printed."""

@@ -37,11 +37,11 @@ def test_a_letter_reaches_http_and_mail_and_the_answers_hold_no_secret() -> None
 
 def test_a_server_that_refuses_is_named_with_its_reason_and_the_others_get_the_letter() -> None:
     with http_receiver(status=401) as refusing, http_receiver() as http:
-        urls = [refusing.json_url("Unauthorized"), "nonsense://hush-hush", http.json_url()]
+        urls = [refusing.json_url("Verification"), "nonsense://hush-hush", http.json_url()]
         sent = deliver(urls, "title", "body", "info", PATIENCE_S)
     assert [one.taken for one in sent] == [False, False, True]
     assert "401" in sent[0].reason
-    assert "Unauthorized" not in sent[0].reason, "a word of the address"
+    assert "Verification" not in sent[0].reason, "a word of the address"
     assert "no address that apprise knows" in sent[1].reason
     assert "hush" not in repr(sent)
     assert len(http.messages) == 1

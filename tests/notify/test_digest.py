@@ -176,6 +176,8 @@ def test_never_two_messages_in_a_minute_and_nothing_is_lost(
         state = look(state, there)
     assert all(after - before >= MINUTE_S for (before, _), (after, _) in itertools.pairwise(sent))
     assert told == began
+    digests = sum(message.is_digest for _, message in sent)
+    assert digests <= now_s / (every_s or now_s * 2), "one at each interval at most"
     at_the_end = {SUBJECTS[index].key for index in there}
     assert {key for key, news in last_told.items() if news.is_there} == at_the_end
     moments = [(second, news.trouble.key) for second, message in sent for news in message.news]

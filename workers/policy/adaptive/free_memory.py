@@ -7,7 +7,6 @@ standard errors of the smoothed level are kept in reserve. Does not know what a 
 
 from __future__ import annotations
 
-import math
 from typing import Final, NamedTuple
 
 #: Share of the way that one sample moves the smoothed level. At the best share, one miss says nothing about the next
@@ -70,8 +69,8 @@ class Level(NamedTuple):
     """Samples that the level is smoothed over, up to a few."""
     exact: bool = False
     """Whether the last sample is exact and was taken for the step that comes now, so that it is used as it is."""
-    since_fall_s: float = math.inf
-    """How long ago a sample was lower by a piece than the one before."""
+    since_fall_s: float | None = None
+    """How long ago a sample was lower by a piece than the one before; `None` before the first."""
     fall: float = 0.0
     """Share of the last sample that may go away while the next step runs, because a program loads."""
     jitter: float = 0.0
@@ -130,9 +129,9 @@ def sampled(
         follow = max(gain, 1.0 / samples)
     fell = 1.0 - sample_bytes / max(1.0, level.sample_bytes)
     fall = level.fall * max(0.0, 1.0 - passed_s / _FALL_FADES_S)
-    since_fall_s = level.since_fall_s + passed_s
+    since_fall_s = None if level.since_fall_s is None else level.since_fall_s + passed_s
     is_piece = exact and fell > _PIECE
-    if is_piece and since_fall_s < _FALL_FADES_S:
+    if is_piece and since_fall_s is not None and since_fall_s < _FALL_FADES_S:
         fall = max(fall, min(_LARGEST_PIECE, _NEXT_PIECE * fell / max(_PIECE, 1.0 - fell)))
     jitter_left_s = level.jitter_left_s - passed_s
     # Memory that came back at once was another program's: what went away before was its beginning.

@@ -1,0 +1,203 @@
+"""A run store whose slots change state, followed by the verb in a process of its own, with real receivers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from orchestrator.config.notify_urls import URLS_VARIABLE
+from orchestrator.config.schema import NotifyConfig
+from orchestrator.errors import UsageError
+from orchestrator.notify.verb import Teller
+from orchestrator.watch.deliveries import Deliveries, read_deliveries
+from tests.notify.head import RUN_ID, Head, head_of
+from tests.notify.receivers import Receiver, black_hole, http_receiver
+from tests.scene import PATIENCE_S, ROOT, orchestrator, wait_for
+
+HUSH = "hush-hush"
+LOST = {slot: {"state": "LOST", "reason": "its node has left"} for slot in ("pc2/0", "pc2/1", "pc2/2")}
+SMALL = "nodes: {pc1: {gpu: rtx-3090, workers: 1, vram_per_worker_gib: 1}}\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / RUN_ID
+
+
+@pytest.fixture
+def head(folder: Path) -> Iterator[Head]:
+    with head_of(folder) as head:
+        yield head
+
+
+@contextlib.contextmanager
+def teller(folder: Path, *receivers: Receiver, deadline_s: float = PATIENCE_S) -> Iterator[subprocess.Popen[str]]:
+    """Let the verb follow a run at a quick pace; it is killed at the end if it has not ended."""
+    urls = " ".join(receiver.json_url(HUSH) for receiver in receivers)
+    command = [sys.executable, "-m", "tests.notify.teller", str(folder), str(deadline_s)]
+    with subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, URLS_VARIABLE: urls}, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def message(receiver: Receiver, number: int) -> str:
+    """Wait for a message; return its title and text."""
+    wait_for(lambda: len(receiver.messages) >= number, f"message {number}")
+    return "\n".join(receiver.messages[number - 1])
+
+
+def holders(folder: Path) -> list[Path]:
+    """Return the files that hold a part of an address."""
+    parts = (HUSH, "deep-path", "X-Token")
+    return [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and any(part.encode() in path.read_bytes() for part in parts)
+    ]
+
+
+def test_a_lost_node_seven_quarantined_slots_and_the_end_are_four_messages(folder: Path, head: Head) -> None:
+    with http_receiver() as http, teller(folder, http) as process:
+        head.store(gone=["pc2"], states=LOST)
+        first = message(http, 1)
+        assert first.startswith("0b76: NodeMissing pc2\n")
+        assert "pc2/0" not in first, "its slots went with it"
+        head.store()
+        assert message(http, 2).startswith("0b76: over: NodeMissing pc2\n")
+        why = "died 5 times in 300 s: \x1b[31mthe card\nis broken"
+        slots = [f"pc1/{number}" for number in range(7)]
+        quarantined = {slot: {"state": "QUARANTINED", "reason": why} for slot in slots}
+        head.store(states=quarantined)
+        third = message(http, 3)
+        assert third.startswith(f"0b76: SlotQuarantined {' '.join(slots)}\n")
+        assert "died 5 times in 300 s: [31mthe card is broken" in third
+        assert "NVIDIA GeForce RTX 3090: 71 C, 21.0 of 24.0 GiB" in third
+        head.store(states=quarantined, end="degraded", code=1)
+        fourth = message(http, 4)
+        assert fourth.startswith("0b76: the run has ended: degraded, exit code 1\n")
+        assert "still: SlotQuarantined pc1/6" in fourth
+        said, _ = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0, said
+    assert len(http.messages) == 4
+    assert said.count(": taken\n") == 4
+    assert read_deliveries(folder) == Deliveries(taken=4, failed=0)
+    assert HUSH not in said + http.text()
+    assert holders(folder.parent) == []
+
+
+def test_a_head_that_is_killed_is_told_of_and_the_process_ends(folder: Path, head: Head) -> None:
+    with http_receiver() as http, teller(folder, http) as process:
+        head.store(gone=["pc2"], states=LOST)
+        message(http, 1)
+        head.process.kill()
+        head.process.wait()
+        last = message(http, 2)
+        assert last.startswith("0b76: the head is gone")
+        assert f"run --resume {RUN_ID}" in last
+        assert process.wait(PATIENCE_S) == 0
+    assert len(http.messages) == 2
+
+
+def test_only_one_process_tells_of_a_run(folder: Path, head: Head) -> None:
+    said: list[str] = []
+    with http_receiver() as http, teller(folder, http) as process:
+        head.store(gone=["pc2"], states=LOST)
+        message(http, 1)
+        second = Teller(folder=folder, settings=NotifyConfig(), urls=[], say=said.append, lock_patience_s=0.1)
+        with pytest.raises(UsageError, match="another process tells of run"):
+            second.follow()
+        assert len(said) == 2, "it says why it waits"
+        process.kill()
+        process.wait()
+        with teller(folder, http):
+            assert "NodeMissing pc2" in message(http, 2)
+
+
+def test_a_server_that_never_answers_costs_its_deadline_and_is_counted(folder: Path, head: Head) -> None:
+    with black_hole() as hole, http_receiver() as http, teller(folder, hole, http, deadline_s=3.0) as process:
+        head.store(gone=["pc2"], states=LOST)
+        message(http, 1)
+        wait_for(lambda: read_deliveries(folder) == Deliveries(taken=1, failed=1), "the count")
+        head.store(end="good", code=0)
+        assert "1 delivery of 2 failed so far" in message(http, 2)
+        said, _ = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0
+    assert f"json://bot:****@127.0.0.1:{hole.port}: not taken: no answer within 3 s" in said
+    assert HUSH not in said
+
+
+def test_where_no_address_answers_the_process_ends_after_some_tries(folder: Path, head: Head) -> None:
+    head.store(end="good", code=0)
+    with http_receiver(status=500) as http, teller(folder, http) as process:
+        assert process.wait(PATIENCE_S) == 1
+    assert len(http.messages) == 3
+    assert read_deliveries(folder) == Deliveries(taken=0, failed=3)
+
+
+@pytest.fixture
+def urls_file(tmp_path: Path) -> Path:
+    return tmp_path / "urls"
+
+
+def typed(nowhere: Path, urls_file: Path, receiver: Receiver) -> list[str]:
+    """Write the configuration and the file of addresses; return the options that name them."""
+    urls_file.write_text(f"# mine\n{receiver.json_url(HUSH)}\n", encoding="utf-8")
+    urls_file.chmod(0o600)
+    (nowhere / "cluster.yaml").write_text(SMALL, encoding="utf-8")
+    return ["--set", f"notify.urls_file={urls_file}"]
+
+
+def test_the_command_tells_at_its_own_pace_and_ends_when_it_is_asked_to(
+    nowhere: Path, urls_file: Path, folder: Path, head: Head
+) -> None:
+    with http_receiver() as http:
+        options = typed(nowhere, urls_file, http)
+        command = [sys.executable, "-m", "orchestrator", "notify", "0b76", *options]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+            head.store(gone=["pc2"], states=LOST)
+            assert "NodeMissing pc2" in message(http, 1)
+            done = orchestrator("notify", "--once", *options)
+            assert done.returncode == 0, done.stderr
+            assert "still: NodeMissing pc2" in message(http, 2)
+            process.send_signal(signal.SIGTERM)
+            said, _ = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 130, said
+    assert HUSH not in said + done.stdout + done.stderr
+    assert holders(folder.parent) == []
+
+
+@pytest.mark.torch
+def test_a_run_tells_of_its_end_by_a_process_that_outlives_it_and_keeps_the_address_to_itself(
+    nowhere: Path, urls_file: Path
+) -> None:
+    with http_receiver() as http:
+        typed(nowhere, urls_file, http)
+        run = ("run", "--debug", "--duration", "1s", "--set", "workload.size=64", "--set", "run.min_success_rate=0")
+        done = orchestrator(*run, **{URLS_VARIABLE: http.json_url(HUSH)})
+        assert done.returncode == 0, done.stderr
+        assert "the run has ended: good, exit code 0" in message(http, 1)
+        (folder,) = Path("runs").iterdir()
+        wait_for(lambda: read_deliveries(folder).taken == 1, "the count")
+        urls_file.chmod(0o644)
+        refused = orchestrator(*run, "--set", f"notify.urls_file={urls_file}")
+    assert refused.returncode == 2
+    assert f"chmod 600 {urls_file}" in refused.stderr
+    assert list(Path("runs").iterdir()) == [folder], "it was refused before there was a run"
+    assert "taken" in (folder / "notify.log").read_text()
+    assert HUSH not in done.stdout + done.stderr + refused.stderr
+    assert holders(Path("runs")) == []
+    assert json.loads((folder / "summary.json").read_text())["outcome"] == "good"
+    assert stat.S_IMODE((folder / "notifications.json").stat().st_mode) == 0o600
