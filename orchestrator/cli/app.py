@@ -211,6 +211,30 @@ def report(
 
 
 @app.command()
+def top(
+    run_id: opt.RunId = "latest",
+    once: opt.OneFrame = False,
+    sort: opt.Sort = None,
+    wanted: opt.Filter = None,
+    config: opt.ConfigPath = "cluster.yaml",
+    overrides: opt.Overrides = None,
+    run_dir: opt.RunDir = None,
+    json_output: opt.AsJson = False,
+) -> None:
+    """Follow a run from any terminal, or replay it: sort, filter, look into a slot. `?` lists the keys."""
+    from orchestrator.top import verb  # noqa: PLC0415 - only this verb needs it
+
+    view, glyphs = verb.view_of(sort, wanted), glyphs_for(sys.stdout.encoding)
+    folder = find_run(Path(_loaded(config, overrides, {"run.dir": run_dir}).run.dir), run_id)
+    if json_output:
+        _print(verb.frame_json(folder, view))
+    elif once or not verb.is_terminal():
+        _print(verb.frame_text(folder, view, shutil.get_terminal_size(fallback=(120, 24)).columns, glyphs))
+    else:
+        verb.watch(folder, view, glyphs)
+
+
+@app.command()
 def notify(
     run_id: opt.RunId = "latest",
     once: opt.Once = False,

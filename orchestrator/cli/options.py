@@ -66,6 +66,11 @@ Service = Annotated[bool, Option("--service", help="Write and start a systemd us
 NodeToEnd = Annotated[Text, Option(help="Also end the Ray node that `up NODE` started on this PC.", metavar="NODE")]
 NodeHere = Annotated[Text, Option(help="Which node of the configuration this PC is.", metavar="NODE")]
 
+# Of `top`.
+OneFrame = Annotated[bool, Option("--once", help="Print one frame and end, as where there is no terminal.")]
+Sort = Annotated[Text, Option(help="Column or key; -COLUMN turns the order. Default: worst first.", metavar="COLUMN")]
+Filter = Annotated[Text, Option("--filter", help='Such as "state:lost temp>75 !node:pc1".', metavar="QUERY")]
+
 # Of `notify`.
 Once = Annotated[bool, Option("--once", help="Send one digest of the run as it is now, and end.")]
 TestMessage = Annotated[bool, Option("--test", help="Send one message, and say of each address whether it took it.")]

@@ -82,6 +82,10 @@ class Order:
     reverse: bool = False
 
 
+ALL_ROWS: Final = Filter()
+WORST_FIRST: Final = Order()
+
+
 def parse(text: str) -> Filter:
     """Return the filter that a text describes; `QueryError` if it describes none."""
     stripped = text.strip()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.cells import cell_len
@@ -82,6 +82,30 @@ def health_table(snapshot: Snapshot, width: int, height: int | None = None, glyp
     return _group([*header, *titles, *body, *footer], width)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lines:
+    """A table without its header and sums: two headings and a rule, then a line for each row."""
+
+    titles: tuple[Text, ...]
+    rows: tuple[Text, ...]
+
+
+def table_lines(rows: Sequence[Row], width: int, glyphs: Glyphs, hidden: Collection[str] = ()) -> Lines:
+    """Return the table of these rows, in this order, without the `hidden` columns; reasons only where there is room."""
+    columns = [column for column in columns_for(rows, glyphs) if column.name not in hidden]
+    cells = [{column.name: column.cell(row) for column in columns} for row in rows]
+    known = {column.name for column in columns} | ({"reason"} - set(hidden))
+    order = [name for name in kept_longest_first(rows) if name in known]
+    layout = _layout(columns, order, cells, width, glyphs)
+    drawn = (_drawn(row, shown, layout, glyphs).line for row, shown in zip(rows, cells, strict=True))
+    return Lines(titles=tuple(_titles(layout, glyphs)), rows=tuple(drawn))
+
+
+def header_lines(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
+    """Return what stands above the table: nodes, states, throughput, time, then warnings."""
+    return [*_header(snapshot, width, glyphs), *_notices(snapshot.notices, width, 3, glyphs)]
+
+
 def _group(lines: Iterable[Text], width: int) -> Group:
     shown = []
     for line in lines:
@@ -135,14 +159,14 @@ def _layout(
 ) -> _Layout:
     widths: dict[str, int] = {}
     never_dropped = order[:NEVER_DROPPED]
-    known: set[str] = {*never_dropped, "reason"}
+    known: set[str] = {*never_dropped, *({"reason"} & set(order))}
     for column in columns:
         shown = [cell for row in cells if (cell := row[column.name]) is not None]
         if shown:
             known.add(column.name)
         headings = (column.title, column.unit, glyphs.missing)
         widths[column.name] = max(*map(cell_len, headings), *(cell.cell_len for cell in shown), 0)
-    needed = {**widths, "reason": _REASON_CELLS}
+    needed = {**widths, **({"reason": _REASON_CELLS} if "reason" in known else {})}
     fits_whole = sum(needed.values()) + _GAP_CELLS * (len(needed) - 1) <= width
     kept: set[str] = set()
     used = -_GAP_CELLS

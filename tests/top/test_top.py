@@ -1,0 +1,210 @@
+"""`top` on terminals of several sizes: the screens as text, the keys, the replay; and `--once` and `--json`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from textual.pilot import Pilot
+from typer.testing import CliRunner
+
+from orchestrator.cli.app import app
+from orchestrator.core.slot import HeadState
+from orchestrator.top.app import Top
+from orchestrator.top.rows import LinesView
+from orchestrator.top.view import View
+from orchestrator.watch.cells import ASCII, UNICODE, Glyphs
+from orchestrator.watch.model import STATES_WORST_FIRST, Row
+from orchestrator.watch.records import STORE_NAME
+from orchestrator.watch.store import RunStore
+from tests.watch.scene import FACTS, event, make_row, make_snapshot, record
+from workers.messages import WorkerState
+
+GOLDENS = Path(__file__).parent / "goldens"
+#: `UPDATE_GOLDENS=1 pytest tests/top` writes them anew; look at what has changed.
+UPDATE = bool(os.environ.get("UPDATE_GOLDENS"))
+
+HOSTILE = "\x1b[31mred\x1b[0m [bold]markup[/bold] \u202eturned\nline"
+
+
+def made(folder: Path, *looks: list[Row], outcome: str | None = "good") -> Path:
+    """Make the folder of a run that looked like this, second by second."""
+    place = folder / FACTS.run_id
+    place.mkdir(parents=True)
+    store = RunStore(place / STORE_NAME)
+    store.begin(replace(FACTS, head_pid=2**22 - 1, head_started="1", host=socket.gethostname()))
+    for second, rows in enumerate(looks):
+        store.slots(record(row.slot, state=row.state.value, reason=row.reason, row=row.to_dict()) for row in rows)
+        told = {"from_state": "STARTING", "to_state": "RUNNING", "cause": HOSTILE}
+        store.event({**event(name="state", **told), "slot": rows[0].slot if rows else None})
+        store.update(make_snapshot(*rows, elapsed_s=float(second)))
+    if outcome is not None:
+        store.end(outcome, 0, None, ())
+    return place
+
+
+def every_state() -> list[Row]:
+    return [
+        make_row(slot=f"pc1/{index}", state=state, reason=f"the reason of {state.value}")
+        for index, state in enumerate(STATES_WORST_FIRST)
+    ]
+
+
+def screen(top: Top) -> list[str]:
+    return [
+        line.plain.rstrip() for name in ("#header", "#rows", "#keys") for line in top.query_one(name, LinesView).lines
+    ]
+
+
+def driven(
+    folder: Path,
+    size: tuple[int, int],
+    keys: Callable[[Pilot[None]], Awaitable[None]] | None = None,
+    glyphs: Glyphs = UNICODE,
+) -> list[str]:
+    """Return the screen after some keys."""
+
+    async def drive() -> list[str]:
+        top = Top(folder, View(), glyphs)
+        async with top.run_test(size=size) as pilot:
+            await pilot.pause()
+            top.look()
+            await pilot.pause()
+            if keys is not None:
+                await keys(pilot)
+                await pilot.pause()
+            top.draw()
+            return screen(top)
+
+    return asyncio.run(drive())
+
+
+def pressed(*keys: str) -> Callable[[Pilot[None]], Awaitable[None]]:
+    async def press(pilot: Pilot[None]) -> None:
+        await pilot.press(*keys)
+
+    return press
+
+
+CASES: dict[str, tuple[list[Row], str | None]] = {
+    "states": (every_state(), "good"),
+    "many": ([make_row(slot=f"pc{n // 50}/{n % 50}", node=f"pc{n // 50}") for n in range(1_000)], "good"),
+    "killed": ([make_row(), make_row(slot="pc1/1", state=WorkerState.BACKOFF, reason="memory ran out")], None),
+    "empty": ([], "good"),
+}
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 30), (200, 60)], ids="{0[0]}x{0[1]}".format)
+@pytest.mark.parametrize("case", CASES)
+def test_the_screen_is_the_one_that_was_looked_at(tmp_path: Path, case: str, size: tuple[int, int]) -> None:
+    rows, outcome = CASES[case]
+    lines = driven(made(tmp_path, rows, outcome=outcome), size)
+    # How long the head has been gone depends on the day.
+    lines = [line.partition(" for ")[0] if line.startswith("head gone") else line for line in lines]
+    golden = GOLDENS / f"{case}-{size[0]}x{size[1]}.txt"
+    if UPDATE:
+        golden.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert lines == golden.read_text(encoding="utf-8").splitlines()
+    assert all(len(line) <= size[0] for line in lines)
+
+
+@pytest.mark.parametrize("size", [(40, 10), (20, 5)], ids="{0[0]}x{0[1]}".format)
+def test_a_tiny_terminal_without_unicode_shows_what_fits(tmp_path: Path, size: tuple[int, int]) -> None:
+    lines = driven(made(tmp_path, every_state()), size, glyphs=ASCII)
+    assert any("pc1/0" in line for line in lines)
+    assert all(line.isascii() for line in lines)
+
+
+def test_keys_sort_filter_hide_and_move(tmp_path: Path) -> None:
+    rows = [
+        make_row(slot="pc1/0", temperature_c=60.0),
+        make_row(slot="pc1/1", temperature_c=80.0),
+        make_row(slot="pc2/0", node="pc2", temperature_c=None),
+    ]
+    folder = made(tmp_path, rows)
+
+    def slots(*keys: str) -> list[str]:
+        lines = driven(folder, (120, 20), pressed(*keys))
+        return [line.split()[0] for line in lines if line.startswith("pc") and "/128" in line]
+
+    assert slots() == ["pc1/0", "pc1/1", "pc2/0"]
+    assert slots("greater_than_sign", "r") == ["pc2/0", "pc1/1", "pc1/0"], "by slot, reversed"
+    assert slots("slash", *"temp>75", "enter") == ["pc1/1"]
+    assert slots("slash", *"!pc2", "enter") == ["pc1/0", "pc1/1"]
+    wrong = driven(folder, (120, 20), pressed("slash", *"cap>3", "enter"))
+    assert "write a unit" in wrong[-1], "it can be corrected"
+    assert "pc1/1" in driven(folder, (120, 20), pressed("j", "enter"))[1]
+    hidden = driven(folder, (120, 20), pressed(*["greater_than_sign"] * 4, "c"))
+    assert not any("/batch" in line for line in hidden), "the fourth column is size"
+    assert any("goes back" in line for line in driven(folder, (120, 40), pressed("question_mark")))
+
+
+def test_the_page_of_a_slot_shows_facts_courses_states_and_events_and_hostile_text_stays_text(tmp_path: Path) -> None:
+    looks = [
+        [make_row(slot="pc1/0", temperature_c=50.0 + second, oom_count=second // 5, reason=HOSTILE, gpu_name=HOSTILE)]
+        for second in range(30)
+    ]
+    lines = driven(made(tmp_path, *looks), (120, 60), pressed("enter"))
+    text = "\n".join(lines)
+    assert "50 to 79" in text
+    assert "0 to 1" in text, "out-of-memory errors are drawn as their growth"
+    assert "RUNNING" in text
+    assert "[bold]markup[/bold]" in text
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+    assert "temp C" in "\n".join(driven(tmp_path / FACTS.run_id, (60, 60), pressed("enter", "m"), ASCII))
+    cards = driven(tmp_path / FACTS.run_id, (120, 20), pressed("d"))
+    assert any("1 workers" in line and "79" in line for line in cards)
+    assert any("state" in line for line in driven(tmp_path / FACTS.run_id, (120, 20), pressed("e")))
+
+
+def test_a_finished_run_is_replayed_second_by_second(tmp_path: Path) -> None:
+    looks = [[make_row(slot="pc1/0", size=1_000 + second)] for second in range(20)]
+    folder = made(tmp_path, *looks)
+
+    def size_after(*keys: str) -> str:
+        (line,) = (line for line in driven(folder, (200, 20), pressed(*keys)) if line.startswith("pc1/0 ") and "/128" in line)
+        return line.partition("/128")[0].split()[-1]
+
+    assert size_after("t") == "1019"
+    assert size_after("t", "left", "left") == "1017"
+    assert size_after("t", "home") == "1000"
+    assert size_after("t", "home", "right", "left_square_bracket", "right_square_bracket") == "1019"
+    assert "replay" in driven(folder, (120, 20), pressed("t"))[-1]
+    assert "replay" not in driven(folder, (120, 20), pressed("t", "escape"))[-1]
+
+
+def test_a_run_that_goes_on_is_followed(tmp_path: Path) -> None:
+    folder = made(tmp_path, [make_row(slot="pc1/0")], outcome=None)
+
+    async def changed(pilot: Pilot[None]) -> None:
+        store = RunStore(folder / STORE_NAME)
+        row = make_row(slot="pc1/0", state=HeadState.LOST, reason="its node has left")
+        store.begin(FACTS)
+        store.slots([record(row.slot, state="LOST", reason=row.reason, row=row.to_dict())])
+        store.update(make_snapshot(row, elapsed_s=5.0))
+        top = pilot.app
+        assert isinstance(top, Top)
+        top.look()
+
+    assert any("LOST" in line for line in driven(folder, (120, 20), changed))
+
+
+def test_once_and_json_print_what_the_screen_would_show(tmp_path: Path) -> None:
+    rows = [make_row(slot="pc1/0", temperature_c=60.0), make_row(slot="pc1/1", temperature_c=80.0, reason=HOSTILE)]
+    made(tmp_path, rows)
+    where = ["--run-dir", str(tmp_path)]
+    once = CliRunner().invoke(app, ["top", "--once", "--sort", "temp", *where])
+    lines = [line.split()[0] for line in once.output.splitlines() if line.startswith("pc1/")]
+    assert (once.exit_code, lines) == (0, ["pc1/1", "pc1/0"])
+    assert "\x1b" not in once.output
+    told = json.loads(CliRunner().invoke(app, ["top", "--json", "--filter", "temp<75", *where]).output)
+    assert (told["schema"], told["freshness"], [row["slot"] for row in told["workers"]]) == (1, "ended", ["pc1/0"])
+    wrong = CliRunner().invoke(app, ["top", "--once", "--filter", "cap>3", *where])
+    assert "write a unit" in str(wrong.exception)
