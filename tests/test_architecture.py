@@ -30,6 +30,7 @@ PLANTED = {
         ("orchestrator/burn/phases.py", "orchestrator.doctor.finding"),
         ("orchestrator/notify/digest.py", "orchestrator.burn.phases"),
         ("orchestrator/web/guard.py", "orchestrator.notify.digest"),
+        ("orchestrator/top/view.py", "orchestrator.web.guard"),
         ("orchestrator/watch/cells.py", "orchestrator.run.terminal"),
         ("orchestrator/cluster/connect.py", "orchestrator.watch.cells"),
         ("orchestrator/core/slot.py", "orchestrator.cluster.connect"),

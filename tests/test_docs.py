@@ -46,6 +46,9 @@ OPTIONS = {
     "stop": {"--config", "-c", "--set", "--run-dir", "--node", "--help"},
     "runs": {"--config", "-c", "--set", "--run-dir", "--json", "--help"},
     "report": {"run_id", "--config", "-c", "--set", "--run-dir", "--text", "--json", "--help"},
+    "top": {
+        "run_id", "--once", "--sort", "--filter", "--config", "-c", "--set", "--run-dir", "--json", "--help",
+    },
     "notify": {"run_id", "--once", "--test", "--config", "-c", "--set", "--run-dir", "--help"},
     "web": {
         "run_id", "--port", "--bind", "--control", "--certificate", "--key", "--without-tls", "--config", "-c", "--set",

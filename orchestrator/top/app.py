@@ -6,7 +6,6 @@ What is shown of a slot is in `slot_page.py`, what keys do to the table in `view
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,18 +13,19 @@ from typing import ClassVar
 
 from rich.text import Text
 from textual.app import App, ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.events import Resize
 from textual.widgets import Input
 
 from orchestrator.errors import ArchiveError
+from orchestrator.top.cards import card_lines
+from orchestrator.top.keys import BINDINGS, HELP
 from orchestrator.top.rows import LinesView
 from orchestrator.top.slot_page import COURSES, RANGES_S, event_line, slot_lines
 from orchestrator.top.view import View, followed, moved, sorted_by_next
 from orchestrator.watch import history
 from orchestrator.watch.catalogue import FIELDS
 from orchestrator.watch.cells import Glyphs, clock
-from orchestrator.watch.columns import columns_for
 from orchestrator.watch.follow import Follower, Frame, Freshness
 from orchestrator.watch.model import STATE_STYLES, Row, Snapshot
 from orchestrator.watch.query import WORST_FIRST, QueryError, parse
@@ -37,18 +37,6 @@ _PLAYED_S_PER_LOOK = 5.0
 _TITLE_LINES = 3
 _HEADER_SHARE = 4
 """Of the lines of the terminal, one in so many may be of the header."""
-
-_HELP = """
- q ctrl-c      leave                        ? h           this help; esc goes back
- up down j k   move; g G first and last     pgup pgdn     a page
- enter         the slot under the cursor    e d           events, cards
- /             filter: state:lost temp>75 cap>3GiB !node:pc1 /regex/ word
- < > , .       sort by the column before or after; r turns the order; 0 worst first
- c             hide the column that the table is sorted by; C shows all again
- m             how far back the courses of a slot go: 2 m, 10 m, 1 h, all
- t             replay; left right 1 s, [ ] 1 min, home start, end last sample, p plays
- s             save this screen as text in the present folder
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,37 +59,7 @@ class Top(App[None]):
     Input.asking { display: block; }
     """
     ENABLE_COMMAND_PALETTE = False
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("q,ctrl+c", "quit"),
-        Binding("question_mark,h", "page('help')"),
-        Binding("e", "page('events')"),
-        Binding("d", "page('cards')"),
-        Binding("enter", "page('slot')"),
-        Binding("escape", "leave"),
-        Binding("down,j", "move(1)"),
-        Binding("up,k", "move(-1)"),
-        Binding("pagedown", "move_pages(1)"),
-        Binding("pageup", "move_pages(-1)"),
-        Binding("g", "move(-1000000)"),
-        Binding("G", "move(1000000)"),
-        Binding("slash", "ask"),
-        Binding("greater_than_sign,full_stop", "sort(1)"),
-        Binding("less_than_sign,comma", "sort(-1)"),
-        Binding("r", "reverse"),
-        Binding("0", "worst"),
-        Binding("c", "hide"),
-        Binding("C", "show_columns"),
-        Binding("m", "range"),
-        Binding("t", "replay"),
-        Binding("left", "seek(-1)"),
-        Binding("right", "seek(1)"),
-        Binding("left_square_bracket", "seek(-60)"),
-        Binding("right_square_bracket", "seek(60)"),
-        Binding("home", "seek(-1000000000)"),
-        Binding("end", "seek(1000000000)"),
-        Binding("p", "play"),
-        Binding("s", "save"),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = BINDINGS
 
     def __init__(self, folder: Path, view: View, glyphs: Glyphs) -> None:
         super().__init__(ansi_color=True)
@@ -123,7 +81,7 @@ class Top(App[None]):
                 _Page("slot", self._slot_lines),
                 _Page("events", self._event_lines),
                 _Page("cards", self._card_lines),
-                _Page("help", lambda: [Text(line) for line in _HELP.splitlines()]),
+                _Page("help", lambda: [Text(line) for line in HELP.splitlines()]),
             )
         }
         self._page: _Page | None = None
@@ -393,21 +351,4 @@ class Top(App[None]):
         return list(reversed(self._events)) or [Text("no events yet", "dim")]
 
     def _card_lines(self) -> Sequence[Text]:
-        """Return a line for each card: its workers, and what its sensors say."""
-        cards: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
-        for row in () if self._snapshot is None else self._snapshot.rows:
-            cards[row.node, row.gpu_uuid or row.gpu_name or row.device or ""].append(row)
-        lines = []
-        for (node, _), rows in cards.items():
-            said = Text.assemble((self._glyphs.clean(f"{node}  {rows[0].gpu_name or 'unknown'}"), "bold"))
-            said.append(f"  {len(rows)} workers")
-            of_card = [column for column in columns_for(rows, self._glyphs) if column.name in _CARD_COLUMNS]
-            for column in of_card:
-                cell = next((cell for row in rows if (cell := column.cell(row)) is not None), None)
-                if cell is not None:
-                    said.append(f"   {column.title} {column.unit} ", "dim").append_text(cell)
-            lines.append(said)
-        return lines
-
-
-_CARD_COLUMNS = frozenset(field.column for field in FIELDS.values() if field.of == "card" and field.column) - {"card"}
+        return card_lines(() if self._snapshot is None else self._snapshot.rows, self._glyphs)
