@@ -22,7 +22,7 @@ import psutil
 
 from orchestrator.core.slot import slot_state
 from orchestrator.errors import NothingStoredError
-from orchestrator.watch.model import ROW_KEYS, Row, Snapshot, is_row_value
+from orchestrator.watch.model import ROW_KEYS, Row, Snapshot
 from orchestrator.watch.opening import explained, reading
 from orchestrator.watch.records import COUNTERS, STORE_NAME, RunFacts, SlotRecord
 from workers.files import read_small
@@ -243,10 +243,8 @@ def _counter(line: sqlite3.Row, name: str) -> int | float:
 
 def _row(record: SlotRecord) -> Row:
     """Return the slot's row; a key that is missing or makes no sense is left unknown, the others are kept."""
-    told = {key: value for key, value in record.row.items() if is_row_value(key, value)}
-    return Row.from_dict(
-        {**told, "slot": record.slot, "node": record.node, "state": record.state, "reason": record.reason}
-    )
+    own = {"slot": record.slot, "node": record.node, "state": record.state, "reason": record.reason}
+    return Row.from_dict({**record.row, **own}, lenient=True)
 
 
 def _count(value: object) -> int:

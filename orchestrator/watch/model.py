@@ -117,17 +117,22 @@ class Row:
         return getattr(self.progress if key in _PROGRESS_KEYS else self, key)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Row:
-        """Rebuild a row from `to_dict`'s form, without unknown keys; `ValueError` if one lacks or has a wrong kind."""
-        known = {name: values[name] for name in ROW_KEYS if name in values}
-        if missing := {"slot", "node", "state", "reason"} - known.keys():
+    def from_dict(cls, values: Mapping[str, Any], *, lenient: bool = False) -> Row:
+        """Rebuild a row from `to_dict`'s form, without unknown keys; `ValueError` if one lacks or has a wrong kind.
+
+        If `lenient`, a value of a wrong kind is left unknown.
+        """
+        kinds = _row_kinds()
+        told = {name: values[name] for name in ROW_KEYS if name in values}
+        known = {name: value for name, value in told.items() if type(value) in kinds[name]}
+        if missing := {"slot", "node", "state", "reason"} - told.keys():
             raise ValueError(f"a worker's row lacks {', '.join(sorted(missing))}")
-        for name, value in known.items():
-            if not is_row_value(name, value):
-                raise ValueError(f"slot {known['slot']}: {name} cannot be {value!r}")
-        counts = StepCounts(**{name: value for name, value in known.items() if name in StepCounts.__slots__})
-        progress = Progress(**{name: value for name, value in known.items() if name in Progress.__slots__})
-        own = {name: value for name, value in known.items() if name in Row.__slots__}
+        if len(known) < len(told) and not lenient:
+            name = next(name for name in told if name not in known)
+            raise ValueError(f"slot {told['slot']}: {name} cannot be {told[name]!r}")
+        counts = StepCounts(**{name: known[name] for name in StepCounts.__slots__ if name in known})
+        progress = Progress(**{name: known[name] for name in Progress.__slots__ if name in known})
+        own = {name: known[name] for name in _OWN_KEYS if name in known}
         return cls(**{**own, "state": slot_state(known["state"]), "counts": counts, "progress": progress})
 
 

@@ -188,6 +188,7 @@ def slot_of(frame: Frame, name: str, spans: Sequence[Span], events: Sequence[Sto
         "fields": [(key, _field_label(key)) for key in SAMPLED_NUMBERS],
         "charts": [key for key in CHARTED if FIELDS[key].value(row) is not None],
         "spans": [_span(span, ends_unix_s) for span in spans],
+        "utc_offset_s": _offset_s(ends_unix_s),
         "events": [event_of(event) for event in events],
         "traceback": str(errors[-1]) if errors else None,
     }
@@ -312,6 +313,12 @@ def _span(span: Span, ends_unix_s: float) -> Json:
         "lasted": clock(ends - span.from_unix_s),
         "cause": UNICODE.clean(span.cause),
     }
+
+
+def _offset_s(at_unix_s: float) -> float:
+    """Return how far the clock of this machine's time zone is ahead of UTC."""
+    offset = datetime.fromtimestamp(at_unix_s).astimezone().utcoffset()
+    return 0.0 if offset is None else offset.total_seconds()
 
 
 def _time_of(at: str) -> str:

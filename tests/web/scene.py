@@ -6,6 +6,7 @@ import json
 import math
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -25,7 +26,9 @@ from tests.watch.scene import FACTS, GIB, event, make_row, make_snapshot, record
 from workers.host.processes import start_time
 from workers.messages import WorkerState
 
-STARTED_UNIX_S = FACTS.started_at_unix_s
+SECONDS = 600
+STARTED_UNIX_S = float(int(time.time()) - SECONDS)
+"""Runs of this module go on now."""
 REASONS = {
     "QUARANTINED": "5 processes died within 300 s: killed by signal 9",
     "LOST": "node pc2 has left the cluster",
@@ -77,14 +80,15 @@ def put_turn(store: RunStore, second: float, rows: list[Row], **changed: object)
         record(row.slot, node=row.node, state=row.state.value, reason=row.reason, counters={}, row=row.to_dict())
         for row in rows
     )
-    store.update(make_snapshot(*rows, elapsed_s=second, **{"duration_s": 3600.0, **changed}))
+    usual = {"started_at": STARTED_UNIX_S, "duration_s": 3600.0}
+    store.update(make_snapshot(*rows, elapsed_s=second, **{**usual, **changed}))
 
 
-def make_run(folder: Path, slots: int = 10, seconds: int = 600, *, varied: bool = True, run: str = "") -> RunStore:
+def make_run(folder: Path, slots: int = 10, seconds: int = SECONDS, *, varied: bool = True, run: str = "") -> RunStore:
     """Make a run that goes on: its store is open. It has samples of every tenth second, and some events."""
     folder.mkdir(parents=True, exist_ok=True)
     store = RunStore(folder / STORE_NAME)
-    store.begin(facts_here(run or folder.name, duration_s=3600.0))
+    store.begin(facts_here(run or folder.name, duration_s=3600.0, started_at_unix_s=STARTED_UNIX_S))
     for second in range(0, seconds + 1, 10):
         rows = rows_at(second, slots, varied=varied)
         if second == 0:

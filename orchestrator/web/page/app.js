@@ -300,7 +300,7 @@
     const [first, last] = told.sampled, from = state.range ? Math.max(first, last - Number(state.range)) : first;
     const fields = [field, ...told.charts.filter((key) => key !== field)].slice(0, 4);
     const found = await Promise.all(fields.map((key) => source.history(told.slot, key, from, Math.max(last, from + 1))));
-    if (isStill()) charts.draw(byId("charts"), found.filter(Boolean), told.spans, [from, Math.max(last, from + 1)]);
+    if (isStill()) charts.draw(byId("charts"), found.filter(Boolean), told, [from, Math.max(last, from + 1)]);
   };
   // ---- Commands: each names its slots, and asks before it is sent.
 

@@ -11,31 +11,43 @@ const charts = (() => {
       if (right > left) ctx.fillRect(left, bbox.top + bbox.height - high, right - left, high);
     }
   };
+  const times = [
+    [86400, "{YYYY}-{MM}-{DD}", ...Array(5).fill(null), 1], [3600, "{HH}:{mm}", "\n{YYYY}-{MM}-{DD}", null, "\n{MM}-{DD}", null, null, null, 1],
+    [60, "{HH}:{mm}", "\n{YYYY}-{MM}-{DD}", null, "\n{MM}-{DD}", null, null, null, 1],
+    [1, "{HH}:{mm}:{ss}", "\n{YYYY}-{MM}-{DD}", null, "\n{MM}-{DD}", null, null, null, 1],
+  ];
+  // Samples may be rarer than points of the chart: only what is missing for longer than that is a gap.
+  const longest = ({ t, mean }) => {
+    const known = t.filter((_, at) => mean[at] !== null), apart = known.slice(1).map((at, index) => at - known[index]);
+    return 2.5 * (apart.sort((one, other) => one - other)[apart.length >> 1] || 0);
+  };
   const options = (width, isFirst) => {
     const axis = {
       stroke: colour("quiet"), grid: { stroke: colour("rule"), width: 1 }, ticks: { stroke: colour("rule") }, font: "12px system-ui",
     };
-    // Samples may be rarer than points: only what is missing for longer is a gap.
-    const gaps = (plot, series, first, last, found) => found.filter(([from, to]) => to - from > 16 * devicePixelRatio);
+    const gaps = (plot, series, first, last, found) => found.filter(
+      ([from, to]) => (to - from) / plot.bbox.width > plot.longest / (between[1] - between[0]));
     const edge = { width: 0, points: { show: false }, gaps };
     return {
       width,
       height: isFirst ? 240 : 150,
       cursor: { sync: { key: "slot" } },
       legend: { show: isFirst },
+      // In the time of the server, as all other texts.
+      tzDate: (at) => uPlot.tzDate(new Date((at + offset) * 1000), "Etc/UTC"),
       scales: { x: { range: () => between } },
-      axes: [axis, { ...axis, size: 64 }],
+      axes: [{ ...axis, values: times }, { ...axis, size: 64 }],
       hooks: { drawAxes: [strip] },
       series: [
-        {}, { ...edge, label: "max" }, { ...edge, label: "min" }, { stroke: colour("line"), width: 1.5, label: "mean", gaps },
+        { value: "{YYYY}-{MM}-{DD} {HH}:{mm}:{ss}" }, { ...edge, label: "max" }, { ...edge, label: "min" }, { stroke: colour("line"), width: 1.5, label: "mean", gaps },
       ],
       bands: [{ series: [1, 2], fill: `${colour("line")}33` }],
     };
   };
 
-  let plots = [], spans = [], between = [0, 1], drawn = "";
-  const draw = (node, found, states, from_to) => {
-    [spans, between] = [states, from_to];
+  let plots = [], spans = [], between = [0, 1], offset = 0, drawn = "";
+  const draw = (node, found, slot, from_to) => {
+    [spans, between, offset] = [slot.spans, from_to, slot.utc_offset_s];
     const shape = JSON.stringify([found.map((each) => each.field), node.clientWidth, colour("text")]);
     if (drawn !== shape) {
       for (const plot of plots) plot.destroy();
@@ -48,7 +60,10 @@ const charts = (() => {
       plots = found.map((_, at) => new uPlot(options(node.children[at].clientWidth, at === 0), null, node.children[at]));
       drawn = shape;
     }
-    found.forEach((each, at) => plots[at].setData([each.t, each.max, each.min, each.mean]));
+    found.forEach((each, at) => {
+      plots[at].longest = longest(each);
+      plots[at].setData([each.t, each.max, each.min, each.mean]);
+    });
   };
   return { draw };
 })();
