@@ -21,7 +21,7 @@ from orchestrator.watch.follow import Frame, Freshness
 from orchestrator.watch.history import SAMPLED_NUMBERS, Buckets, Span
 from orchestrator.watch.model import STATE_STYLES, Row, finite, trouble
 from orchestrator.watch.phrases import counted, tflops_words, time_words, totals
-from orchestrator.watch.query import Order, parse, select
+from orchestrator.watch.query import Filter, Order, order_of, parse, select
 from orchestrator.watch.summary import SCHEMA
 from workers.messages import WorkerState
 from workers.units import MIB
@@ -111,6 +111,22 @@ def table_of(frame: Frame, view: View, *, with_control: bool = False) -> Table:
         total=len(rows),
         matched=len(found),
     )
+
+
+def frozen_table(frame: Frame) -> Json:
+    """Return the whole table for a page without a server, and for each column the order of its rows.
+
+    `known` of them have a value: the others stay last when the order is turned round.
+    """
+    rows = frame.snapshot.rows
+    table = table_of(frame, View(limit=len(rows)))
+    places = {slot: place for place, slot in enumerate(table.rows)}
+    orders = {}
+    for column in table.columns:
+        order = order_of(column["name"])
+        known = sum(FIELDS[order.key or "slot"].value(row) is not None for row in rows)
+        orders[column["name"]] = {"rows": [places[row.slot] for row in select(rows, Filter(), order)], "known": known}
+    return {"table": table.to_dict(), "orders": orders}
 
 
 def row_cells(row: Row, columns: Sequence[Column]) -> tuple[Cell, ...]:

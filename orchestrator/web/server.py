@@ -32,6 +32,7 @@ PAGE: Final = Path(__file__).parent / "page"
 
 _KINDS: Final = {
     "index.html": "text/html", "app.js": "text/javascript", "charts.js": "text/javascript",
+    "source.js": "text/javascript",
     "uplot.js": "text/javascript", "app.css": "text/css", "uplot.css": "text/css", "icon.svg": "image/svg+xml",
 }  # fmt: skip
 _HEADERS: Final = {

@@ -16,96 +16,9 @@
     return node;
   };
   const show = (id, shown) => { byId(id).hidden = !shown; };
-  const RETRY_MS = 1000, REFRESH_MS = 2000, ROWS = 200, EVENTS = 300, BUCKETS = 300;
+  const REFRESH_MS = 2000, ROWS = 200, EVENTS = 300;
 
-  // ---- Where the data comes from: a server that goes on telling, or this very file.
-
-  const live = () => {
-    const ask = async (path, options) => {
-      const answer = await fetch(path, options);
-      const told = await answer.json();
-      if (!answer.ok) throw Object.assign(new Error(told.error), { status: answer.status });
-      return told;
-    };
-    const get = (path, query = {}) => ask(`api/v1/${path}?${new URLSearchParams(query)}`);
-    const post = (path, body) => ask(`api/v1/${path}`, { method: "POST", body: JSON.stringify(body) });
-    const table = (query, on) => {
-      let stream = null, timer = 0, known = null, over = false;
-      const close = () => { clearTimeout(timer); stream?.close(); stream = null; };
-      const open = () => {
-        close();
-        if (over || document.hidden) return;
-        stream = new EventSource(`api/v1/stream?${new URLSearchParams(query)}`);
-        stream.addEventListener("table", (event) => { known = merged(known, JSON.parse(event.data)); on.table(known); });
-        stream.addEventListener("event", (event) => on.events(JSON.parse(event.data).events));
-        stream.addEventListener("gone", (event) => on.problem(JSON.parse(event.data).error));
-        stream.onerror = async () => {
-          close();
-          let failure = null;
-          await get("table", { ...query, limit: 0 }).catch((error) => { failure = error; });
-          if (over) return;
-          if (failure?.status === 401) return on.login();
-          if (failure?.status) on.problem(failure.message); else if (failure) on.offline();
-          if (failure?.status !== 400) timer = setTimeout(open, RETRY_MS);
-        };
-      };
-      document.addEventListener("visibilitychange", open);
-      open();
-      return () => { over = true; close(); document.removeEventListener("visibilitychange", open); };
-    };
-    return {
-      table,
-      slot: (name) => get("slot", { name }),
-      history: (slot, field, from, to) => get("history", { slot, field, from, to, buckets: BUCKETS }),
-      events: async () => (await get("events", { limit: EVENTS })).events,
-      cards: async () => (await get("run")).cards,
-      login: (code) => post("login", { code }),
-      command: (told) => post("commands", { id: crypto.getRandomValues(new Uint32Array(4)).join("-"), ...told }),
-    };
-  };
-
-  const merged = (known, told) => {
-    if (told.all) {
-      const rows = new Map(told.all.rows.map((row) => [row.slot, [...row.cells]]));
-      return { ...told.all, rows, order: [...rows.keys()] };
-    }
-    for (const [slot, cells] of Object.entries(told.rows || {})) {
-      const line = known.rows.get(slot) || [];
-      for (const at of Object.keys(cells)) line[at] = cells[at];
-      known.rows.set(slot, line);
-    }
-    const { rows, all, head, ...others } = told;
-    return { ...known, ...others, head: { ...known.head, ...head } };
-  };
-
-  const frozen = (data) => {
-    const text = (cell) => (Array.isArray(cell) ? cell[0] : cell).toLowerCase();
-    const names = data.table.columns.map((column) => column.name);
-    const matches = (row, term) => {
-      const wanted = term.replace(/^!/, ""), [name, value] = wanted.split(/:(.*)/s);
-      const cells = names.includes(name) && value ? [row.cells[names.indexOf(name)]] : row.cells;
-      return cells.some((cell) => text(cell).includes(cells === row.cells ? wanted : value)) !== term.startsWith("!");
-    };
-    const table = (query, on) => {
-      const terms = query.filter.toLowerCase().split(/\s+/).filter(Boolean), name = query.sort.replace(/^-/, "");
-      const { rows: order, known } = data.orders[name] || { rows: [...data.table.rows.keys()], known: data.table.rows.length };
-      const first = order.slice(0, known), turned = query.sort.startsWith("-") ? first.reverse() : first;
-      const found = [...turned, ...order.slice(known)].map((at) => data.table.rows[at])
-        .filter((row) => terms.every((term) => matches(row, term)));
-      const rows = found.slice(query.offset, Number(query.offset) + query.limit);
-      on.table(merged(null, { all: { ...data.table, rows, matched: found.length } }));
-      return () => {};
-    };
-    return {
-      table,
-      slot: async (name) => data.slots[name],
-      history: async (slot, field) => data.history[slot]?.[field],
-      events: async () => data.events,
-      cards: async () => data.cards,
-    };
-  };
-
-  const source = byId("frozen") ? frozen(JSON.parse(byId("frozen").textContent)) : live();
+  const source = openSource();
 
   // ---- What is looked at.
 
