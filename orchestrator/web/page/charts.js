@@ -36,7 +36,7 @@ const charts = (() => {
       // In the time of the server, as all other texts.
       tzDate: (at) => uPlot.tzDate(new Date((at + offset) * 1000), "Etc/UTC"),
       scales: { x: { range: () => between } },
-      axes: [{ ...axis, values: times }, { ...axis, size: 64 }],
+      axes: [{ ...axis, values: times, space: 80 }, { ...axis, size: 64 }],
       hooks: { drawAxes: [strip] },
       series: [
         { value: "{YYYY}-{MM}-{DD} {HH}:{mm}:{ss}" }, { ...edge, label: "max" }, { ...edge, label: "min" }, { stroke: colour("line"), width: 1.5, label: "mean", gaps },
