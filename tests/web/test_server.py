@@ -105,7 +105,8 @@ def test_programs_get_raw_rows_sorted_and_filtered(folder: Path) -> None:
             told = (await server.ask("/api/v1/table?filter=!node:pc2+state:running")).told
             assert {(row["node"], row["state"]) for row in told["rows"]} == {("pc1", "RUNNING")}
             told = (await server.ask("/api/v1/run")).told
-            assert (told["outcome"], told["freshness"], told["nodes_seen"]) == ("running", "live", ["pc1", "pc2"])
+            assert (told["outcome"], told["nodes_seen"]) == ("running", ["pc1", "pc2"])
+            assert told["freshness"] in {"live", "late"}
             told = (await server.ask("/api/v1/runs")).told
             assert [run["run_id"] for run in told["runs"]] == [RUN_ID]
 
