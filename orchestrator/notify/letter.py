@@ -37,19 +37,27 @@ class Letter:
     severity: Severity
 
 
-def worded(message: Message, run: StoredRun, snapshot: Snapshot, deliveries: Deliveries, unix_s: float) -> Letter:
-    """Return the words of a message about a run."""
+def worded(
+    message: Message,
+    run: StoredRun,
+    snapshot: Snapshot,
+    deliveries: Deliveries,
+    unix_s: float,
+    missed: Sequence[str] = (),
+) -> Letter:
+    """Return the words of a message about a run; of one that has ended, with what it `missed`."""
     news = sorted(message.news, key=lambda one: (not one.is_there, _order(one.trouble)))
-    there = {news.trouble.key for news in message.news}
-    still = sorted((trouble for trouble in message.there if trouble.key not in there), key=_order)
+    told = {one.trouble.key for one in news}
+    still = sorted((trouble for trouble in message.there if trouble.key not in told), key=_order)
+    told_before = [News(trouble=trouble, is_there=True, times=0) for trouble in still]
     groups = [_headline(group) for group in _grouped(news)]
     essence = groups[:1] if not message.is_last else [_end(run), *groups[:1]]
     more = f", {len(groups) - 1} more" if len(groups) > 1 else ""
     title = "; ".join(essence or [_states(snapshot)]) + more
     blocks = [
-        [_end(run), *([] if run.error is None else [run.error])] if message.is_last else [],
+        [_end(run), *([] if run.error is None else [run.error]), *_cut(list(missed))] if message.is_last else [],
         _cut([line for group in _grouped(news) for line in _told(group, unix_s)]),
-        _cut([f"still: {_names([trouble])}, for {_for(trouble, unix_s)}" for trouble in still]),
+        _cut([f"still: {_headline(group)}, for {_for(group[0].trouble, unix_s)}" for group in _grouped(told_before)]),
         [*_status(snapshot), *_cut(list(_cards(snapshot.rows))), *_failures(deliveries)],
     ]
     severest = min((_order(one.trouble) for one in news if one.is_there), default=(2, "", ()))[0]
@@ -75,15 +83,11 @@ def _grouped(news: Iterable[News]) -> list[list[News]]:
 
 
 def _headline(group: Sequence[News]) -> str:
-    first = group[0]
-    return ("" if first.is_there else "over: ") + _names([news.trouble for news in group])
-
-
-def _names(troubles: Sequence[Trouble]) -> str:
-    """Return what is wrong with which subjects, all of one alert."""
-    subjects = [trouble.subject for trouble in troubles]
+    """Return what is wrong, or no longer wrong, with which subjects."""
+    subjects = [one.trouble.subject for one in group]
     more = f" and {len(subjects) - _SUBJECTS_MOST} more" if len(subjects) > _SUBJECTS_MOST else ""
-    return f"{troubles[0].alert} {' '.join(subjects[:_SUBJECTS_MOST])}{more}"
+    over = "" if group[0].is_there else "over: "
+    return f"{over}{group[0].trouble.alert} {' '.join(subjects[:_SUBJECTS_MOST])}{more}"
 
 
 def _told(group: Sequence[News], unix_s: float) -> Iterator[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,7 +20,7 @@ from orchestrator.notify import courier, digest
 from orchestrator.notify.digest import USUAL_PACE, Message, Pace
 from orchestrator.notify.letter import worded
 from orchestrator.notify.troubles import Judge
-from orchestrator.watch.archive import head_of
+from orchestrator.watch.archive import head_of, read_events
 from orchestrator.watch.deliveries import Deliveries, read_deliveries, write_deliveries
 from orchestrator.watch.follow import Follower, Frame, Freshness
 from orchestrator.watch.phrases import counted
@@ -132,10 +132,19 @@ class Teller:
         troubles = self._judge.troubles(frame, time.time(), self.settings.severity)
         self._state = digest.seen(self._state, troubles, now_s, self._judge.is_unknown)
 
+    def _missed(self) -> tuple[str, ...]:
+        """Return why a run that has ended was not good."""
+        with suppress(ArchiveError):
+            for event in reversed(read_events(self.folder, ("run_ended",))):
+                missed = event.details.get("missed")
+                return tuple(map(str, missed)) if isinstance(missed, list) else ()
+        return ()
+
     def _send(self, message: Message, frame: Frame) -> bool:
         """Have a message sent; say whether an address has taken it."""
         before = read_deliveries(self.folder)
-        letter = worded(message, frame.run, frame.snapshot, before, time.time())
+        missed = self._missed() if message.is_last else ()
+        letter = worded(message, frame.run, frame.snapshot, before, time.time(), missed)
         sent = courier.deliver(self.urls, letter.title, letter.body, letter.severity, self.deadline_s)
         taken = sum(one.taken for one in sent)
         for one in sent:

@@ -1,7 +1,7 @@
 """A head with nothing but its store, as a process of its own: `python -m tests.notify.head FOLDER`.
 
-Each line of its input is a JSON object: `states` of slots (those that are not named work), `gone` nodes, or an `end`.
-It says `ok` when that is stored.
+Each line of its input is a JSON object: `states` of slots (those that are not named work), `gone` nodes, or an `end`
+with what was `missed`. It says `ok` when that is stored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from orchestrator.core.slot import slot_state
 from orchestrator.watch.records import STORE_NAME
 from orchestrator.watch.store import RunStore
-from tests.watch.scene import FACTS, ROOT, make_row, make_snapshot, record
+from tests.watch.scene import FACTS, ROOT, event, make_row, make_snapshot, record
 from workers.host.processes import start_time
 
 RUN_ID = "20261123-101500-0b76"
@@ -93,6 +93,7 @@ def main(folder: Path) -> None:
         store.update(snapshot)
         store.commit()
         if "end" in told:
+            store.event(event(name="run_ended", missed=told["missed"]))
             store.end(told["end"], told["code"], None, [])
         assert store.problem is None, store.problem
         print("ok", flush=True)  # noqa: T201 - to the test

@@ -85,10 +85,11 @@ def test_a_lost_node_seven_quarantined_slots_and_the_end_are_four_messages(folde
         assert third.startswith(f"0b76: SlotQuarantined {' '.join(slots)}\n")
         assert "died 5 times in 300 s: [31mthe card is broken" in third
         assert "NVIDIA GeForce RTX 3090: 71 C, 21.0 of 24.0 GiB" in third
-        head.store(states=quarantined, end="degraded", code=1)
+        head.store(states=quarantined, end="degraded", code=1, missed=["pc1/0 ended QUARANTINED"])
         fourth = message(http, 4)
         assert fourth.startswith("0b76: the run has ended: degraded, exit code 1\n")
-        assert "still: SlotQuarantined pc1/6" in fourth
+        assert "\npc1/0 ended QUARANTINED\n" in fourth
+        assert f"still: SlotQuarantined {' '.join(slots)}, for" in fourth
         said, _ = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, said
     assert len(http.messages) == 4
@@ -131,7 +132,7 @@ def test_a_server_that_never_answers_costs_its_deadline_and_is_counted(folder: P
         head.store(gone=["pc2"], states=LOST)
         message(http, 1)
         wait_for(lambda: read_deliveries(folder) == Deliveries(taken=1, failed=1), "the count")
-        head.store(end="good", code=0)
+        head.store(end="good", code=0, missed=[])
         assert "1 delivery of 2 failed so far" in message(http, 2)
         said, _ = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0
@@ -140,7 +141,7 @@ def test_a_server_that_never_answers_costs_its_deadline_and_is_counted(folder: P
 
 
 def test_where_no_address_answers_the_process_ends_after_some_tries(folder: Path, head: Head) -> None:
-    head.store(end="good", code=0)
+    head.store(end="good", code=0, missed=[])
     with http_receiver(status=500) as http, teller(folder, http) as process:
         assert process.wait(PATIENCE_S) == 1
     assert len(http.messages) == 3
