@@ -32,6 +32,8 @@ PLANTED = {
         ("orchestrator/web/guard.py", "orchestrator.notify.digest"),
         ("orchestrator/top/view.py", "orchestrator.web.guard"),
         ("orchestrator/watch/cells.py", "orchestrator.run.terminal"),
+        ("orchestrator/alerts/model.py", "orchestrator.run.terminal"),
+        ("orchestrator/watch/cells.py", "orchestrator.alerts.model"),
         ("orchestrator/cluster/connect.py", "orchestrator.watch.cells"),
         ("orchestrator/core/slot.py", "orchestrator.cluster.connect"),
         ("orchestrator/config/duration.py", "orchestrator.core.slot"),
@@ -62,7 +64,8 @@ PLANTED = {
         ("orchestrator/notify/digest.py", "torch"),
         ("orchestrator/web/page_data.py", "orchestrator.cluster.connect"),
     ],
-    "core and policy are pure: no clock, no randomness, no I/O, no torch": [
+    "alerts, core and policy are pure: no clock, no randomness, no I/O, no torch": [
+        ("orchestrator/alerts/judge.py", "time"),
         ("orchestrator/core/slot.py", "time"),
         ("workers/policy/base.py", "random"),
     ],

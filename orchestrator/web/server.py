@@ -19,11 +19,12 @@ from aiohttp import web
 
 from orchestrator.errors import ArchiveError, one_line
 from orchestrator.watch import history
+from orchestrator.watch.deliveries import read_deliveries
 from orchestrator.watch.folders import list_runs, run_object
 from orchestrator.watch.follow import Follower
 from orchestrator.watch.query import Order, order_of, parse, select
 from orchestrator.watch.summary import SCHEMA
-from orchestrator.web import guard, page_data
+from orchestrator.web import guard, metrics, page_data
 from orchestrator.web.guard import ROUTES, Asked, Code, Level, Refusal, Route, Rules
 from orchestrator.web.page_data import View
 from orchestrator.web.stream import COMMENT_EVERY_S, GZIP_BEGIN, Event, Hub, packed
@@ -124,8 +125,11 @@ class Site:
     async def _get_healthz(self, request: web.Request, _query: Query) -> web.StreamResponse:
         return _json(request, {"ok": True})
 
-    async def _get_metrics(self, _request: web.Request, _query: Query) -> web.StreamResponse:
-        raise _RefusedError(503, "this version has no metrics yet")
+    async def _get_metrics(self, request: web.Request, _query: Query) -> web.StreamResponse:
+        frame = await self.hub.frame()
+        deliveries = await asyncio.to_thread(read_deliveries, self.folder)
+        content = await asyncio.to_thread(metrics.exposition, frame, deliveries)
+        return _response(request, content, metrics.CONTENT_TYPE)
 
     async def _get_run(self, request: web.Request, _query: Query) -> web.StreamResponse:
         frame = await self.hub.frame()

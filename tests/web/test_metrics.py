@@ -1,0 +1,154 @@
+"""The metrics of a run: what `promtool` says of them, what they leave out, and how large they are."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import random
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from observability.traces import frame_at
+from prometheus_client.parser import text_string_to_metric_families
+
+from orchestrator.core.slot import HeadState
+from orchestrator.watch.catalogue import FIELDS
+from orchestrator.watch.deliveries import Deliveries, write_deliveries
+from orchestrator.watch.follow import Frame, Freshness
+from orchestrator.web.metrics import exposition
+from tests.web.scene import make_run, serving
+from workers.messages import WorkerState
+
+NOTHING_TOLD = Deliveries()
+
+
+def samples(content: bytes) -> dict[str, dict[tuple[str, ...], float]]:
+    """Return the values by metric, and by the values of its labels in the order of their names."""
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families(content.decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[tuple(sample.labels[name] for name in sorted(sample.labels))] = (
+                sample.value
+            )
+    return found
+
+
+def of_frame(frame: Frame) -> dict[str, dict[tuple[str, ...], float]]:
+    return samples(exposition(frame, NOTHING_TOLD))
+
+
+@pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not installed; on Debian: apt install prometheus"
+)
+@pytest.mark.parametrize("freshness", Freshness)
+def test_promtool_finds_nothing_wrong(freshness: Freshness) -> None:
+    content = exposition(frame_at(60, freshness=freshness), NOTHING_TOLD)
+    done = subprocess.run(["promtool", "check", "metrics"], input=content, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def test_values_are_in_base_units() -> None:
+    told = of_frame(frame_at(60, throttle_pct=35.0, heartbeat_age_s=0.5))
+    assert told["orchestrator_slot_state"]["pc1", "pc1/0", "running"] == 1
+    assert told["orchestrator_slot_baseline_ratio"]["pc1", "pc1/0"] == 0.972
+    assert told["orchestrator_slot_steps_total"]["pc1", "ok", "pc1/0"] == 480
+    assert told["orchestrator_slot_work_flop_total"]["pc1", "pc1/0"] == 6e14
+    assert told["orchestrator_slot_busy_seconds_total"]["pc1", "pc1/0"] == 36
+    assert told["orchestrator_card_slowed_ratio"]["GPU-pc1", "pc1"] == 0.35
+    assert told["orchestrator_card_sm_clock_hertz"]["GPU-pc1", "pc1"] == 1.695e9
+    updated, heard = (told[f"orchestrator_{name}_timestamp_seconds"] for name in ("run_updated", "slot_last_report"))
+    assert updated[()] - heard["pc1", "pc1/0"] == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_card_has_its_metrics_once_and_from_the_slot_that_heard_last() -> None:
+    told = of_frame(frame_at(60, temperature_c=80.0, heartbeat_age_s=0.1))
+    assert told["orchestrator_card_temperature_celsius"] == {("GPU-pc1", "pc1"): 80.0, ("GPU-pc2", "pc2"): 71.0}
+    assert told["orchestrator_card_up"] == {("GPU-pc1", "pc1"): 1.0, ("GPU-pc2", "pc2"): 1.0}
+
+
+def test_what_is_unknown_has_no_series() -> None:
+    unknown = {key: None for key, field in FIELDS.items() if field.metric and field.metric.kind == "gauge"}
+    own = {key: value for key, value in unknown.items() if not key.startswith("train") and key in frame_keys()}
+    told = of_frame(frame_at(60, heartbeat_age_s=None, **own))
+    present = {name for name, series in told.items() if ("pc1", "pc1/0") in series}
+    assert {name for name in present if not name.endswith("_total")} == set()
+    infinite = of_frame(frame_at(60, baseline_pct=float("nan"), margin_c=float("inf"), heartbeat_age_s=0.1))
+    assert ("pc1", "pc1/0") not in infinite["orchestrator_slot_baseline_ratio"]
+    assert ("GPU-pc1", "pc1") not in infinite["orchestrator_card_temperature_margin_celsius"]
+
+
+def frame_keys() -> set[str]:
+    return set(type(frame_at(0).snapshot.rows[0]).__slots__)
+
+
+def test_the_temperature_of_a_processor_is_none_of_a_card() -> None:
+    told = of_frame(frame_at(60, temperature_of="processor", heartbeat_age_s=0.1))
+    assert ("GPU-pc1", "pc1") not in told["orchestrator_card_temperature_celsius"]
+
+
+@pytest.mark.parametrize("freshness", [Freshness.HEAD_GONE, Freshness.ENDED])
+def test_without_a_head_only_counts_and_the_outcome_remain(freshness: Freshness) -> None:
+    told = of_frame(frame_at(60, freshness=freshness, outcome="degraded", exit_code=1))
+    assert not {name for name in told if "_card_" in name or "_node_" in name}
+    of_slots = {name for name in told if "_slot_" in name}
+    assert {name for name in of_slots if not name.endswith(("_total", "slot_info"))} == set()
+    assert "orchestrator_slot_steps_total" in of_slots
+    outcome = "degraded" if freshness is Freshness.ENDED else "running"
+    assert {word for (word,), value in told["orchestrator_run_outcome"].items() if value} == {outcome}
+    assert told["orchestrator_head_up"][()] == 0
+
+
+def test_only_info_has_labels_without_bound() -> None:
+    frame = frame_at(60, state=HeadState.QUARANTINED, reason="killed by signal 9")
+    for family in text_string_to_metric_families(exposition(frame, NOTHING_TOLD).decode()):
+        for sample in family.samples:
+            bounded = {"node", "slot", "gpu_uuid", "state", "result", "outcome"}
+            assert sample.labels.keys() <= bounded or sample.name.endswith("_info"), sample
+    assert b"signal 9" not in exposition(frame, NOTHING_TOLD)
+
+
+def test_a_thousand_slots_are_at_most_120_kb_compressed() -> None:
+    luck = random.Random(1)  # noqa: S311 - no secret
+    frame = frame_at(28_000, slots_per_node=500)
+    rows = [
+        replace(
+            row,
+            state=luck.choice([*WorkerState, *HeadState, *[WorkerState.RUNNING] * 60]),
+            gpu_uuid=f"GPU-{index // 7}",
+            size=64 * luck.randrange(150),
+            allocated_bytes=512 * luck.randrange(2**22),
+            reserved_bytes=2**21 * luck.randrange(1200),
+            claim_bytes=2**20 * luck.randrange(2400),
+            baseline_pct=100 * luck.random(),
+            peak_pct=100 * luck.random(),
+            heartbeat_age_s=luck.random(),
+            counts=replace(row.counts, steps_ok=luck.randrange(10**6), oom_count=luck.randrange(9)),
+        )
+        for index, row in enumerate(frame.snapshot.rows)
+    ]
+    records = [
+        replace(record, counters={"work_flop": 1e18 * luck.random(), "busy_s": 28_000 * luck.random()})
+        for record in frame.run.slots
+    ]
+    run, snapshot = replace(frame.run, slots=tuple(records)), replace(frame.snapshot, rows=tuple(rows))
+    assert len(gzip.compress(exposition(replace(frame, run=run, snapshot=snapshot), NOTHING_TOLD), 6)) <= 120_000
+
+
+def test_the_server_tells_them_to_who_has_the_token(tmp_path: Path) -> None:
+    async def asked() -> None:
+        store = make_run(tmp_path / "run", seconds=20)
+        write_deliveries(tmp_path / "run", Deliveries(2, 1))
+        async with serving(tmp_path / "run") as server:
+            answer = await server.ask("/metrics")
+            told = samples(answer.content)
+            assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+            assert told["orchestrator_head_up"] == {(): 1.0}
+            assert told["orchestrator_notifications_total"] == {("taken",): 2.0, ("failed",): 1.0}
+            assert len(told["orchestrator_slot_state"]) == 10
+            assert (await server.ask("/metrics", token="")).status == 401
+        store.end("good", 0, None, ())
+
+    asyncio.run(asked())
