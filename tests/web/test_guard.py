@@ -29,6 +29,7 @@ EVIL_ORIGINS = [
     "http://evil.example", "null", "", "http://127.0.0.1:9999", "http://127.0.0.1", "https://127.0.0.1:8470.evil.example",
     "ftp://127.0.0.1:8470", "http://localhost:8470", "127.0.0.1:8470",
 ]  # fmt: skip
+GOOD_ORIGIN = "http://127.0.0.1:8470"
 METHODS = ["HEAD", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "get", "post", "", "PROPFIND"]
 EVIL_TOKENS: list[dict[str, Any]] = [
     {},
@@ -64,7 +65,7 @@ def asked(path: str, **changed: Any) -> Asked:  # noqa: ANN401 - of any field
         method="GET" if route is None else route.method,
         path=path,
         host="127.0.0.1:8470",
-        origin="http://127.0.0.1:8470",
+        origin=GOOD_ORIGIN,
         fetch_site="same-origin",
     )
     return replace(usual, **changed)
@@ -89,7 +90,11 @@ def test_what_the_page_itself_asks_is_answered(path: str, token: dict[str, Any])
 def test_all_pairs_of_bad_hosts_origins_methods_and_tokens_are_refused(path: str) -> None:
     """Each of them alone, and each with each other, also where the rest of the request is good."""
     evil: list[tuple[str, list[dict[str, Any]]]] = [
-        ("host", [{"host": host} for host in EVIL_HOSTS]),
+        # A page of another host name that leads here (DNS rebinding) names that host in both.
+        (
+            "host",
+            [{"host": host, "origin": origin} for host in EVIL_HOSTS for origin in (f"http://{host}", GOOD_ORIGIN)],
+        ),
         ("origin", [{"origin": origin} for origin in EVIL_ORIGINS]),
         ("site", [{"fetch_site": "cross-site"}, {"fetch_site": "same-site"}]),
         ("method", [{"method": method} for method in METHODS]),

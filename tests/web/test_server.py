@@ -195,6 +195,8 @@ def test_one_look_serves_all_pages_and_without_a_page_there_is_none(folder: Path
             before = hub.looks
             await asyncio.sleep(2.5)
             assert hub.looks <= before + 1
+            await asyncio.gather(*(server.ask("/api/v1/run") for _ in range(40)))
+            assert hub.looks <= before + 20
 
     async def until_looks(hub: Any, count: int) -> int:  # noqa: ANN401
         await until(lambda: asyncio.sleep(0, hub.looks >= count), "looks")
@@ -258,6 +260,30 @@ def test_bodies_that_are_no_json_or_too_large_are_refused(folder: Path) -> None:
                 headers = {"Origin": server.url}
                 answer = await server.ask("/api/v1/login", "POST", "", data=content, headers=headers)
                 assert (answer.status, list(answer.told)) == (status, ["error"])
+
+    asyncio.run(scene())
+
+
+def test_commands_are_taken_only_with_control_and_name_their_slots(folder: Path) -> None:
+    good = {"id": "1", "do": "pause", "slots": ["pc1/0"]}
+
+    async def scene() -> None:
+        async with serving(folder) as server:
+            answer = await server.ask("/api/v1/commands", "POST", "control", json=good)
+            assert (answer.status, "--control" in answer.told["error"]) == (403, True)
+        async with serving(folder, control=True) as server:
+            assert (await server.ask("/api/v1/commands", "POST", "read", json=good)).status == 403
+            for wrong, word in (
+                ({"id": None}, "id"),
+                ({"id": "x" * 65}, "id"),
+                ({"do": 5}, "what to do"),
+                ({"slots": "pc1/0"}, "slots"),
+                ({"slots": []}, "slots"),
+                ({"slots": [1]}, "slots"),
+                ({"amount": "2 apples"}, "GiB"),
+            ):
+                answer = await server.ask("/api/v1/commands", "POST", "control", json={**good, **wrong})
+                assert (answer.status, word in answer.told["error"]) == (400, True), wrong
 
     asyncio.run(scene())
 
