@@ -45,7 +45,7 @@ OPTIONS = {
     "up": {"node", "--config", "-c", "--set", "--head-address", "--exec", "--stay", "--service", "--help"},
     "stop": {"--config", "-c", "--set", "--run-dir", "--node", "--help"},
     "runs": {"--config", "-c", "--set", "--run-dir", "--json", "--help"},
-    "report": {"run_id", "--config", "-c", "--set", "--run-dir", "--text", "--json", "--help"},
+    "report": {"run_id", "--config", "-c", "--set", "--run-dir", "--text", "--json", "--html", "--help"},
     "top": {
         "run_id", "--once", "--sort", "--filter", "--config", "-c", "--set", "--run-dir", "--json", "--help",
     },

@@ -199,13 +199,23 @@ def report(
     run_dir: opt.RunDir = None,
     text: opt.AsText = False,
     json_output: opt.AsJson = False,
+    html: opt.HtmlFile = None,
 ) -> None:
     """Show one run: how it ended, its table, what happened. Also one that is under way or was killed."""
     from orchestrator.cli.runs import report_json, report_text  # noqa: PLC0415 - only this verb and the one before need it
 
-    if text and json_output:
-        raise UsageError("--text and --json exclude each other")
+    if text + json_output + (html is not None) > 1:
+        raise UsageError("--text, --json and --html exclude each other")
     folder = find_run(Path(_loaded(config, overrides, {"run.dir": run_dir}).run.dir), run_id)
+    if html is not None:
+        from orchestrator.html_report import facts, page  # noqa: PLC0415
+
+        try:
+            page.write(html, page.html(facts.frozen(folder), f"run {folder.name}"))
+        except OSError as failure:
+            raise UsageError(f"{html} cannot be written: {failure.strerror}") from failure
+        _print(str(html))
+        return
     width = shutil.get_terminal_size(fallback=(120, 24)).columns
     _print(report_json(folder) if json_output else report_text(folder, width, glyphs_for(sys.stdout.encoding)))
 

@@ -89,6 +89,9 @@ WithoutTls = Annotated[
 # Of `report`, `limits` and `init`.
 RunId = Annotated[str, Argument(help="As `runs` shows it, or its end. Default: the newest.", metavar="RUN_ID")]
 AsText = Annotated[bool, Option("--text", help="In words: this is the default.")]
+HtmlFile = Annotated[
+    Path | None, Option("--html", help="Into one file for a browser, charts included.", metavar="FILE")
+]
 Clear = Annotated[bool, Option("--clear", help="Forget them, or those that match.")]
 CardLike = Annotated[Text, Option(help="Only of cards whose name contains this.", metavar="TEXT")]
 WorkloadLike = Annotated[Text, Option(help="Only of workloads whose name contains this.", metavar="TEXT")]
