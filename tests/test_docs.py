@@ -47,7 +47,8 @@ OPTIONS = {
     "runs": {"--config", "-c", "--set", "--run-dir", "--json", "--help"},
     "report": {"run_id", "--config", "-c", "--set", "--run-dir", "--text", "--json", "--html", "--help"},
     "top": {
-        "run_id", "--once", "--sort", "--filter", "--config", "-c", "--set", "--run-dir", "--json", "--help",
+        "run_id", "--once", "--sort", "--filter", "--config", "-c", "--set", "--run-dir", "--json", "--read-only",
+        "--help",
     },
     "notify": {"run_id", "--once", "--test", "--config", "-c", "--set", "--run-dir", "--help"},
     "web": {

@@ -221,7 +221,7 @@ def report(
 
 
 @app.command()
-def top(
+def top(  # noqa: PLR0913 - one parameter for each option of the command
     run_id: opt.RunId = "latest",
     once: opt.OneFrame = False,
     sort: opt.Sort = None,
@@ -230,6 +230,7 @@ def top(
     overrides: opt.Overrides = None,
     run_dir: opt.RunDir = None,
     json_output: opt.AsJson = False,
+    read_only: opt.ReadOnly = False,
 ) -> None:
     """Follow a run from any terminal, or replay it: sort, filter, look into a slot. `?` lists the keys."""
     from orchestrator.top import verb  # noqa: PLC0415 - only this verb needs it
@@ -241,7 +242,7 @@ def top(
     elif once or not verb.is_terminal():
         _print(verb.frame_text(folder, view, shutil.get_terminal_size(fallback=(120, 24)).columns, glyphs))
     else:
-        verb.watch(folder, view, glyphs)
+        verb.watch(folder, view, glyphs, read_only=read_only)
 
 
 @app.command()

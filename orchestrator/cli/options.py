@@ -70,6 +70,7 @@ NodeHere = Annotated[Text, Option(help="Which node of the configuration this PC 
 OneFrame = Annotated[bool, Option("--once", help="Print one frame and end, as where there is no terminal.")]
 Sort = Annotated[Text, Option(help="Column or key; -COLUMN turns the order. Default: worst first.", metavar="COLUMN")]
 Filter = Annotated[Text, Option("--filter", help='Such as "state:lost temp>75 !node:pc1".', metavar="QUERY")]
+ReadOnly = Annotated[bool, Option("--read-only", help="Without the keys that send commands to the run.")]
 
 # Of `notify`.
 Once = Annotated[bool, Option("--once", help="Send one digest of the run as it is now, and end.")]

@@ -1,6 +1,7 @@
 """`top` on a terminal: keys in, lines out. Reads the run folder once a second, and nothing else.
 
-What is shown of a slot is in `slot_page.py`, what keys do to the table in `view.py`. It changes nothing in the run.
+What is shown of a slot is in `slot_page.py`, what keys do to the table in `view.py`. Commands to the run are
+asked for first (`ask.py`); nothing else changes it.
 """
 
 from __future__ import annotations
@@ -17,18 +18,20 @@ from textual.binding import BindingType
 from textual.events import Resize
 from textual.widgets import Input
 
-from orchestrator.errors import ArchiveError
-from orchestrator.top.cards import card_lines
+from orchestrator.errors import ArchiveError, OrchestratorError
+from orchestrator.top.ask import Ask, Send, amount_of, question_lines, refusal
+from orchestrator.top.cards import card_lines, node_lines, run_lines
 from orchestrator.top.keys import BINDINGS, HELP
 from orchestrator.top.rows import LinesView
-from orchestrator.top.slot_page import COURSES, RANGES_S, event_line, slot_lines
-from orchestrator.top.view import View, followed, moved, sorted_by_next
+from orchestrator.top.slot_page import RANGES_S, event_line, read_slot_lines
+from orchestrator.top.status import freshness_words, key_line, reason_line, slots_words
+from orchestrator.top.view import HIDEABLE, View, followed, marked_line, moved, sorted_by_next
 from orchestrator.watch import history
-from orchestrator.watch.catalogue import FIELDS
-from orchestrator.watch.cells import Glyphs, clock
-from orchestrator.watch.follow import Follower, Frame, Freshness
-from orchestrator.watch.model import STATE_STYLES, Row, Snapshot
-from orchestrator.watch.query import WORST_FIRST, QueryError, parse
+from orchestrator.watch.cells import Glyphs
+from orchestrator.watch.folders import Listed, list_runs
+from orchestrator.watch.follow import Follower, Frame
+from orchestrator.watch.model import Row, Snapshot, natural_order
+from orchestrator.watch.query import WORST_FIRST, QueryError, order_of, parse
 from orchestrator.watch.table import header_lines, table_lines
 
 _LOOK_EVERY_S = 1.0
@@ -45,6 +48,8 @@ class _Page:
 
     name: str
     lines: Callable[[], Sequence[Text]]
+    picked: Callable[[int], None] | None = None
+    """What is done with the line that was picked; such a page has a cursor."""
 
 
 class Top(App[None]):
@@ -61,12 +66,16 @@ class Top(App[None]):
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = BINDINGS
 
-    def __init__(self, folder: Path, view: View, glyphs: Glyphs) -> None:
+    def __init__(self, folder: Path, view: View, glyphs: Glyphs, send: Send | None = None) -> None:
         super().__init__(ansi_color=True)
         self._folder = folder
         self._follower = Follower(folder)
         self._view = view
         self._glyphs = glyphs
+        self._send = send
+        self._asked: Ask | None = None
+        self._typed = "filter"
+        self._runs: Sequence[Listed] = ()
         self._frame: Frame | None = None
         self._snapshot: Snapshot | None = None
         self._events: list[Text] = []
@@ -81,11 +90,17 @@ class Top(App[None]):
                 _Page("slot", self._slot_lines),
                 _Page("events", self._event_lines),
                 _Page("cards", self._card_lines),
+                _Page("nodes", lambda: node_lines(self._snapshot, self._glyphs)),
+                _Page("columns", self._column_lines, self._pick_column),
+                _Page("runs", lambda: run_lines(self._runs, self._glyphs), self._pick_run),
+                _Page("question", self._question_lines),
                 _Page("help", lambda: [Text(line) for line in HELP.splitlines()]),
             )
         }
         self._page: _Page | None = None
         self._scrolled = 0
+        self._chosen = 0
+        """The line under the cursor of a page that has one."""
 
     def compose(self) -> ComposeResult:
         """Lay the screen out, see Textual."""
@@ -137,10 +152,20 @@ class Top(App[None]):
         if page is None:
             self._draw_table(snapshot, rows, width)
         else:
-            lines = page.lines()
-            self._scrolled = max(0, min(self._scrolled, len(lines) - rows.size.height))
-            rows.show(lines[self._scrolled :])
-        keys.show([self._reason_line(width), self._key_line(width)])
+            lines, height = page.lines(), max(1, rows.size.height)
+            self._chosen = max(0, min(self._chosen, len(lines) - 1))
+            if page.picked is not None:
+                self._scrolled = min(max(self._scrolled, self._chosen - height + 1), self._chosen)
+            self._scrolled = max(0, min(self._scrolled, len(lines) - height))
+            rows.show(lines[self._scrolled :], None if page.picked is None else self._chosen - self._scrolled)
+        fresh = None if self._frame is None else freshness_words(self._frame, self._replay_unix_s)
+        name = None if page is None else page.name
+        keys.show(
+            [
+                reason_line(self._row() if page is None else None, width, self._glyphs),
+                key_line(fresh, self._view, name, self._said, width, self._glyphs),
+            ]
+        )
 
     def _draw_table(self, snapshot: Snapshot, rows: LinesView, width: int) -> None:
         shown = self._view.rows(snapshot.rows)
@@ -152,51 +177,27 @@ class Top(App[None]):
             rows.show([Text("no slot matches the filter" if self._view.wanted.text else "no workers yet", "dim")])
             return
         titles = lines.titles if height < rows.size.height else ()
-        rows.show([*titles, *lines.rows], marked=len(titles) + self._view.line - first)
+        bodies = (
+            marked_line(line) if row.slot in self._view.marked else line
+            for row, line in zip(shown[first : first + height], lines.rows, strict=True)
+        )
+        rows.show([*titles, *bodies], marked=len(titles) + self._view.line - first)
 
     def _table_height(self) -> int:
         """Return how many rows are shown; a terminal of few lines has no room for headings."""
         height = self.query_one("#rows").size.height
         return height - _TITLE_LINES if height > 2 * _TITLE_LINES else max(1, height)
 
-    def _reason_line(self, width: int) -> Text:
-        """Return why the slot under the cursor is in its state: the table has room for that on wide terminals only."""
-        row = self._row()
-        if row is None or not row.reason or self._page is not None:
-            return Text()
-        said = f"{row.slot} {row.state.value}: {row.reason}"
-        return Text(self._glyphs.shorten(self._glyphs.clean(said), width), STATE_STYLES[row.state])
-
-    def _key_line(self, width: int) -> Text:
-        frame, view = self._frame, self._view
-        parts = [self._fresh(frame)] if frame is not None else []
-        order = FIELDS[view.order.key].column or view.order.key if view.order.key else "worst first"
-        parts.append(f"by {order}{' reversed' if view.order.reverse else ''}")
-        if view.wanted.text:
-            parts.append(f"filter {view.wanted.text}")
-        if self._page is not None:
-            parts.append(f"{self._page.name}, esc goes back")
-        parts.append(self._said or "? help  / filter  < > sort  enter slot  q leave")
-        line = self._glyphs.separator.join(map(self._glyphs.clean, parts))
-        return Text(self._glyphs.shorten(line, width), "dim")
-
-    def _fresh(self, frame: Frame) -> str:
-        """Return how far what is shown is so now."""
-        said = frame.freshness.value
-        if frame.freshness is Freshness.ENDED:
-            said = f"ended, {frame.run.outcome}"
-        elif frame.freshness is not Freshness.LIVE:
-            said = f"{said} for {clock(frame.late_s)}"
-        if self._replay_unix_s is None:
-            return said
-        return f"{said}, replay {clock(self._replay_unix_s - frame.run.facts.started_at_unix_s)}"
-
     # What keys do.
 
     def action_page(self, name: str) -> None:
-        """Open a page; of a slot only if the cursor is on one."""
+        """Open a page; of a slot only if the cursor is on one. On a page with a cursor, enter picks a line."""
+        if name == "slot" and self._page is not None and self._page.picked is not None:
+            self._page.picked(self._chosen)
         if name != "slot" or (self._view.slot is not None and self._page is None):
-            self._page, self._scrolled, self._said = self._pages[name], 0, ""
+            if name == "runs":
+                self._runs = list_runs(self._folder.parent)
+            self._page, self._scrolled, self._chosen, self._said = self._pages[name], 0, 0, ""
         self.draw()
 
     def action_leave(self) -> None:
@@ -209,13 +210,13 @@ class Top(App[None]):
             self._page = None
         elif self._replay_unix_s is not None:
             self.action_replay()
-        self._said = ""
+        self._said, self._asked = "", None
         self.draw()
 
     def action_move(self, by: int) -> None:
         """Move the cursor, or scroll the page."""
         if self._page is not None:
-            self._scrolled = max(0, self._scrolled + by)
+            self._scrolled, self._chosen = max(0, self._scrolled + by), max(0, self._chosen + by)
         elif self._snapshot is not None:
             self._view = moved(self._view, self._view.rows(self._snapshot.rows), by, self._table_height())
         self.draw()
@@ -240,43 +241,91 @@ class Top(App[None]):
         self._view = replace(self._view, order=WORST_FIRST)
         self.draw()
 
-    def action_hide(self) -> None:
-        """Hide the column of the order."""
-        key = self._view.order.key
-        column = None if key is None else FIELDS[key].column
-        if column in {None, "slot", "state"}:
-            self._said = "sort by a column first (< >): that one is hidden; slot and state stay"
-        else:
-            self._view = replace(self._view, hidden=self._view.hidden | {str(column)}, order=WORST_FIRST)
+    def action_pick(self) -> None:
+        """Take what the cursor of a page is on; on the table, mark the slot for a command."""
+        if self._page is not None and self._page.picked is not None:
+            self._page.picked(self._chosen)
+        elif self._page is None and self._view.slot is not None:
+            self._view = replace(self._view, marked=self._view.marked ^ {self._view.slot})
+            self.action_move(1)
         self.draw()
 
-    def action_show_columns(self) -> None:
-        """Show all columns again."""
-        self._view = replace(self._view, hidden=frozenset())
+    def _pick_column(self, index: int) -> None:
+        self._view = replace(self._view, hidden=self._view.hidden ^ {HIDEABLE[index]})
+
+    def _pick_run(self, index: int) -> None:
+        if index < len(self._runs):
+            self._folder = self._runs[index].folder
+            self._follower, self._frame, self._snapshot = Follower(self._folder), None, None
+            self._view, self._events, self._page = replace(self._view, slot=None, marked=frozenset()), [], None
+            self._replay_unix_s, self._plays, self._said = None, False, ""
+            self.look()
+
+    # Commands to the run.
+
+    def action_command(self, do: str) -> None:
+        """Ask whether a command shall be sent to the marked slots, or to the one under the cursor."""
+        slots = self._view.marked or ({self._view.slot} if self._view.slot is not None else set())
+        self._said = refusal(
+            can_send=self._send is not None, is_replay=self._replay_unix_s is not None, frame=self._frame
+        )
+        if not self._said and slots:
+            self._asked = Ask(do, tuple(sorted(slots, key=natural_order)))
+            if do == "cap":
+                self.action_ask("cap")
+                return
+            self.action_page("question")
         self.draw()
+
+    def action_yes(self) -> None:
+        """Send what was asked; the head's answer is shown when it comes."""
+        folder, ask, send = self._folder, self._asked, self._send
+        if self._page is not self._pages["question"] or ask is None or send is None:
+            return
+        self._asked, self._page, self._said = None, None, f"{ask.do} {slots_words(ask.slots)}: sent"
+        self.run_worker(lambda: self._sent(folder, ask, send), thread=True)
+        self.draw()
+
+    def _sent(self, folder: Path, ask: Ask, send: Send) -> None:
+        try:
+            answer = send(folder, ask.do, ask.slots, amount_bytes=ask.amount_bytes)
+            said = answer.effect if answer.ok else f"refused: {answer.error}"
+        except (OSError, ValueError, OrchestratorError) as failure:
+            said = f"not sent: {failure}"
+        self._said = f"{ask.do} {slots_words(ask.slots)}: {said}"
+        self.call_from_thread(self.draw)
 
     def action_range(self) -> None:
         """Show the courses of a slot over another time."""
         self._range = (self._range + 1) % len(RANGES_S)
         self.draw()
 
-    def action_ask(self) -> None:
-        """Let the person type a filter."""
+    def action_ask(self, what: str) -> None:
+        """Let the person type a filter, a column to sort by or a cap."""
         asking = self.query_one(Input)
-        asking.value = self._view.wanted.text
+        self._typed = what
+        asking.placeholder = {"filter": "state:lost temp>75", "sort": "column", "cap": "cap of each, as 3GiB"}[what]
+        asking.value = self._view.wanted.text if what == "filter" else ""
         asking.add_class("asking")
         asking.focus()
 
     def on_input_submitted(self, entered: Input.Submitted) -> None:
-        """Take the filter; a wrong one stays to be corrected."""
+        """Take what was typed; what is wrong stays to be corrected."""
+        what, self._said = self._typed, ""
         try:
-            wanted = parse(entered.value)
+            if what == "filter":
+                self._view = replace(self._view, wanted=parse(entered.value), marked=frozenset())
+            elif what == "sort":
+                self._view = replace(self._view, order=order_of(entered.value))
+            elif self._asked is not None:
+                self._asked = replace(self._asked, amount_bytes=amount_of(entered.value))
         except QueryError as failure:
             self._said = str(failure)
         else:
-            self._view, self._said = replace(self._view, wanted=wanted), ""
             entered.input.remove_class("asking")
             self.query_one("#rows").focus()
+            if what == "cap":
+                self.action_page("question")
         self.draw()
 
     def action_replay(self) -> None:
@@ -332,23 +381,17 @@ class Top(App[None]):
         row, snapshot = self._row(), self._snapshot
         if row is None or snapshot is None:
             return [Text("the slot is gone", "dim")]
-        ends, width = snapshot.now_unix_s, max(20, self.size.width)
-        back_s = RANGES_S[self._range]
-        begins = ends - back_s if back_s is not None else min(snapshot.started_at, ends - 1.0)
-        try:
-            courses = history.buckets(
-                self._folder, row.slot, tuple(COURSES), begins, ends + 0.5, max(1, min(width - 40, 200))
-            )
-            spans = history.state_spans(self._folder, row.slot)
-            events = history.events(self._folder, slot=row.slot, limit=50)
-        except ArchiveError as failure:
-            return [Text(self._glyphs.clean(str(failure)), "red")]
-        shown = f"last {clock(back_s)}" if back_s is not None else "the whole run"
-        page = slot_lines(row, courses, spans, events, width, self._glyphs)
-        return [*page[:2], Text(f"courses: {shown} (m)", "dim"), *page[2:]]
+        width = max(20, self.size.width)
+        return read_slot_lines(self._folder, row, snapshot, RANGES_S[self._range], width, self._glyphs)
 
     def _event_lines(self) -> Sequence[Text]:
         return list(reversed(self._events)) or [Text("no events yet", "dim")]
 
     def _card_lines(self) -> Sequence[Text]:
         return card_lines(() if self._snapshot is None else self._snapshot.rows, self._glyphs)
+
+    def _column_lines(self) -> Sequence[Text]:
+        return [Text(f"[{' ' if name in self._view.hidden else 'x'}] {name}") for name in HIDEABLE]
+
+    def _question_lines(self) -> Sequence[Text]:
+        return [] if self._asked is None else question_lines(self._asked, self._glyphs)

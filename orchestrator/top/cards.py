@@ -1,16 +1,17 @@
-"""The cards of a run in lines of text: a line for each, with its workers and what its sensors say. Pure."""
+"""Lists beside the table, a line for each thing: cards with their sensors, nodes, runs. Pure."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from rich.text import Text
 
 from orchestrator.watch.catalogue import FIELDS
-from orchestrator.watch.cells import Glyphs
+from orchestrator.watch.cells import Glyphs, clock
 from orchestrator.watch.columns import columns_for
-from orchestrator.watch.model import Row
+from orchestrator.watch.folders import Listed
+from orchestrator.watch.model import Row, Snapshot
 from orchestrator.watch.phrases import counted
 
 _COLUMNS = frozenset(field.column for field in FIELDS.values() if field.of == "card" and field.column) - {"card"}
@@ -31,3 +32,33 @@ def card_lines(rows: Iterable[Row], glyphs: Glyphs) -> list[Text]:
                 line.append(f"   {column.title} {column.unit} ", "dim").append_text(cell)
         lines.append(line)
     return lines
+
+
+def node_lines(snapshot: Snapshot | None, glyphs: Glyphs) -> list[Text]:
+    """Return a line for each node that is planned or there: its slots by state."""
+    if snapshot is None:
+        return []
+    states = {node: Counter[str]() for node in (*snapshot.nodes_planned, *snapshot.nodes_seen)}
+    for brief in snapshot.briefs:
+        states.setdefault(brief.slot.rpartition("/")[0], Counter())[brief.state.value] += 1
+    lines = []
+    for node, counts in states.items():
+        missing = node not in snapshot.nodes_seen
+        said = ", ".join(f"{count} {state}" for state, count in counts.items()) or "no slots"
+        lines.append(
+            Text.assemble(
+                (glyphs.clean(node), "bold"),
+                ("  missing" if missing else "  there", "red" if missing else ""),
+                f"  {said}",
+            )
+        )
+    return lines or [Text("no nodes yet", "dim")]
+
+
+def run_lines(runs: Iterable[Listed], glyphs: Glyphs) -> list[Text]:
+    """Return a line for each run, to choose one."""
+    lines = []
+    for one in runs:
+        told = "" if one.run is None else f"  {counted(len(one.run.slots), 'slot')}  {clock(one.run.elapsed_s)}"
+        lines.append(Text(glyphs.clean(f"{one.run_id}  {one.outcome}{told}")))
+    return lines or [Text("no runs", "dim")]

@@ -9,10 +9,12 @@ from textual.binding import Binding, BindingType
 HELP: Final = """
  q ctrl-c      leave                        ? h           this help; esc goes back
  up down j k   move; g G first and last     pgup pgdn     a page
- enter         the slot under the cursor    e d           events, cards
+ enter         the slot under the cursor    e d n u       events, cards, nodes, runs
  /             filter: state:lost temp>75 cap>3GiB !node:pc1 /regex/ word
- < > , .       sort by the column before or after; r turns the order; 0 worst first
- c             hide the column that the table is sorted by; C shows all again
+ < > , .       sort by the column before or after; o by its name; r turns the order; 0 worst first
+ c             choose columns; space takes one away or back
+ space         mark the slot for a command; a new filter clears the marks
+ P U D R C     pause, resume, drain, reinstate, cap: the marked slots, or the one under the cursor; asks first
  m             how far back the courses of a slot go: 2 m, 10 m, 1 h, all
  t             replay; left right 1 s, [ ] 1 min, home start, end last sample, p plays
  s             save this screen as text in the present folder
@@ -31,13 +33,22 @@ BINDINGS: Final[list[BindingType]] = [
     Binding("pageup", "move_pages(-1)"),
     Binding("g", "move(-1000000)"),
     Binding("G", "move(1000000)"),
-    Binding("slash", "ask"),
+    Binding("slash", "ask('filter')"),
     Binding("greater_than_sign,full_stop", "sort(1)"),
     Binding("less_than_sign,comma", "sort(-1)"),
     Binding("r", "reverse"),
     Binding("0", "worst"),
-    Binding("c", "hide"),
-    Binding("C", "show_columns"),
+    Binding("o", "ask('sort')"),
+    Binding("c", "page('columns')"),
+    Binding("n", "page('nodes')"),
+    Binding("u", "page('runs')"),
+    Binding("space", "pick"),
+    Binding("P", "command('pause')"),
+    Binding("U", "command('resume')"),
+    Binding("D", "command('drain')"),
+    Binding("R", "command('reinstate')"),
+    Binding("C", "command('cap')"),
+    Binding("y", "yes"),
     Binding("m", "range"),
     Binding("t", "replay"),
     Binding("left", "seek(-1)"),

@@ -1,21 +1,21 @@
-"""One slot in lines of text: its facts, the course of its values, its states, its last events. Pure.
-
-Does not read (`watch/history.py`), and does not scroll (`app.py`).
-"""
+"""One slot in lines of text: its facts, the course of its values, its states, its last events."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from rich.text import Text
 
 from orchestrator.core.slot import slot_state
+from orchestrator.errors import ArchiveError
+from orchestrator.watch import history
 from orchestrator.watch.archive import StoredEvent
 from orchestrator.watch.catalogue import FIELDS
 from orchestrator.watch.cells import Glyphs, clock
 from orchestrator.watch.columns import columns_for
 from orchestrator.watch.history import Buckets, Span
-from orchestrator.watch.model import STATE_STYLES, Row
+from orchestrator.watch.model import STATE_STYLES, Row, Snapshot
 
 #: What is drawn over time, and how it is called; the last is counted up over the run, and drawn as its growth.
 COURSES: Mapping[str, str] = {
@@ -38,6 +38,24 @@ _ASCII_LEVELS = "_.-=+*#@"
 _LABEL_CELLS = 11
 _EVENTS_MOST = 12
 _TEXT_LINES_MOST = 20
+
+
+def read_slot_lines(
+    folder: Path, row: Row, snapshot: Snapshot, back_s: float | None, width: int, glyphs: Glyphs
+) -> list[Text]:
+    """Return the page of a slot from its run folder, over so many seconds before the snapshot, or the whole run."""
+    ends = snapshot.now_unix_s
+    begins = ends - back_s if back_s is not None else min(snapshot.started_at, ends - 1.0)
+    try:
+        parts = max(1, min(width - 40, 200))
+        courses = history.buckets(folder, row.slot, tuple(COURSES), begins, ends + 0.5, parts)
+        spans = history.state_spans(folder, row.slot)
+        events = history.events(folder, slot=row.slot, limit=50)
+    except ArchiveError as failure:
+        return [Text(glyphs.clean(str(failure)), "red")]
+    shown = f"last {clock(back_s)}" if back_s is not None else "the whole run"
+    page = slot_lines(row, courses, spans, events, width, glyphs)
+    return [*page[:2], Text(f"courses: {shown} (m)", "dim"), *page[2:]]
 
 
 def slot_lines(

@@ -6,8 +6,9 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -50,13 +51,19 @@ def frame_json(folder: Path, view: View) -> str:
     return summary_text(_frame_dict(frame, view.rows(frame.snapshot.rows)))
 
 
-def watch(folder: Path, view: View, glyphs: Glyphs) -> None:
+def watch(folder: Path, view: View, glyphs: Glyphs, *, read_only: bool) -> None:
     """Show the run on this terminal until the person leaves."""
     from orchestrator.top.app import Top  # noqa: PLC0415 - Textual takes half a second to load
 
-    if os.environ.get("NO_COLOR"):
-        os.environ.setdefault("TEXTUAL_COLOR_SYSTEM", "standard")
-    Top(folder, replace(view), glyphs).run()
+    Top(folder, view, glyphs, None if read_only else _send).run()
+
+
+def _send(folder: Path, do: str, slots: Sequence[str], *, amount_bytes: int | None) -> Any:  # noqa: ANN401
+    try:
+        client = import_module("orchestrator.control.client")
+    except ImportError as failure:
+        raise UsageError("this version takes no commands") from failure
+    return client.send(folder, do, slots, by="top", amount_bytes=amount_bytes)
 
 
 def is_terminal() -> bool:

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from rich.text import Span, Text
+
 from orchestrator.watch.catalogue import FIELDS
 from orchestrator.watch.model import Row
 from orchestrator.watch.query import ALL_ROWS, WORST_FIRST, Filter, Order, select
 
 #: Columns in the order in which `<` and `>` go through them; the first entry is worst first.
 SORTS: tuple[str | None, ...] = (None, *(key for key, field in FIELDS.items() if field.column is not None))
+
+_STAY = frozenset({"slot", "state"})
+#: Columns that can be taken away.
+HIDEABLE: tuple[str, ...] = tuple(
+    name for name in dict.fromkeys(field.column for field in FIELDS.values()) if name not in _STAY and name
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +29,8 @@ class View:
     order: Order = WORST_FIRST
     hidden: frozenset[str] = frozenset()
     """Columns that the person does not want."""
+    marked: frozenset[str] = frozenset()
+    """Slots that a command is meant for."""
     slot: str | None = None
     """Where the cursor is; it stays with its slot, not with its line."""
     line: int = 0
@@ -47,6 +57,14 @@ def sorted_by_next(view: View, step: int) -> View:
     """Return the view in the order of the column after the present one, or `step` columns on."""
     at = SORTS.index(view.order.key) if view.order.key in SORTS else 0
     return replace(view, order=Order(SORTS[(at + step) % len(SORTS)]))
+
+
+def marked_line(line: Text) -> Text:
+    """Return the line of a marked slot: a star in the gap behind its name, as not every terminal has colours."""
+    at = line.plain.find("  ")
+    if at < 0:
+        return line
+    return Text(f"{line.plain[:at]}*{line.plain[at + 1 :]}", spans=[*line.spans, Span(0, at + 1, "bold")])
 
 
 def _line_of(view: View, shown: Sequence[Row]) -> int:

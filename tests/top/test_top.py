@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from textual.pilot import Pilot
@@ -17,8 +19,9 @@ from typer.testing import CliRunner
 from orchestrator.cli.app import app
 from orchestrator.core.slot import HeadState
 from orchestrator.top.app import Top
+from orchestrator.top.ask import Send
 from orchestrator.top.rows import LinesView
-from orchestrator.top.view import View
+from orchestrator.top.view import HIDEABLE, View
 from orchestrator.watch.cells import ASCII, UNICODE, Glyphs
 from orchestrator.watch.model import STATES_WORST_FIRST, Row
 from orchestrator.watch.records import STORE_NAME
@@ -33,12 +36,13 @@ UPDATE = bool(os.environ.get("UPDATE_GOLDENS"))
 HOSTILE = "\x1b[31mred\x1b[0m [bold]markup[/bold] \u202eturned\nline"
 
 
-def made(folder: Path, *looks: list[Row], outcome: str | None = "good") -> Path:
-    """Make the folder of a run that looked like this, second by second."""
+def made(folder: Path, *looks: list[Row], outcome: str | None = "good", lives: bool = False) -> Path:
+    """Make the folder of a run that looked like this, second by second. Its head lives on another PC, or is gone."""
     place = folder / FACTS.run_id
     place.mkdir(parents=True)
     store = RunStore(place / STORE_NAME)
-    store.begin(replace(FACTS, head_pid=2**22 - 1, head_started="1", host=socket.gethostname()))
+    gone = replace(FACTS, head_pid=2**22 - 1, head_started="1", host=socket.gethostname())
+    store.begin(FACTS if lives else gone)
     for second, rows in enumerate(looks):
         store.slots(record(row.slot, state=row.state.value, reason=row.reason, row=row.to_dict()) for row in rows)
         told = {"from_state": "STARTING", "to_state": "RUNNING", "cause": HOSTILE}
@@ -67,17 +71,19 @@ def driven(
     size: tuple[int, int],
     keys: Callable[[Pilot[None]], Awaitable[None]] | None = None,
     glyphs: Glyphs = UNICODE,
+    send: Send | None = None,
 ) -> list[str]:
     """Return the screen after some keys."""
 
     async def drive() -> list[str]:
-        top = Top(folder, View(), glyphs)
+        top = Top(folder, View(), glyphs, send)
         async with top.run_test(size=size) as pilot:
             await pilot.pause()
             top.look()
             await pilot.pause()
             if keys is not None:
                 await keys(pilot)
+                await top.workers.wait_for_complete()
                 await pilot.pause()
             top.draw()
             return screen(top)
@@ -140,8 +146,10 @@ def test_keys_sort_filter_hide_and_move(tmp_path: Path) -> None:
     wrong = driven(folder, (120, 20), pressed("slash", *"cap>3", "enter"))
     assert "write a unit" in wrong[-1], "it can be corrected"
     assert "pc1/1" in driven(folder, (120, 20), pressed("j", "enter"))[1]
-    hidden = driven(folder, (120, 20), pressed(*["greater_than_sign"] * 5, "c"))
-    assert not any("/batch" in line for line in hidden), "the fifth key with a column is size"
+    assert any("/batch" in line for line in driven(folder, (120, 20)))
+    hidden = driven(folder, (120, 20), pressed("c", *["j"] * HIDEABLE.index("size"), "space", "escape"))
+    assert not any("/batch" in line for line in hidden)
+    assert slots("o", *"temp", "enter") == ["pc1/1", "pc1/0", "pc2/0"]
     assert any("goes back" in line for line in driven(folder, (120, 40), pressed("question_mark")))
 
 
@@ -162,6 +170,47 @@ def test_the_page_of_a_slot_shows_facts_courses_states_and_events_and_hostile_te
     cards = driven(tmp_path / FACTS.run_id, (120, 20), pressed("d"))
     assert any("1 worker " in line and "79" in line for line in cards)
     assert any("state" in line for line in driven(tmp_path / FACTS.run_id, (120, 20), pressed("e")))
+
+
+def test_pages_of_nodes_and_runs(tmp_path: Path) -> None:
+    folder = made(tmp_path, [make_row(slot="pc1/0")])
+    shutil.copytree(folder, tmp_path / "20261121-051500-0b77")
+    assert any("pc1" in line and "1 RUNNING" in line for line in driven(folder, (120, 20), pressed("n")))
+    listed = driven(folder, (120, 20), pressed("u"))
+    assert [line[:20] for line in listed if line.startswith("2026")] == ["20261121-051500-0b77", FACTS.run_id]
+    assert any("pc1/0" in line for line in driven(folder, (120, 20), pressed("u", "j", "enter")))
+
+
+def test_commands_name_each_slot_and_wait_for_yes(tmp_path: Path) -> None:
+    rows = [make_row(slot=f"pc1/{number}") for number in range(3)]
+    folder = made(tmp_path, rows, outcome=None, lives=True)
+    sent: list[tuple[str, tuple[str, ...], int | None]] = []
+
+    def send(to: Path, do: str, slots: Sequence[str], *, amount_bytes: int | None) -> SimpleNamespace:
+        assert to == folder
+        sent.append((do, tuple(slots), amount_bytes))
+        return SimpleNamespace(ok=do != "drain", effect="held after its slice", error="not now")
+
+    def shown(*keys: str, by: Send | None = send) -> list[str]:
+        sent.clear()
+        return driven(folder, (120, 20), pressed(*keys), send=by)
+
+    asked = shown("P")
+    assert any("pause 1 slot? y sends it" in line for line in asked)
+    assert "  pc1/0" in asked
+    assert not sent
+    shown("P", "escape", "y")
+    assert not sent, "after esc there is nothing to agree to"
+    shown("space", "space", "P", "y")
+    assert sent == [("pause", ("pc1/0", "pc1/1"), None)]
+    shown("space", "slash", *"pc1/2", "enter", "U", "y")
+    assert sent == [("resume", ("pc1/2",), None)], "a new filter clears the marks"
+    shown("C", *"3", "enter", "backspace", *"2GiB", "enter", "y")
+    assert sent == [("cap", ("pc1/0",), 2 * 2**30)], "what is no amount can be corrected"
+    assert "refused: not now" in shown("D", "y")[-1]
+    assert "read-only" in shown("R", "y", by=None)[-1]
+    assert "replay" in shown("t", "P", "y")[-1]
+    assert not sent
 
 
 def test_a_finished_run_is_replayed_second_by_second(tmp_path: Path) -> None:

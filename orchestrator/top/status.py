@@ -1,0 +1,52 @@
+"""The lines at the bottom: why a slot is in its state, how fresh the picture is, what is sorted and filtered. Pure."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from orchestrator.top.view import View
+from orchestrator.watch.catalogue import FIELDS
+from orchestrator.watch.cells import Glyphs, clock
+from orchestrator.watch.follow import Frame, Freshness
+from orchestrator.watch.model import STATE_STYLES, Row
+from orchestrator.watch.phrases import counted
+
+
+def reason_line(row: Row | None, width: int, glyphs: Glyphs) -> Text:
+    """Return why the slot under the cursor is in its state: the table has room for that on wide terminals only."""
+    if row is None or not row.reason:
+        return Text()
+    said = f"{row.slot} {row.state.value}: {row.reason}"
+    return Text(glyphs.shorten(glyphs.clean(said), width), STATE_STYLES[row.state])
+
+
+def key_line(fresh: str | None, view: View, page: str | None, said: str, width: int, glyphs: Glyphs) -> Text:
+    """Return what the picture shows, and what happened last or which keys there are."""
+    parts = [] if fresh is None else [fresh]
+    order = FIELDS[view.order.key].column or view.order.key if view.order.key else "worst first"
+    parts.append(f"by {order}{' reversed' if view.order.reverse else ''}")
+    if view.wanted.text:
+        parts.append(f"filter {view.wanted.text}")
+    if view.marked:
+        parts.append(f"{len(view.marked)} marked")
+    if page is not None:
+        parts.append(f"{page}, esc goes back")
+    parts.append(said or "? help  / filter  < > sort  enter slot  q leave")
+    return Text(glyphs.shorten(glyphs.separator.join(map(glyphs.clean, parts)), width), "dim")
+
+
+def freshness_words(frame: Frame, replay_unix_s: float | None) -> str:
+    """Return how far what is shown is so now."""
+    said = frame.freshness.value
+    if frame.freshness is Freshness.ENDED:
+        said = f"ended, {frame.run.outcome}"
+    elif frame.freshness is not Freshness.LIVE:
+        said = f"{said} for {clock(frame.late_s)}"
+    if replay_unix_s is None:
+        return said
+    return f"{said}, replay {clock(replay_unix_s - frame.run.facts.started_at_unix_s)}"
+
+
+def slots_words(slots: tuple[str, ...]) -> str:
+    """Return which slots are meant: the name of one, the number of several."""
+    return slots[0] if len(slots) == 1 else counted(len(slots), "slot")
