@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from observability.dashboard import dashboard  # noqa: E402 - found since now
 from observability.rules import rule_tests, rules  # noqa: E402 - found since now
 
 FOLDER = ROOT / "docs" / "observability"
@@ -27,6 +28,7 @@ def rendered() -> Mapping[str, str]:
         "alerts.yml": rules(opt_in=False),
         "alerts_optional.yml": rules(opt_in=True),
         "alerts_test.yml": rule_tests(),
+        "grafana.json": dashboard(),
     }
 
 
