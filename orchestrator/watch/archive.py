@@ -260,7 +260,10 @@ def _fields(line: sqlite3.Row, kind: type, besides: Collection[str] = ()) -> dic
 
 def _value(line: sqlite3.Row, name: str, hint: Any) -> Any:  # noqa: ANN401 - what the hint says
     """Return a column's value if it fits the hint of a field: SQLite itself takes anything anywhere."""
-    value, kinds = line[name], get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    value = line[name]
+    if type(value) is hint and hint is not float:  # nearly all of them
+        return value
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     if value is None and NoneType in kinds:
         return None
     kind, is_number = kinds[0], isinstance(value, int | float)

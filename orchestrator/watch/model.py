@@ -122,14 +122,13 @@ class Row:
 
         If `lenient`, a value of a wrong kind is left unknown.
         """
-        kinds = _row_kinds()
-        told = {name: values[name] for name in ROW_KEYS if name in values}
-        known = {name: value for name, value in told.items() if type(value) in kinds[name]}
-        if missing := {"slot", "node", "state", "reason"} - told.keys():
+        if missing := {"slot", "node", "state", "reason"} - values.keys():
             raise ValueError(f"a worker's row lacks {', '.join(sorted(missing))}")
-        if len(known) < len(told) and not lenient:
-            name = next(name for name in told if name not in known)
-            raise ValueError(f"slot {told['slot']}: {name} cannot be {told[name]!r}")
+        kinds = _row_kinds()
+        known = {name: value for name, value in values.items() if name in kinds and type(value) in kinds[name]}
+        for name in () if lenient else ROW_KEYS:
+            if name in values and name not in known:
+                raise ValueError(f"slot {values['slot']}: {name} cannot be {values[name]!r}")
         counts = StepCounts(**{name: known[name] for name in StepCounts.__slots__ if name in known})
         progress = Progress(**{name: known[name] for name in Progress.__slots__ if name in known})
         own = {name: known[name] for name in _OWN_KEYS if name in known}

@@ -22,11 +22,14 @@ from orchestrator.watch.follow import Frame
 from orchestrator.web.page_data import Table, View, event_of, table_of
 
 LOOK_EVERY_S: Final = 1.0
+SHARE_MOST: Final = 0.08
+"""Of a core, for looking. A run of thousands of slots is looked at less often."""
 COMMENT_EVERY_S: Final = 15.0
 PAGES_MOST: Final = 64
 GZIP_BEGIN: Final = b"\x1f\x8b\x08\0\0\0\0\0\0\xff"
 """Begins a gzip stream. Each event is compressed without those before it, so once for all pages."""
 
+_PAUSE_MOST_S = 5.0
 _WAITING_MOST = 4
 _EVENTS_MOST = 100
 
@@ -71,7 +74,7 @@ class _Followed:
 
 
 class Hub:
-    """Looks at the run once a second for all pages that follow it."""
+    """Looks at the run for all pages that follow it, once a second, or less often if a look takes long."""
 
     def __init__(self, look: Callable[[], Frame], *, with_control: bool) -> None:
         self._look = look
@@ -135,16 +138,19 @@ class Hub:
                 await self._task
 
     async def _go_on(self) -> None:
-        due_s = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        pause_s = LOOK_EVERY_S
         while self._views:
-            due_s = max(due_s + LOOK_EVERY_S, asyncio.get_running_loop().time())
-            await asyncio.sleep(due_s - asyncio.get_running_loop().time())
+            await asyncio.sleep(pause_s)
+            began_s = loop.time()
             try:
                 frame = await self.frame()
             except ArchiveError as error:
                 self._tell_all(Event("gone", {"error": str(error)}))
             else:
                 await self._show(frame)
+            took_s = loop.time() - began_s
+            pause_s = max(0.1, min(_PAUSE_MOST_S, max(LOOK_EVERY_S, took_s / SHARE_MOST)) - took_s)
 
     async def _show(self, frame: Frame) -> None:
         for view, followed in list(self._views.items()):
