@@ -1,6 +1,6 @@
 """Reads all that the frozen page shows of a run, as one value for JSON; its shape is in `web/page/source.js`.
 
-The courses of values are thinned out until they fit: of few slots in 300 parts each, of a thousand in 20. Does not
+The courses of values are thinned out until they fit: of few slots in 300 parts each, of a thousand in 16. Does not
 write the file (`page.py`).
 """
 
@@ -20,7 +20,7 @@ from orchestrator.web import page_data
 from orchestrator.web.page_data import Json
 
 _PARTS_MOST: Final = 300
-_PARTS_LEAST: Final = 20
+_PARTS_LEAST: Final = 16
 #: Of all courses together: about 3 MiB of text.
 _NUMBERS_MOST: Final = 500_000
 _EVENTS_MOST: Final = 2_000
@@ -47,6 +47,10 @@ def frozen(folder: Path) -> Json:
     told_of = {row.slot: tuple(key for key in _COURSES if FIELDS[key].value(row) is not None) for row in rows}
     parts = parts_for(sum(map(len, told_of.values())))
     courses = {row.slot: _courses(folder, row, told_of[row.slot], frame.run, parts) for row in rows}
+    told_courses = {
+        slot: {key: page_data.history_of(key, found) for key, found in course.items()}
+        for slot, course in courses.items()
+    }
     sampled = history.sampled_between(folder)
     slots = {}
     for row in rows:
@@ -56,13 +60,15 @@ def frozen(folder: Path) -> Json:
             drawn = courses[row.slot]
             fields = [(key, label) for key, label in told["fields"] if key in drawn] or told["fields"]
             charts = [key for key in told["charts"] if key in drawn]
+            del told["row"]  # for programs, which have `report --json`
             slots[row.slot] = {**told, "sampled": sampled, "fields": fields, "charts": charts}
     return {
         **page_data.frozen_table(frame),
         "slots": slots,
+        "times": next((drawn["t"] for course in told_courses.values() for drawn in course.values()), []),
         "history": {
-            slot: {key: page_data.history_of(key, found) for key, found in course.items()}
-            for slot, course in courses.items()
+            slot: {key: {name: value for name, value in drawn.items() if name != "t"} for key, drawn in course.items()}
+            for slot, course in told_courses.items()
         },
         "events": [page_data.event_of(event) for event in events],
         "cards": page_data.cards_of(frame),

@@ -83,7 +83,7 @@ const openSource = () => {
     return {
       table,
       slot: async (name) => data.slots[name],
-      history: async (slot, field) => data.history[slot]?.[field],
+      history: async (slot, field) => { const found = data.history[slot]?.[field]; return found && { t: data.times, ...found }; },
       events: async () => data.events,
       cards: async () => data.cards,
     };
