@@ -22,7 +22,7 @@ from orchestrator.errors import ArchiveError, OrchestratorError
 from orchestrator.top.ask import Ask, Send, amount_of, question_lines, refusal
 from orchestrator.top.cards import card_lines, node_lines, run_lines
 from orchestrator.top.keys import BINDINGS, HELP
-from orchestrator.top.rows import LinesView
+from orchestrator.top.rows import SCREEN_CSS, LinesView
 from orchestrator.top.slot_page import RANGES_S, event_line, read_slot_lines
 from orchestrator.top.status import freshness_words, key_line, reason_line, slots_words
 from orchestrator.top.view import HIDEABLE, View, followed, marked_line, moved, sorted_by_next
@@ -55,14 +55,7 @@ class _Page:
 class Top(App[None]):
     """Follows one run folder."""
 
-    CSS = """
-    Screen { layout: vertical; background: ansi_default; color: ansi_default; }
-    LinesView { height: 1fr; background: ansi_default; }
-    #header { height: 2; }
-    #keys { height: 2; }
-    Input { height: 1; border: none; padding: 0; display: none; background: ansi_default; }
-    Input.asking { display: block; }
-    """
+    CSS = SCREEN_CSS
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = BINDINGS
 
@@ -75,6 +68,7 @@ class Top(App[None]):
         self._send = send
         self._asked: Ask | None = None
         self._typed = "filter"
+        self._is_typing = False
         self._runs: Sequence[Listed] = ()
         self._frame: Frame | None = None
         self._snapshot: Snapshot | None = None
@@ -190,6 +184,14 @@ class Top(App[None]):
 
     # What keys do.
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:  # noqa: ARG002 - of Textual
+        """Say whether a key means an action now, see Textual: while a filter is typed, keys are letters."""
+        return not self._is_typing or action in {"leave", "quit"}
+
+    def action_end(self) -> None:
+        """Leave."""
+        self.exit()
+
     def action_page(self, name: str) -> None:
         """Open a page; of a slot only if the cursor is on one. On a page with a cursor, enter picks a line."""
         if name == "slot" and self._page is not None and self._page.picked is not None:
@@ -203,8 +205,8 @@ class Top(App[None]):
     def action_leave(self) -> None:
         """Close the filter or the page; from the table, leave the replay."""
         asking = self.query_one(Input)
-        if asking.has_class("asking"):
-            asking.remove_class("asking")
+        if self._is_typing:
+            self._is_typing = asking.display = False
             self.query_one("#rows").focus()
         elif self._page is not None:
             self._page = None
@@ -306,8 +308,8 @@ class Top(App[None]):
         self._typed = what
         asking.placeholder = {"filter": "state:lost temp>75", "sort": "column", "cap": "cap of each, as 3GiB"}[what]
         asking.value = self._view.wanted.text if what == "filter" else ""
-        asking.add_class("asking")
-        asking.focus()
+        self._is_typing = asking.display = True
+        self.screen.set_focus(asking)
 
     def on_input_submitted(self, entered: Input.Submitted) -> None:
         """Take what was typed; what is wrong stays to be corrected."""
@@ -322,7 +324,7 @@ class Top(App[None]):
         except QueryError as failure:
             self._said = str(failure)
         else:
-            entered.input.remove_class("asking")
+            self._is_typing = entered.input.display = False
             self.query_one("#rows").focus()
             if what == "cap":
                 self.action_page("question")
@@ -388,7 +390,7 @@ class Top(App[None]):
         return list(reversed(self._events)) or [Text("no events yet", "dim")]
 
     def _card_lines(self) -> Sequence[Text]:
-        return card_lines(() if self._snapshot is None else self._snapshot.rows, self._glyphs)
+        return card_lines(() if self._snapshot is None else self._snapshot.rows, self.size.width, self._glyphs)
 
     def _column_lines(self) -> Sequence[Text]:
         return [Text(f"[{' ' if name in self._view.hidden else 'x'}] {name}") for name in HIDEABLE]

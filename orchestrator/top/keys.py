@@ -7,56 +7,62 @@ from typing import Final
 from textual.binding import Binding, BindingType
 
 HELP: Final = """
- q ctrl-c      leave                        ? h           this help; esc goes back
- up down j k   move; g G first and last     pgup pgdn     a page
- enter         the slot under the cursor    e d n u       events, cards, nodes, runs
+ q ctrl-c      leave                         ? h  this help; esc goes back
+ up down j k   move; g G first and last      pgup pgdn  a page
+ enter         the slot under the cursor     e d n u  events cards nodes runs
  /             filter: state:lost temp>75 cap>3GiB !node:pc1 /regex/ word
- < > , .       sort by the column before or after; o by its name; r turns the order; 0 worst first
+ < > , .       sort by the column before or after; o by its name
+ r 0           turn the order; worst first
  c             choose columns; space takes one away or back
  space         mark the slot for a command; a new filter clears the marks
- P U D R C     pause, resume, drain, reinstate, cap: the marked slots, or the one under the cursor; asks first
+ P U D R C     pause, resume, drain, reinstate, cap the marked slots, or the one
+               under the cursor; asks first
  m             how far back the courses of a slot go: 2 m, 10 m, 1 h, all
- t             replay; left right 1 s, [ ] 1 min, home start, end last sample, p plays
+ t             replay; left right 1 s, [ ] 1 min, home end, p plays
  s             save this screen as text in the present folder
 """
 
-BINDINGS: Final[list[BindingType]] = [
-    Binding("q,ctrl+c", "quit"),
-    Binding("question_mark,h", "page('help')"),
-    Binding("e", "page('events')"),
-    Binding("d", "page('cards')"),
-    Binding("enter", "page('slot')"),
-    Binding("escape", "leave"),
-    Binding("down,j", "move(1)"),
-    Binding("up,k", "move(-1)"),
-    Binding("pagedown", "move_pages(1)"),
-    Binding("pageup", "move_pages(-1)"),
-    Binding("g", "move(-1000000)"),
-    Binding("G", "move(1000000)"),
-    Binding("slash", "ask('filter')"),
-    Binding("greater_than_sign,full_stop", "sort(1)"),
-    Binding("less_than_sign,comma", "sort(-1)"),
-    Binding("r", "reverse"),
-    Binding("0", "worst"),
-    Binding("o", "ask('sort')"),
-    Binding("c", "page('columns')"),
-    Binding("n", "page('nodes')"),
-    Binding("u", "page('runs')"),
-    Binding("space", "pick"),
-    Binding("P", "command('pause')"),
-    Binding("U", "command('resume')"),
-    Binding("D", "command('drain')"),
-    Binding("R", "command('reinstate')"),
-    Binding("C", "command('cap')"),
-    Binding("y", "yes"),
-    Binding("m", "range"),
-    Binding("t", "replay"),
-    Binding("left", "seek(-1)"),
-    Binding("right", "seek(1)"),
-    Binding("left_square_bracket", "seek(-60)"),
-    Binding("right_square_bracket", "seek(60)"),
-    Binding("home", "seek(-1000000000)"),
-    Binding("end", "seek(1000000000)"),
-    Binding("p", "play"),
-    Binding("s", "save"),
-]
+_KEYS: Final = (
+    ("q", "end"),
+    ("ctrl+c", "quit"),
+    ("question_mark,h", "page('help')"),
+    ("e", "page('events')"),
+    ("d", "page('cards')"),
+    ("enter", "page('slot')"),
+    ("escape", "leave"),
+    ("down,j", "move(1)"),
+    ("up,k", "move(-1)"),
+    ("pagedown", "move_pages(1)"),
+    ("pageup", "move_pages(-1)"),
+    ("g", "move(-1000000)"),
+    ("G", "move(1000000)"),
+    ("slash", "ask('filter')"),
+    ("greater_than_sign,full_stop", "sort(1)"),
+    ("less_than_sign,comma", "sort(-1)"),
+    ("r", "reverse"),
+    ("0", "worst"),
+    ("o", "ask('sort')"),
+    ("c", "page('columns')"),
+    ("n", "page('nodes')"),
+    ("u", "page('runs')"),
+    ("space", "pick"),
+    ("P", "command('pause')"),
+    ("U", "command('resume')"),
+    ("D", "command('drain')"),
+    ("R", "command('reinstate')"),
+    ("C", "command('cap')"),
+    ("y", "yes"),
+    ("m", "range"),
+    ("t", "replay"),
+    ("left", "seek(-1)"),
+    ("right", "seek(1)"),
+    ("left_square_bracket", "seek(-60)"),
+    ("right_square_bracket", "seek(60)"),
+    ("home", "seek(-1000000000)"),
+    ("end", "seek(1000000000)"),
+    ("p", "play"),
+    ("s", "save"),
+)
+
+#: Priority: a key acts before the one after it is handed on, so that what is typed after `/` goes into the filter.
+BINDINGS: Final[list[BindingType]] = [Binding(key, action, priority=True) for key, action in _KEYS]

@@ -9,6 +9,15 @@ from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
+#: How the parts of the screen stand, in the language of Textual.
+SCREEN_CSS = """
+Screen { layout: vertical; background: ansi_default; color: ansi_default; }
+LinesView { height: 1fr; background: ansi_default; }
+#header { height: 2; }
+#keys { height: 2; }
+Input { height: 1; border: none; padding: 0; display: none; background: ansi_default; }
+"""
+
 
 class LinesView(Widget):
     """Shows lines of text as they are given, from the top; what it is given again is not drawn again."""

@@ -76,13 +76,12 @@ def slot_lines(
             glyphs.shorten(glyphs.clean(row.reason), max(10, width - 30)),
         ),
         Text(),
-        *_facts(row, width, glyphs),
-        Text(),
     ]
     for key, found in courses.items():
         line = sparkline(key, found, width, glyphs)
         if line is not None:
             lines.append(line)
+    lines += [Text(), *_facts(row, width, glyphs)]
     lines += [Text(), Text("states", "bold"), *_states(spans, width, glyphs)]
     lines += [Text(), Text("events", "bold"), *_events(events, width, glyphs)]
     return lines
@@ -174,6 +173,8 @@ def _events(events: Sequence[StoredEvent], width: int, glyphs: Glyphs) -> Iterat
 
 def event_line(event: StoredEvent, width: int, glyphs: Glyphs) -> Text:
     """Return an event in one line."""
-    details = ", ".join(f"{key} {value}" for key, value in event.details.items() if key != "traceback")
+    details = ", ".join(
+        f"{key} {value}" for key, value in event.details.items() if key != "traceback" and value is not None
+    )
     said = f"{event.slot or '':<10}  {event.event}  {details}"
     return Text.assemble((f"{event.at[11:19]}  ", "dim"), glyphs.shorten(glyphs.clean(said), max(10, width - 10)))

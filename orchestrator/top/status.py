@@ -31,7 +31,8 @@ def key_line(fresh: str | None, view: View, page: str | None, said: str, width: 
         parts.append(f"{len(view.marked)} marked")
     if page is not None:
         parts.append(f"{page}, esc goes back")
-    parts.append(said or "? help  / filter  < > sort  enter slot  q leave")
+    if said or page is None:
+        parts.append(said or "? help  / filter  < > sort  enter slot  q leave")
     return Text(glyphs.shorten(glyphs.separator.join(map(glyphs.clean, parts)), width), "dim")
 
 

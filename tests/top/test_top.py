@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from textual.events import Key
 from textual.pilot import Pilot
 from typer.testing import CliRunner
 
@@ -23,6 +24,7 @@ from orchestrator.top.ask import Send
 from orchestrator.top.rows import LinesView
 from orchestrator.top.view import HIDEABLE, View
 from orchestrator.watch.cells import ASCII, UNICODE, Glyphs
+from orchestrator.watch.follow import Follower
 from orchestrator.watch.model import STATES_WORST_FIRST, Row
 from orchestrator.watch.records import STORE_NAME
 from orchestrator.watch.store import RunStore
@@ -106,17 +108,24 @@ CASES: dict[str, tuple[list[Row], str | None]] = {
 }
 
 
+def comparable(lines: list[str]) -> list[str]:
+    """Leave out how long the head has been gone: that depends on the day."""
+    return [line.partition(" for ")[0] if line.startswith("head gone") else line for line in lines]
+
+
+def assert_golden(lines: list[str], name: str) -> None:
+    golden = GOLDENS / f"{name}.txt"
+    if UPDATE:
+        golden.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert lines == golden.read_text(encoding="utf-8").splitlines()
+
+
 @pytest.mark.parametrize("size", [(80, 24), (120, 30), (200, 60)], ids="{0[0]}x{0[1]}".format)
 @pytest.mark.parametrize("case", CASES)
 def test_the_screen_is_the_one_that_was_looked_at(tmp_path: Path, case: str, size: tuple[int, int]) -> None:
     rows, outcome = CASES[case]
-    lines = driven(made(tmp_path, rows, outcome=outcome), size)
-    # How long the head has been gone depends on the day.
-    lines = [line.partition(" for ")[0] if line.startswith("head gone") else line for line in lines]
-    golden = GOLDENS / f"{case}-{size[0]}x{size[1]}.txt"
-    if UPDATE:
-        golden.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    assert lines == golden.read_text(encoding="utf-8").splitlines()
+    lines = comparable(driven(made(tmp_path, rows, outcome=outcome), size))
+    assert_golden(lines, f"{case}-{size[0]}x{size[1]}")
     assert all(len(line) <= size[0] for line in lines)
 
 
@@ -125,6 +134,36 @@ def test_a_tiny_terminal_without_unicode_shows_what_fits(tmp_path: Path, size: t
     lines = driven(made(tmp_path, every_state()), size, glyphs=ASCII)
     assert any("pc1/0" in line for line in lines)
     assert all(line.isascii() for line in lines)
+    assert_golden(lines, f"ascii-{size[0]}x{size[1]}")
+
+
+def test_what_is_typed_at_once_after_a_key_goes_into_the_filter(tmp_path: Path) -> None:
+    """Otherwise a filter that is pasted would press the keys of the commands."""
+
+    async def pasted(pilot: Pilot[None]) -> None:
+        for key in ("slash", *"Pyte", "enter"):
+            pilot.app.post_message(Key(key, key if len(key) == 1 else None))
+        await pilot.pause(0.1)
+
+    lines = driven(made(tmp_path, [make_row()]), (80, 24), pasted)
+    assert "filter Pyte" in lines[-1]
+
+
+def test_a_head_that_writes_nothing_is_shown_as_late(tmp_path: Path) -> None:
+    folder = made(tmp_path, every_state(), outcome=None, lives=True)
+    now_s = [0.0]
+
+    async def waited(pilot: Pilot[None]) -> None:
+        top = pilot.app
+        assert isinstance(top, Top)
+        top._follower = Follower(folder, lambda: now_s[0])
+        top.look()
+        now_s[0] = 12.0
+        top.look()
+
+    lines = driven(folder, (120, 30), waited)
+    assert lines[-1].startswith("late for 00:12")
+    assert_golden(lines, "late-120x30")
 
 
 def test_keys_sort_filter_hide_and_move(tmp_path: Path) -> None:
