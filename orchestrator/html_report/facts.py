@@ -21,8 +21,8 @@ from orchestrator.web.page_data import Json
 
 _PARTS_MOST: Final = 300
 _PARTS_LEAST: Final = 16
-#: Of all courses together: about 3 MiB of text.
-_NUMBERS_MOST: Final = 500_000
+#: Of all courses together: about 2.5 MiB of text.
+_NUMBERS_MOST: Final = 400_000
 _EVENTS_MOST: Final = 2_000
 _EVENTS_OF_SLOT: Final = 30
 

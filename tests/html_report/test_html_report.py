@@ -52,7 +52,7 @@ def test_what_is_frozen_is_the_last_picture_and_the_course_of_what_was_sampled(f
 
 
 def test_courses_are_thinned_out_until_all_of_them_fit() -> None:
-    assert [facts.parts_for(courses) for courses in (0, 10, 1_000, 6_000, 60_000)] == [300, 300, 166, 27, 16]
+    assert [facts.parts_for(courses) for courses in (0, 10, 1_000, 6_000, 60_000)] == [300, 300, 133, 22, 16]
 
 
 def test_the_file_is_written_whole_or_refused_in_a_sentence(folder: Path, tmp_path: Path) -> None:
