@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Shows an alert in a real Prometheus: starts a rehearsal, its page and Prometheus, kills the head, waits until HeadGone
-# fires, and ends everything that it started.
+# Shows an alert in a real Prometheus: starts a rehearsal, its page and Prometheus, stops the head for a while as an overloaded
+# machine would, waits until RecordsLate fires and is over again, and ends everything that it started.
 #
-#     scripts/observability.sh [--stay]      --stay: leave page and Prometheus running until Ctrl-C, to look around
+#     scripts/observability.sh [--stay]      --stay: let it all run until Ctrl-C, to look around
 set -euo pipefail
 cd "$(dirname "$0")/.."
 stay=${1:-}
@@ -12,7 +12,7 @@ command -v prometheus > /dev/null || { echo "observability: prometheus is not in
 work=$(mktemp -d)
 pids=()
 finish() {
-  for pid in "${pids[@]}"; do kill -INT "$pid" 2> /dev/null || true; done
+  for pid in "${pids[@]}"; do kill -CONT "$pid" 2> /dev/null && kill -INT "$pid" 2> /dev/null || true; done
   for pid in "${pids[@]}"; do wait "$pid" 2> /dev/null || true; done
   rm -rf "$work"
 }
@@ -26,7 +26,7 @@ await() { # WHAT SECONDS COMMAND...
     if "$@" > /dev/null 2>&1; then return; fi
     sleep 1
   done
-  echo "observability: no $what within $seconds s; see $work" >&2
+  echo "observability: no $what within $seconds s" >&2
   tail -n 20 "$work"/*.log >&2
   exit 1
 }
@@ -63,9 +63,13 @@ await "scraped worker" 180 sh -c "curl -fsS 'http://127.0.0.1:$port/api/v1/query
 echo "Prometheus: http://127.0.0.1:$port/alerts. The page: http://127.0.0.1:$web_port"
 
 head_pid=${pids[0]}
-echo "The head of the run is killed now."
-kill -KILL "$head_pid"
-fires() { alerts firing | grep -q HeadGone; }
+if [ "$stay" = --stay ]; then echo "Ctrl-C ends it."; while sleep 1; do :; done; fi
+echo "The head of the run is stopped now."
+kill -STOP "$head_pid"
+fires() { alerts firing | grep -q RecordsLate; }
+is_over() { ! fires; }
 await "alert" 120 fires
 alerts firing
-if [ "$stay" = --stay ]; then echo "Ctrl-C ends it."; while sleep 1; do :; done; fi
+kill -CONT "$head_pid"
+await "end of the alert" 60 is_over
+echo "The head works again, and the alert is over."

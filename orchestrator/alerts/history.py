@@ -54,8 +54,10 @@ def _counted(frame: Frame, failed: int) -> Iterator[tuple[tuple[str, str], float
 
 def _longer(course: _Course, value: float, now_s: float, window_s: float) -> _Course:
     """Return a course with the value of now, if it is new, and without points that count no more."""
-    if not course or (value != course[-1][1] and now_s - course[-1][0] >= window_s / _POINTS):
-        course = (*course, (now_s, value))
+    if not course or value != course[-1][1]:
+        # What grows at nearly the same time is one point. The first is what growth is counted from, and stays.
+        is_same = len(course) > 1 and now_s - course[-1][0] < window_s / _POINTS
+        course = (*course[:-1], (course[-1][0], value)) if is_same else (*course, (now_s, value))
     first = 0
     while first + 1 < len(course) and course[first + 1][0] <= now_s - window_s:
         first += 1
