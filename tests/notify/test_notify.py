@@ -25,6 +25,20 @@ from tests.scene import PATIENCE_S, ROOT, orchestrator, wait_for
 
 HUSH = "hush-hush"
 LOST = {slot: {"state": "LOST", "reason": "its node has left"} for slot in ("pc2/0", "pc2/1", "pc2/2")}
+#: Writes down what workers see of their environment.
+WORKLOAD = """
+import os
+from pathlib import Path
+from workers.workloads.base import StepResult, Workload
+
+class Mine(Workload):
+    def step(self, size, batch):
+        Path("environment.txt").write_text(repr(dict(os.environ)))
+        return StepResult(flop=1.0)
+
+    def release(self):
+        pass
+"""
 SMALL = "nodes: {pc1: {gpu: rtx-3090, workers: 1, vram_per_worker_gib: 1}}\n"
 
 
@@ -186,7 +200,8 @@ def test_a_run_tells_of_its_end_by_a_process_that_outlives_it_and_keeps_the_addr
 ) -> None:
     with http_receiver() as http:
         typed(nowhere, urls_file, http)
-        run = ("run", "--debug", "--duration", "1s", "--set", "workload.size=64", "--set", "run.min_success_rate=0")
+        (nowhere / "mine.py").write_text(WORKLOAD, encoding="utf-8")
+        run = ("run", "--debug", "--duration", "1s", "--workload", "mine:Mine")
         done = orchestrator(*run, **{URLS_VARIABLE: http.json_url(HUSH)})
         assert done.returncode == 0, done.stderr
         assert "the run has ended: good, exit code 0" in message(http, 1)
@@ -199,6 +214,7 @@ def test_a_run_tells_of_its_end_by_a_process_that_outlives_it_and_keeps_the_addr
     assert list(Path("runs").iterdir()) == [folder], "it was refused before there was a run"
     assert "taken" in (folder / "notify.log").read_text()
     assert HUSH not in done.stdout + done.stderr + refused.stderr
-    assert holders(Path("runs")) == []
+    assert "PYTHONPATH" in (nowhere / "environment.txt").read_text()
+    assert holders(nowhere) == [urls_file], "neither the run nor its workers hold it"
     assert json.loads((folder / "summary.json").read_text())["outcome"] == "good"
     assert stat.S_IMODE((folder / "notifications.json").stat().st_mode) == 0o600
