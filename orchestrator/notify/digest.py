@@ -44,6 +44,8 @@ class Trouble:
     severity: Severity
     subject: str
     """The slot, card, node or run that it is about."""
+    node: str
+    """Its node; empty for the run."""
     place: str
     """The card or node that the subject belongs to: what befalls several subjects of it is told together."""
     since_unix_s: float

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from orchestrator.config.duration import format_duration
 from orchestrator.config.schema import Severity
 from orchestrator.notify.digest import Message, News, Trouble
+from orchestrator.notify.troubles import SEVEREST_FIRST
 from orchestrator.watch.archive import StoredRun
 from orchestrator.watch.cells import UNICODE
 from orchestrator.watch.deliveries import Deliveries
@@ -24,8 +25,6 @@ _LINES_MOST = 20
 _CELLS_MOST = 300
 _TITLE_CELLS = 120
 _SUBJECTS_MOST = 8
-
-_SEVEREST_FIRST: tuple[Severity, ...] = ("critical", "warning", "info")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +65,12 @@ def worded(
     return Letter(
         title=_line(f"{run.facts.run_id[-4:]}: {title}", _TITLE_CELLS),
         body="\n\n".join("\n".join(_line(line, _CELLS_MOST) for line in block) for block in blocks if block),
-        severity=_SEVEREST_FIRST[severest],
+        severity=SEVEREST_FIRST[severest],
     )
 
 
 def _order(trouble: Trouble) -> tuple[int, str, tuple[str | int, ...]]:
-    return _SEVEREST_FIRST.index(trouble.severity), trouble.alert, natural_order(trouble.subject)
+    return SEVEREST_FIRST.index(trouble.severity), trouble.alert, natural_order(trouble.subject)
 
 
 def _grouped(news: Iterable[News]) -> list[list[News]]:

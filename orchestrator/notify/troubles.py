@@ -1,72 +1,68 @@
-"""What is wrong with a run, as troubles with the place that each belongs to: the alerts, some of them without delay.
+"""What fires in a run, as troubles with the place that each belongs to.
 
-Judges one frame after the other. `alerts/catalogue.py` has what counts as wrong; `digest.py` decides what is told.
+The alerts are those of `orchestrator.alerts`; what a person is told of at once fires without its pause. Does not
+decide what is told of it (`digest.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
+from typing import Final, get_args
 
-from orchestrator.alerts.catalogue import ALERTS
+from orchestrator.alerts.catalogue import ALERTS, WATCHER_DOWN
+from orchestrator.alerts.facts import is_up
 from orchestrator.alerts.judge import AlertWatch, judge
+from orchestrator.alerts.model import Firing
 from orchestrator.config.schema import Severity
 from orchestrator.notify.digest import Trouble
-from orchestrator.watch.follow import Frame, Freshness
+from orchestrator.watch.follow import Frame
 
 _NODE_MISSING: Final = "NodeMissing"
-_SEVERITIES: tuple[Severity, ...] = ("info", "warning", "critical")
 _AT_ONCE: Final = frozenset({_NODE_MISSING, "CardPaused"})
-"""Told without waiting whether it lasts."""
-_LEFT_OUT: Final = frozenset({"HeadGone", "RunEnded", "RunDegraded", "NotifyFailing"})
-"""The end of a run is told of by the last message, and failing messages by none."""
-_TOLD: Final = tuple(
-    replace(alert, for_s=0.0) if alert.name in _AT_ONCE else alert
-    for alert in ALERTS
-    if not alert.opt_in and alert.name not in _LEFT_OUT
-)
+#: The last message tells of the first three, and every digest of the last.
+_TOLD_ANYWAY: Final = frozenset({"HeadGone", "RunEnded", "RunDegraded", "NotifyFailing"})
+SEVEREST_FIRST: Final[tuple[Severity, ...]] = get_args(Severity)
 
 
 class Judge:
-    """What is wrong with one run, and since when."""
+    """Judges one frame of a run after the other."""
 
-    def __init__(self) -> None:
-        self._watch = AlertWatch(alerts=_TOLD)
-        self._missing: frozenset[str] = frozenset()
-        self._is_gone = False
-        self._nodes: dict[str, str] = {}
-
-    def troubles(self, frame: Frame, unix_s: float, at_least: Severity) -> tuple[Trouble, ...]:
-        """Return what is wrong now, without what is less severe than `at_least`."""
-        if frame.run.updated_at_unix_s is None:
-            return ()  # it has not begun to work, and says nothing of its nodes yet
-        snapshot = frame.snapshot
-        self._is_gone = frame.freshness is Freshness.HEAD_GONE
-        self._missing = frozenset(snapshot.nodes_planned) - frozenset(snapshot.nodes_seen)
-        self._nodes = {row.slot: row.node for row in snapshot.rows}
-        # What was wrong at last is told of although no head works on the run any more.
-        self._watch, firing = judge(self._watch, _as_if_live(frame), unix_s)
-        least = _SEVERITIES.index(at_least)
-        return tuple(
-            Trouble(
-                alert=one.alert.name,
-                severity=one.alert.severity,
-                subject=one.subject.name,
-                place=one.subject.place,
-                since_unix_s=one.since_unix_s,
-                text=one.subject.text or one.text,
-                what_to_do=one.alert.what_to_do,
+    def __init__(self, at_least: Severity) -> None:
+        """Prepare for alerts that are `at_least` so severe."""
+        told = SEVEREST_FIRST[: SEVEREST_FIRST.index(at_least) + 1]
+        self._watch = AlertWatch(
+            alerts=tuple(
+                replace(alert, for_s=0.0) if alert.name in _AT_ONCE else alert
+                for alert in ALERTS
+                if alert.severity in told and alert.name not in _TOLD_ANYWAY and not alert.opt_in
             )
-            for one in firing
-            if _SEVERITIES.index(one.alert.severity) >= least
         )
+        self._is_blind = False
+        self._missing: frozenset[str] = frozenset()
+
+    def troubles(self, frame: Frame | None, unix_s: float) -> tuple[Trouble, ...]:
+        """Return what fires now; `frame` is `None` where the run cannot be read."""
+        self._is_blind = frame is None or not is_up(frame)
+        self._watch, firing = judge(self._watch, frame, unix_s)
+        self._missing = frozenset(one.subject.node for one in firing if one.alert.name == _NODE_MISSING)
+        return tuple(map(_trouble, firing))
 
     def is_unknown(self, trouble: Trouble) -> bool:
-        """Say whether the present state of a trouble cannot be known: its node is missing, or the head is gone."""
-        is_of_missing = trouble.alert != _NODE_MISSING and self._nodes.get(trouble.subject) in self._missing
-        return self._is_gone or is_of_missing
+        """Say whether it cannot be known how a trouble stands: its node is missing, no head works, nothing is read."""
+        if trouble.alert == WATCHER_DOWN.name:
+            return False
+        return self._is_blind or (trouble.alert != _NODE_MISSING and trouble.node in self._missing)
 
 
-def _as_if_live(frame: Frame) -> Frame:
-    late_s = 0.0 if frame.freshness in {Freshness.HEAD_GONE, Freshness.ENDED} else frame.late_s
-    return replace(frame, freshness=Freshness.LIVE, late_s=late_s)
+def _trouble(firing: Firing) -> Trouble:
+    alert, subject = firing.alert, firing.subject
+    return Trouble(
+        alert=alert.name,
+        severity=alert.severity,
+        subject=subject.name,
+        node=subject.node,
+        place=subject.place,
+        since_unix_s=firing.since_unix_s,
+        text=firing.text,
+        what_to_do=alert.what_to_do,
+    )

@@ -57,7 +57,7 @@ class Teller:
     """So long a process that tells of a head's end may stay when the next head has begun."""
 
     def __post_init__(self) -> None:
-        self._follower, self._judge = Follower(self.folder), Judge()
+        self._follower, self._judge = Follower(self.folder), Judge(self.settings.severity)
         self._state = digest.new_digest(self.settings.every_s, time.monotonic(), self.pace)
         self._gone_since_s: float | None = None
 
@@ -91,21 +91,22 @@ class Teller:
         raise UsageError(f"another process tells of run {run_id} already; end it first")
 
     def _until_the_end(self) -> int:
-        tries = 0
+        tries, last = 0, None
         while tries < _LAST_TRIES:
             frame, now_s = self._look(), time.monotonic()
-            if frame is not None:
+            last = frame or last
+            if last is None and head_of(self.folder) is None:
+                return 0  # it ended before its work began, and its terminal has the reason
+            if last is not None:
                 self._take(frame, now_s)
                 is_last = self._is_over(frame, now_s)
                 message = digest.due(self._state, now_s, is_last=is_last)
                 if message is not None:
-                    is_taken = self._send(message, frame)
+                    is_taken = self._send(message, last)
                     self._state = (digest.told if is_taken else digest.given_up)(self._state, message, now_s)
                     if is_taken and is_last:
                         return 0
                     tries += is_last
-            elif head_of(self.folder) is None:
-                return 0  # it ended before its work began, and its terminal has the reason
             time.sleep(min(_LOOK_EVERY_S, self.pace.between_s))
         return 1
 
@@ -120,16 +121,17 @@ class Teller:
                 raise
             return None
 
-    def _is_over(self, frame: Frame, now_s: float) -> bool:
-        if frame.freshness is not Freshness.HEAD_GONE:
+    def _is_over(self, frame: Frame | None, now_s: float) -> bool:
+        is_gone = head_of(self.folder) is None if frame is None else frame.freshness is Freshness.HEAD_GONE
+        if not is_gone:
             self._gone_since_s = None
-            return frame.freshness is Freshness.ENDED
+            return frame is not None and frame.freshness is Freshness.ENDED
         if self._gone_since_s is None:
             self._gone_since_s = now_s
         return now_s >= self._gone_since_s + self.pace.head_back_s
 
-    def _take(self, frame: Frame, now_s: float) -> None:
-        troubles = self._judge.troubles(frame, time.time(), self.settings.severity)
+    def _take(self, frame: Frame | None, now_s: float) -> None:
+        troubles = self._judge.troubles(frame, time.time())
         self._state = digest.seen(self._state, troubles, now_s, self._judge.is_unknown)
 
     def _missed(self) -> tuple[str, ...]:

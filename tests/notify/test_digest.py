@@ -18,7 +18,9 @@ MINUTE_S, HOUR_S = 60.0, 3600.0
 
 
 def trouble(subject: str = "pc1/0", alert: str = "CardPaused", place: str = "pc1 GPU-0") -> Trouble:
-    return Trouble(alert=alert, severity="warning", subject=subject, place=place, since_unix_s=0.0, text="it is hot")
+    return Trouble(
+        alert=alert, severity="warning", subject=subject, node=place, place=place, since_unix_s=0.0, text="it is hot"
+    )
 
 
 SEVEN = tuple(trouble(f"pc1/{number}") for number in range(7))

@@ -42,6 +42,7 @@ def trouble(subject: str, alert: str = "CardPaused", severity: str = "warning", 
         alert=alert,
         severity=severity,  # type: ignore[arg-type]  # one of the three
         subject=subject,
+        node=subject.partition("/")[0],
         place=subject.partition("/")[0],
         since_unix_s=NOW_UNIX_S - 90,
         text=text,

@@ -22,61 +22,72 @@ def frame(*rows: Row, freshness: Freshness = Freshness.LIVE, **changed: Any) -> 
     return Frame(number=1, run=stored, snapshot=snapshot, events=(), freshness=freshness, late_s=0.0)
 
 
-def found(judge: Judge, told: Frame, unix_s: float = 100.0) -> list[tuple[str, str, str]]:
-    return [(one.alert, one.subject, one.severity) for one in judge.troubles(told, unix_s, "info")]
+def judged(judge: Judge, told: Frame | None, unix_s: float = 100.0) -> list[tuple[str, str, str]]:
+    return [(one.alert, one.subject, one.severity) for one in judge.troubles(told, unix_s)]
 
 
 def test_a_run_that_works_has_no_trouble_and_one_that_starts_has_none_yet() -> None:
-    assert found(Judge(), frame(make_row())) == []
+    assert judged(Judge("info"), frame(make_row())) == []
     starting = frame(nodes_seen=())
     starting = replace(starting, run=replace(starting.run, updated_at_unix_s=None))
-    assert found(Judge(), starting) == []
+    assert judged(Judge("info"), starting) == []
 
 
 @pytest.mark.parametrize(
-    ("state", "expected"),
+    ("state", "reason", "expected"),
     [
-        (HeadState.QUARANTINED, ("SlotQuarantined", "pc1/0", "critical")),
-        (WorkerState.CORRUPT, ("WrongResults", "pc1/0", "critical")),
-        (WorkerState.PAUSED, ("CardPaused", "pc1/0", "warning")),
+        (HeadState.QUARANTINED, "died 5 times", ("SlotQuarantined", "pc1/0", "critical")),
+        (HeadState.QUARANTINED, "pc1/0: loss of optimiser step 12 is nan", ("LossNotFinite", "pc1/0", "critical")),
+        (WorkerState.CORRUPT, "a product was wrong", ("WrongResults", "pc1/0", "critical")),
+        (WorkerState.PAUSED, "84 C", ("CardPaused", "pc1/0", "warning")),
     ],
 )
-def test_states_that_are_told_at_once(state: HeadState | WorkerState, expected: tuple[str, str, str]) -> None:
-    reason = "the loss is not finite at step 12; last good snapshot: step 10"
+def test_states_that_are_told_at_the_first_look(
+    state: HeadState | WorkerState, reason: str, expected: tuple[str, str, str]
+) -> None:
     told = frame(make_row(state=state, reason=reason), make_row(slot="pc1/1"))
-    assert found(Judge(), told) == [expected]
-    (trouble,) = Judge().troubles(told, 100.0, "info")
-    assert trouble.text == reason
-    assert trouble.place == "pc1 GPU-0"
-    assert found(Judge(), replace(told, freshness=Freshness.HEAD_GONE)) == [expected]
+    assert judged(Judge("warning"), told) == [expected]
+    (trouble,) = Judge("info").troubles(told, 100.0)
+    assert trouble.text.endswith(reason)
+    assert (trouble.node, trouble.place) == ("pc1", "pc1 GPU-0")
+    assert trouble.what_to_do
+
+
+def test_a_lost_node_is_told_at_the_first_look_and_other_alerts_when_they_have_lasted() -> None:
+    told = frame(make_row(state=WorkerState.BACKOFF), nodes_seen=("pc1",))
+    judge = Judge("info")
+    assert judged(judge, told, 0.0) == [("NodeMissing", "pc2", "critical")]
+    assert ("SlotNotWorking", "pc1/0", "warning") not in judged(judge, told, 299.0)
+    assert ("SlotNotWorking", "pc1/0", "warning") in judged(judge, told, 300.0)
 
 
 def test_what_is_less_severe_than_asked_for_is_left_out() -> None:
     told = frame(make_row(state=WorkerState.PAUSED), nodes_seen=("pc1",))
-    assert [one.alert for one in Judge().troubles(told, 0.0, "critical")] == ["NodeMissing"]
+    assert [one.alert for one in Judge("critical").troubles(told, 0.0)] == ["NodeMissing"]
 
 
-def test_a_wrong_result_counts_for_an_hour_although_the_slot_works_again() -> None:
-    judge = Judge()
-    assert found(judge, frame(make_row(verify_errors=3)), 0.0) == [], "before this process looked"
-    again = frame(make_row(verify_errors=4))
-    assert found(judge, again, 10.0) == [("WrongResults", "pc1/0", "critical")]
-    assert found(judge, again, 3600.0) != []
-    assert found(judge, again, 3611.0) == []
+def test_what_the_last_message_says_is_no_trouble_of_its_own() -> None:
+    for freshness, outcome in ((Freshness.HEAD_GONE, "interrupted"), (Freshness.ENDED, "degraded")):
+        told = frame(make_row(), freshness=freshness)
+        told = replace(told, run=replace(told.run, outcome=outcome))
+        judge = Judge("info")
+        assert judged(judge, told, 0.0) + judged(judge, told, 100.0) == []
 
 
-def test_slots_of_a_missing_node_cannot_be_known_and_nothing_can_when_the_head_is_gone() -> None:
-    judge = Judge()
+def test_slots_of_a_missing_node_cannot_be_known_and_nothing_can_when_the_head_is_gone_or_the_run_unreadable() -> None:
+    judge = Judge("info")
     rows = (make_row(slot="pc2/0", node="pc2", state=WorkerState.PAUSED), make_row(state=WorkerState.PAUSED))
-    node, other, own = judge.troubles(frame(*rows, nodes_seen=("pc1",)), 0.0, "info")
-    assert [judge.is_unknown(one) for one in (node, other, own)] == [False, True, False]
-    judge.troubles(frame(*rows, freshness=Freshness.HEAD_GONE), 0.0, "info")
-    assert all(judge.is_unknown(one) for one in (node, other, own))
+    troubles = judge.troubles(frame(*rows, nodes_seen=("pc1",)), 0.0)
+    assert {one.subject: judge.is_unknown(one) for one in troubles} == {"pc2": False, "pc2/0": True, "pc1/0": False}
+    for told in (*(frame(*rows, freshness=gone) for gone in (Freshness.HEAD_GONE, Freshness.ENDED)), None):
+        judge.troubles(told, 1.0)
+        assert all(map(judge.is_unknown, troubles))
 
 
-def test_a_trouble_keeps_the_moment_at_which_it_began() -> None:
-    judge, hot, well = Judge(), frame(make_row(state=WorkerState.PAUSED)), frame(make_row())
-    began = [
-        judge.troubles(told, unix_s, "info") for told, unix_s in ((hot, 5.0), (hot, 9.0), (well, 10.0), (hot, 20.0))
-    ]
-    assert [[one.since_unix_s for one in troubles] for troubles in began] == [[5.0], [5.0], [], [20.0]]
+def test_a_run_that_cannot_be_read_for_two_minutes_is_a_trouble_that_is_known() -> None:
+    judge = Judge("warning")
+    judge.troubles(frame(make_row()), 0.0)
+    assert judge.troubles(None, 10.0) == ()
+    (trouble,) = judge.troubles(None, 130.0)
+    assert trouble.alert == "WatcherDown"
+    assert not judge.is_unknown(trouble)
