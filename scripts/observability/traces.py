@@ -166,6 +166,11 @@ def _failing(errors: int, of: int) -> Course:
     return lambda second: {"steps_ok": second // STEP_S * (of - errors), "steps_error": second // STEP_S * errors}
 
 
+def _wrong(second: int) -> Moment:
+    """Return a slot that is CORRUPT before a wrong result is counted."""
+    return {"state": WorkerState.CORRUPT} if 45 <= second < 75 else {"verify_errors": int(second >= 105)}
+
+
 _ENDED: Final[dict[str, Any]] = {"freshness": Freshness.ENDED}
 _LOST: Final[dict[str, Any]] = {"on": "pc1", "state": HeadState.LOST, "heartbeat_age_s": 90.0}
 
@@ -199,13 +204,13 @@ _COURSES: Final[Mapping[str, tuple[int, Course, Course]]] = MappingProxyType(
             _from(30, state=HeadState.QUARANTINED, reason=NOT_FINITE),
             _from(30, state=HeadState.QUARANTINED, reason="5 processes died within 300 s"),
         ),
-        "WrongResults": (120, _from(60, verify_errors=1), _from(0, verify_errors=1)),
+        "WrongResults": (150, _wrong, _from(0, verify_errors=1)),
         "SlotNotWorking": (
             450,
             lambda second: (
                 {"state": WorkerState.BACKOFF if second % 30 else WorkerState.WARMING} if 15 <= second < 360 else {}
             ),  # it fires for two minutes after it works again
-            _from(15, 300, state=HeadState.STARTING),
+            lambda second: {} if second in {0, 240} else {"state": HeadState.STARTING},
         ),
         "SlotSilent": (120, _from(45, heartbeat_age_s=45.0), _from(45, heartbeat_age_s=20.0)),
         "SlotRestarting": (600, _growing("restarts", 1, 120), _growing("restarts", 1, 300)),
