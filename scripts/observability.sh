@@ -12,7 +12,7 @@ command -v prometheus > /dev/null || { echo "observability: prometheus is not in
 work=$(mktemp -d)
 pids=()
 finish() {
-  for pid in "${pids[@]}"; do kill -CONT "$pid" 2> /dev/null && kill -INT "$pid" 2> /dev/null || true; done
+  for pid in "${pids[@]}"; do kill -TERM "$pid" 2> /dev/null && kill -CONT "$pid" || true; done
   for pid in "${pids[@]}"; do wait "$pid" 2> /dev/null || true; done
   rm -rf "$work"
 }
