@@ -102,7 +102,7 @@ def _served(folder: Path) -> Iterator[Server]:
             _turn(store, int(time.time()) % 10_000)
             try:
                 return bool(server.values("rate(orchestrator_slot_work_flop_total[30s])"))
-            except OSError:
+            except (OSError, ValueError):  # it begins: no port yet, or no JSON
                 return False
 
         wait_for(scraped, "rate of a counter that Prometheus has scraped")
