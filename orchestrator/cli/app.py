@@ -232,7 +232,7 @@ def top(  # noqa: PLR0913 - one parameter for each option of the command
     json_output: opt.AsJson = False,
     read_only: opt.ReadOnly = False,
 ) -> None:
-    """Follow a run from any terminal, or replay it: sort, filter, look into a slot. `?` lists the keys."""
+    """Follow a run from any terminal, or replay it. `?` lists the keys."""
     from orchestrator.top import verb  # noqa: PLC0415 - only this verb needs it
 
     view, glyphs = verb.view_of(sort, wanted), glyphs_for(sys.stdout.encoding)
@@ -254,7 +254,7 @@ def notify(
     overrides: opt.Overrides = None,
     run_dir: opt.RunDir = None,
 ) -> None:
-    """Tell of one run by mail or chat until it ends: what goes wrong, when that is over, and a digest."""
+    """Tell of a run by mail or chat until it ends. What goes wrong is told at once, the rest in a digest."""
     from orchestrator.config.notify_urls import URLS_VARIABLE, notify_urls  # noqa: PLC0415 - only this verb needs them
     from orchestrator.notify import verb  # noqa: PLC0415
 

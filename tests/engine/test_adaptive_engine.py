@@ -140,7 +140,8 @@ class TestLease:
         assert all_is_well(squeezed)
         for report, lease_bytes in zip(squeezed, SQUEEZED, strict=False):
             if lease_bytes is not None:
-                assert 0.7 * lease_bytes <= report.claim_bytes <= lease_bytes
+                # Two cuts within a second look like a program that loads: a third piece is kept in reserve.
+                assert 0.65 * lease_bytes <= report.claim_bytes <= lease_bytes
         assert all(3 * matrix_bytes(report.size, torch.float32) <= report.claim_bytes for report in squeezed)
         assert squeezed[1].size > squeezed[4].size > squeezed[7].size, "the size follows"
         assert share_held(squeezed[-1]) >= 0.95

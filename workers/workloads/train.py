@@ -241,6 +241,8 @@ class Train(Workload):
         return f"the training went back to step {trainer.step}, and does {redone} steps again"
 
     def _last_good(self) -> str:
+        if self._snapshots is not None:
+            self._snapshots.wait()  # one that is being written is the last good one
         report = None if self._snapshots is None else self._snapshots.report
         if report is None or report.saved_step is None:
             return "there is no snapshot yet"

@@ -128,14 +128,15 @@ def sampled(
             gain = max(_LEAST_GAIN, min(_MOST_GAIN, gain + _GAIN_FOLLOW * product))
         follow = max(gain, 1.0 / samples)
     fell = 1.0 - sample_bytes / max(1.0, level.sample_bytes)
-    fall = level.fall * max(0.0, 1.0 - passed_s / _FALL_FADES_S)
+    # Memory that came back at once was another program's: what went away before was its beginning.
+    came_back = miss > max(cut, _DROP)
+    fall = 0.0 if came_back else level.fall * max(0.0, 1.0 - passed_s / _FALL_FADES_S)
     since_fall_s = None if level.since_fall_s is None else level.since_fall_s + passed_s
     is_piece = exact and fell > _PIECE
     if is_piece and since_fall_s is not None and since_fall_s < _FALL_FADES_S:
         fall = max(fall, min(_LARGEST_PIECE, _NEXT_PIECE * fell / max(_PIECE, 1.0 - fell)))
     jitter_left_s = level.jitter_left_s - passed_s
-    # Memory that came back at once was another program's: what went away before was its beginning.
-    jitter = level.jitter if jitter_left_s > 0.0 and miss <= max(cut, _DROP) else 0.0
+    jitter = level.jitter if jitter_left_s > 0.0 and not came_back else 0.0
     if exact and failed and jitter < fell <= _LARGEST_JITTER:
         jitter, jitter_left_s = fell, _JITTER_LASTS_S
     low_bytes, low_left_s = (level.low_bytes, level.low_left_s - passed_s)
