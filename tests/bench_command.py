@@ -5,11 +5,14 @@ from __future__ import annotations
 import subprocess
 from typing import Any
 
-from tests.scene import ROOT, only_object, python
+from tests.scene import PATIENCE_S, ROOT, only_object, python
+
+#: A bench waits for several things in turn, each of which may be late on a busy machine.
+_BENCH_S = 2 * PATIENCE_S
 
 
 def typed(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return python("scripts/bench.py", *arguments, cwd=ROOT)
+    return python("scripts/bench.py", *arguments, cwd=ROOT, timeout_s=_BENCH_S)
 
 
 def bench(*arguments: str) -> dict[str, Any]:
