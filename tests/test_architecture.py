@@ -33,7 +33,8 @@ PLANTED = {
         ("orchestrator/top/view.py", "orchestrator.html_report.facts"),
         ("orchestrator/web/guard.py", "orchestrator.html_report.page"),
         ("orchestrator/watch/cells.py", "orchestrator.run.terminal"),
-        ("orchestrator/alerts/model.py", "orchestrator.run.terminal"),
+        ("orchestrator/control/place.py", "orchestrator.run.terminal"),
+        ("orchestrator/alerts/model.py", "orchestrator.control.place"),
         ("orchestrator/watch/cells.py", "orchestrator.alerts.model"),
         ("orchestrator/cluster/connect.py", "orchestrator.watch.cells"),
         ("orchestrator/core/slot.py", "orchestrator.cluster.connect"),
@@ -64,8 +65,10 @@ PLANTED = {
         ("orchestrator/notify/verb.py", "orchestrator.run.clock"),
         ("orchestrator/notify/digest.py", "torch"),
         ("orchestrator/web/page_data.py", "orchestrator.cluster.connect"),
+        ("orchestrator/control/ears.py", "orchestrator.cluster.connect"),
     ],
-    "alerts, core and policy are pure: no clock, no randomness, no I/O, no torch": [
+    "alerts, core, policy and wire are pure: no clock, randomness, I/O or torch": [
+        ("orchestrator/control/wire.py", "socket"),
         ("orchestrator/alerts/judge.py", "time"),
         ("orchestrator/core/slot.py", "time"),
         ("workers/policy/base.py", "random"),

@@ -35,6 +35,8 @@ PACKAGES = ("orchestrator", "workers")
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
+_NAMES_SLOTS = {"slots", "--run", "--config", "-c", "--set", "--run-dir", "--help"}
+
 OPTIONS = {
     "run": {
         "--config", "-c", "--duration", "--local", "--rehearse", "--debug", "--scale", "--workload", "--policy",
@@ -45,7 +47,7 @@ OPTIONS = {
     "up": {"node", "--config", "-c", "--set", "--head-address", "--exec", "--stay", "--service", "--help"},
     "stop": {"--config", "-c", "--set", "--run-dir", "--node", "--help"},
     "runs": {"--config", "-c", "--set", "--run-dir", "--json", "--help"},
-    "report": {"run_id", "--config", "-c", "--set", "--run-dir", "--text", "--json", "--html", "--help"},
+    "report": {"run_id", "other", "--config", "-c", "--set", "--run-dir", "--text", "--json", "--html", "--help"},
     "top": {
         "run_id", "--once", "--sort", "--filter", "--config", "-c", "--set", "--run-dir", "--json", "--read-only",
         "--help",
@@ -55,6 +57,9 @@ OPTIONS = {
         "run_id", "--port", "--bind", "--control", "--certificate", "--key", "--without-tls", "--config", "-c", "--set",
         "--run-dir", "--help",
     },
+    "pause": _NAMES_SLOTS, "resume": _NAMES_SLOTS, "drain": _NAMES_SLOTS, "reinstate": _NAMES_SLOTS,
+    "save": _NAMES_SLOTS,
+    "cap": {"slot", "amount", "--run", "--config", "-c", "--set", "--run-dir", "--help"},
     "limits": {"--clear", "--card", "--workload", "--json", "--help"},
     "burn": {
         "--config", "-c", "--duration", "--phase", "--local", "--rehearse", "--set", "--json", "--plain", "--run-dir",
@@ -268,7 +273,7 @@ def names_in(file: Path) -> list[str]:
         *(
             name
             for name in dotted
-            if name.partition(".")[0] in known and not re.search(r"\.(py|yaml|sqlite|json|log)$", name)
+            if name.partition(".")[0] in known and not re.search(r"\.(py|yaml|sqlite|json|log|sock|token)$", name)
         ),
     ]
 

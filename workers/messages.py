@@ -126,6 +126,8 @@ class Directive:
     `None` does not limit it."""
     snapshot: bytes | None = None
     """The head's copy of the slot's state, in the first slice of a process; `None`: there is none."""
+    save: bool = False
+    """Whether the workload is asked to save its state as soon as it can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

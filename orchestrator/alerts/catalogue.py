@@ -189,7 +189,7 @@ _OF_SLOTS: Final = (
         severity="critical",
         scope="slot",
         summary="slot {subject} was given up",
-        what_to_do="See docs/troubleshooting.md#quarantined. python -m orchestrator report has the reason.",
+        what_to_do="See docs/troubleshooting.md#quarantined, then type: python -m orchestrator reinstate SLOT",
         promql='orchestrator_slot_state{state="quarantined"} == 1'
         f" unless {_ON_SLOT} orchestrator_slot_loss_not_finite == 1",
         holds=_slots(lambda row, _: row.state is HeadState.QUARANTINED and not facts.is_not_finite(row)),

@@ -18,7 +18,6 @@ from workers.messages import WorkerState
 
 OUTCOMES: Final = ("running", "good", "degraded", "interrupted", "failed")
 
-_HELD: Final = "HELD"
 #: As `workers.training.accumulator` words it.
 _NOT_FINITE = re.compile(r"\bof optimiser step \d+ is (nan|-?inf)\b")
 
@@ -47,7 +46,7 @@ def nodes_up(frame: Frame) -> Mapping[str, bool]:
 
 def is_held(row: Row) -> bool:
     """Say whether a person holds the slot: then it does nothing, and nothing is wrong."""
-    return row.state.value == _HELD
+    return row.state is HeadState.HELD
 
 
 def is_leaking(row: Row) -> bool:

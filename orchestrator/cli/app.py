@@ -6,20 +6,18 @@ Does not implement the verbs, nor decide how an error reaches the user (`main.py
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import typer
 
+from orchestrator.cli import commands
 from orchestrator.cli import options as opt
-from orchestrator.config.duration import parse_duration
+from orchestrator.cli.loading import config_of, duration_s, print_text
 from orchestrator.config.load import load_config
-from orchestrator.config.schema import Config
 from orchestrator.errors import UsageError
 from orchestrator.watch.cells import glyphs_for
 from orchestrator.watch.folders import find_run
@@ -80,9 +78,9 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
         fake_sensors=fake_sensors,
         apply_power_limit=apply_power_limit,
     )
-    more_s = _duration_s(duration)
+    more_s = duration_s(duration)
     changes = {"run.duration": duration, "workload.name": workload, "memory.policy": policy}
-    loaded = _loaded(config, overrides, {**changes, "run.dir": run_dir})
+    loaded = config_of(config, overrides, {**changes, "run.dir": run_dir})
     _let_workers_import_from_here()
     if resume is not None:
         if local or rehearse or debug or overrides or workload is not None or policy is not None:
@@ -164,8 +162,8 @@ def stop(
     """End the runs under way in one run folder, as Ctrl-C would."""
     from orchestrator.cli import nodes  # noqa: PLC0415 - only this verb needs it
 
-    settings = _loaded(config, overrides, {"run.dir": run_dir}).run
-    ends_s = 2 * settings.slice_s + settings.stop_grace_s + _SUMMARY_S
+    settings = config_of(config, overrides, {"run.dir": run_dir}).run
+    ends_s = 3 * settings.slice_s + settings.stop_grace_s + _SUMMARY_S
     try:
         for line in nodes.stop_runs(settings.dir, wait_s=0.0 if node is None else ends_s):
             typer.echo(line)
@@ -187,13 +185,14 @@ def runs(
     """List the runs made so far, the newest first."""
     from orchestrator.cli.runs import runs_json, runs_text  # noqa: PLC0415 - only this verb and the next need it
 
-    folder = Path(_loaded(config, overrides, {"run.dir": run_dir}).run.dir)
-    _print(runs_json(folder) if json_output else runs_text(folder, glyphs_for(sys.stdout.encoding)))
+    folder = Path(config_of(config, overrides, {"run.dir": run_dir}).run.dir)
+    print_text(runs_json(folder) if json_output else runs_text(folder, glyphs_for(sys.stdout.encoding)))
 
 
 @app.command()
 def report(
     run_id: opt.RunId = "latest",
+    other: opt.OtherRun = None,
     config: opt.ConfigPath = "cluster.yaml",
     overrides: opt.Overrides = None,
     run_dir: opt.RunDir = None,
@@ -203,21 +202,20 @@ def report(
 ) -> None:
     """Show one run: how it ended, its table, what happened. Also one that is under way or was killed."""
     from orchestrator.cli.runs import report_json, report_text  # noqa: PLC0415 - only this verb and the one before need it
+    from orchestrator.html_report import verb  # noqa: PLC0415
 
     if text + json_output + (html is not None) > 1:
         raise UsageError("--text, --json and --html exclude each other")
-    folder = find_run(Path(_loaded(config, overrides, {"run.dir": run_dir}).run.dir), run_id)
+    if other is not None and html is None:
+        raise UsageError("two runs are compared in a file: add --html FILE")
+    runs_dir = Path(config_of(config, overrides, {"run.dir": run_dir}).run.dir)
+    folder = find_run(runs_dir, run_id)
     if html is not None:
-        from orchestrator.html_report import facts, page  # noqa: PLC0415
-
-        try:
-            page.write(html, page.html(facts.frozen(folder), f"run {folder.name}"))
-        except OSError as failure:
-            raise UsageError(f"{html} cannot be written: {failure.strerror}") from failure
-        _print(str(html))
+        verb.write(html, folder, None if other is None else find_run(runs_dir, other))
+        print_text(str(html))
         return
     width = shutil.get_terminal_size(fallback=(120, 24)).columns
-    _print(report_json(folder) if json_output else report_text(folder, width, glyphs_for(sys.stdout.encoding)))
+    print_text(report_json(folder) if json_output else report_text(folder, width, glyphs_for(sys.stdout.encoding)))
 
 
 @app.command()
@@ -236,11 +234,11 @@ def top(  # noqa: PLR0913 - one parameter for each option of the command
     from orchestrator.top import verb  # noqa: PLC0415 - only this verb needs it
 
     view, glyphs = verb.view_of(sort, wanted), glyphs_for(sys.stdout.encoding)
-    folder = find_run(Path(_loaded(config, overrides, {"run.dir": run_dir}).run.dir), run_id)
+    folder = find_run(Path(config_of(config, overrides, {"run.dir": run_dir}).run.dir), run_id)
     if json_output:
-        _print(verb.frame_json(folder, view))
+        print_text(verb.frame_json(folder, view))
     elif once or not verb.is_terminal():
-        _print(verb.frame_text(folder, view, shutil.get_terminal_size(fallback=(120, 24)).columns, glyphs))
+        print_text(verb.frame_text(folder, view, shutil.get_terminal_size(fallback=(120, 24)).columns, glyphs))
     else:
         verb.watch(folder, view, glyphs, read_only=read_only)
 
@@ -260,14 +258,14 @@ def notify(
 
     if once and test:
         raise UsageError("--once and --test exclude each other")
-    loaded = _loaded(config, overrides, {"run.dir": run_dir})
+    loaded = config_of(config, overrides, {"run.dir": run_dir})
     urls = notify_urls(loaded.notify)
     if not urls:
         raise UsageError(f"there is no address: set notify.urls_file in {config}, or {URLS_VARIABLE}")
     if test:
-        raise typer.Exit(verb.send_test(urls, _print))
+        raise typer.Exit(verb.send_test(urls, print_text))
     folder = find_run(Path(loaded.run.dir), run_id)
-    teller = verb.Teller(folder=folder, settings=loaded.notify, urls=urls, say=_print)
+    teller = verb.Teller(folder=folder, settings=loaded.notify, urls=urls, say=print_text)
     raise typer.Exit(teller.once() if once else teller.follow())
 
 
@@ -287,11 +285,11 @@ def web(  # noqa: PLR0913 - one parameter for each option of the command
     """Show one run in a browser, also one that is over. Prints the address, which logs one browser in."""
     from orchestrator.web import verb  # noqa: PLC0415 - only this verb needs it
 
-    folder = find_run(Path(_loaded(config, overrides, {"run.dir": run_dir}).run.dir), run_id)
+    folder = find_run(Path(config_of(config, overrides, {"run.dir": run_dir}).run.dir), run_id)
     options = verb.Options(
         port=port, bind=bind, control=control, certificate=certificate, key=key, without_tls=without_tls
     )
-    verb.serve(folder, options, _print)
+    verb.serve(folder, options, print_text)
 
 
 @app.command()
@@ -307,12 +305,12 @@ def limits(
 
     store, selection, now_unix_s = LimitStore(), verb.Selection(card=card, workload=workload), time.time()
     if json_output:
-        _print((verb.cleared_json if clear else verb.limits_json)(store, selection, now_unix_s))
+        print_text((verb.cleared_json if clear else verb.limits_json)(store, selection, now_unix_s))
     elif clear:
-        _print(verb.cleared_text(store, selection, now_unix_s, glyphs_for(sys.stdout.encoding)))
+        print_text(verb.cleared_text(store, selection, now_unix_s, glyphs_for(sys.stdout.encoding)))
     else:
         width = shutil.get_terminal_size(fallback=(0, 0)).columns or None  # without a terminal, one line for each
-        _print(verb.limits_text(store, selection, now_unix_s, width, glyphs_for(sys.stdout.encoding)))
+        print_text(verb.limits_text(store, selection, now_unix_s, width, glyphs_for(sys.stdout.encoding)))
 
 
 @app.command()
@@ -336,8 +334,8 @@ def burn(  # noqa: PLR0913 - one parameter for each option of the command
 
     if local and rehearse:
         raise UsageError("--local and --rehearse exclude each other")
-    heat_s = _duration_s(duration) or phases.HEAT_S
-    loaded = _loaded(config, overrides, {"run.dir": run_dir})
+    heat_s = duration_s(duration) or phases.HEAT_S
+    loaded = config_of(config, overrides, {"run.dir": run_dir})
     _let_workers_import_from_here()
     make_environment = environments.on_this_machine if local else environments.on_cluster
     if rehearse:
@@ -375,23 +373,7 @@ def init(output: opt.Output = "cluster.yaml", force: opt.Force = False) -> None:
         typer.echo(line)
 
 
-def _duration_s(text: str | None) -> float | None:
-    try:
-        return None if text is None else parse_duration(text)
-    except ValueError as error:
-        raise UsageError(f"--duration {text}: {error}") from error
-
-
-def _loaded(config: str, overrides: list[str] | None, typed: Mapping[str, str | None]) -> Config:
-    """Return the configuration with what options of their own say of some keys, after `--set`."""
-    given = [f"{key}={json.dumps(value)}" for key, value in typed.items() if value is not None]
-    return load_config(config, [*(overrides or []), *given])
-
-
-def _print(text: str) -> None:
-    """Print text that may come from a file: characters that the terminal cannot show must not stop the output."""
-    encoding = sys.stdout.encoding or "utf-8"
-    typer.echo(text.encode(encoding, "backslashreplace").decode(encoding))
+commands.add_to(app)
 
 
 def _let_workers_import_from_here() -> None:

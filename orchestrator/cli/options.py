@@ -87,8 +87,17 @@ WithoutTls = Annotated[
     bool, Option("--without-tls", help="Serve other PCs unencrypted: who listens can read and log in.")
 ]
 
+# Of the verbs that send a command.
+Slots = Annotated[list[str], Argument(help="Such as pc1/3; each is named.", metavar="SLOT", show_default=False)]
+Slot = Annotated[str, Argument(help="Such as pc1/3.", metavar="SLOT")]
+Amount = Annotated[str, Argument(help="Such as 2GiB or 900MiB; at most the slot's budget.", metavar="BYTES")]
+OfRun = Annotated[
+    str, Option("--run", help="As `runs` shows it, or its end. Default: the newest that runs.", metavar="RUN_ID")
+]
+
 # Of `report`, `limits` and `init`.
 RunId = Annotated[str, Argument(help="As `runs` shows it, or its end. Default: the newest.", metavar="RUN_ID")]
+OtherRun = Annotated[Text, Argument(help="With --html: another run to compare with.", metavar="OTHER")]
 AsText = Annotated[bool, Option("--text", help="In words: this is the default.")]
 HtmlFile = Annotated[
     Path | None, Option("--html", help="Into one file for a browser, charts included.", metavar="FILE")

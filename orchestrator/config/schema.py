@@ -218,6 +218,7 @@ class RunConfig(_Section):
         Field(min_length=1, max_length=1024, description="a folder, made if it is not there"),
         AfterValidator(_printable),
     ] = "runs"
+    report: bool = False
 
     @property
     def duration_s(self) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from orchestrator.core import step_accounting
 from orchestrator.core.leak_detector import NO_WATCH
 from orchestrator.core.slot import Command, Flight, Moment, Phase, Rules, Slot, Transition, changed
@@ -46,6 +48,12 @@ def fill(slot: Slot, moment: Moment) -> Transition:
     return slot, tuple(commands)
 
 
+def last(slot: Slot, moment: Moment) -> Transition:
+    """Send one slice more, in which the slot saves what it trains, before it rests or ends."""
+    slot, command = _send(slot, moment.rules.slice_s, moment)
+    return slot, (command,)
+
+
 def overdue_s(slot: Slot, moment: Moment) -> float:
     """Return the seconds since the running slice should have ended; negative while it need not have."""
     should_end_s = _should_end_s(slot)
@@ -86,5 +94,7 @@ def _send(slot: Slot, duration_s: float, moment: Moment) -> tuple[Slot, Directiv
         duration_s=duration_s,
         step_limit=step_limit,
         resume=slot.resume,
+        save=slot.orders.save,
     )
-    return changed(slot, in_flight=(*slot.in_flight, flight), next_sequence=sequence + 1), command
+    slot = changed(slot, in_flight=(*slot.in_flight, flight), next_sequence=sequence + 1)
+    return (changed(slot, orders=replace(slot.orders, save=False)) if command.save else slot), command

@@ -6,6 +6,8 @@
                                 ├──Drain, last report──> STOPPED
                                 └──report that all is done──> DONE
 
+    WORKING or PAUSING ──Held──> HELD ──Unheld──> WORKING          QUARANTINED ──Reinstated──> WORKING
+
 Rules:
 
 1. A slot is its own identity. Processes come and go in it (incarnations); its counters only grow, and its policy
@@ -13,18 +15,21 @@ Rules:
 2. Two slices are under way in a working slot, one running and one queued, so that a card never waits for the head.
 3. A slice counts when its report arrives, once. A report of another incarnation, or of a slice not under way, is
    refused: the slot has given that slice up, and its work may have been done again (`step_accounting.py`).
-4. A slot that is neither working, quarantined, stopped nor done waits for its node or has a time to wake up.
-5. Quarantine is final until the user starts a new run, or `run --resume`.
+4. A slot that is neither working, held, quarantined, stopped nor done waits for its node or has a time to wake up.
+5. Quarantine is final until the user reinstates the slot, starts a new run, or `run --resume`.
 6. The first slice of a process is one step. More is sent only after its report, so that a process that does not come
    up has at most one step to lose.
 7. A slot whose workload is finished is done: it gets no slice and no process any more, also not by `run --resume`.
+8. A held slot gets no slice, whatever happens to its process or its node, until the user undoes that. What was sent
+   before runs to its end. `Held`, `Unheld`, `Reinstated`, `Capped` and `SaveAsked` are the user's (`user_commands.py`).
+9. A training that is to rest or to end gets one slice more, in which it saves.
 
 Every pair of phase and event is in `_TABLE`: handled, ignored for a reason, or illegal. An illegal one means that the
 supervisor or the membership is wrong about what it does, and `advance` raises `IllegalEventError`.
 
 Pure: no clock (every event comes with the time), no I/O, no randomness but a hash of a seed. What a slice brings is in
-`slice_results.py`, what is sent in `dispatch.py`, how a process ends in `restart_policy.py`. Does not place slots
-(`placement.py`) and does not perform commands (`run/supervisor.py`).
+`slice_results.py`, what is sent in `dispatch.py`, how a process ends in `restart_policy.py`, what the user orders in
+`holding.py`. Does not place slots (`placement.py`) and does not perform commands (`run/supervisor.py`).
 """
 
 from __future__ import annotations
@@ -33,29 +38,32 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from orchestrator.core import dispatch, restart_policy, slice_results, step_accounting
+from orchestrator.core import dispatch, holding, restart_policy, slice_results, step_accounting
 from orchestrator.core.fleet import SliceFailed, SliceReported
 from orchestrator.core.slot import (
+    Capped,
     CardQuarantined,
     Close,
-    Command,
     DeathExplained,
     Drain,
     Event,
     Forget,
     HeadState,
+    Held,
     Moment,
     NodeJoined,
     NodeLeft,
     NodeRefused,
     Note,
     Phase,
-    Place,
+    Reinstated,
     Restart,
     Rules,
+    SaveAsked,
     Slot,
     Tick,
     Transition,
+    Unheld,
 )
 
 #: Deaths this shortly before a node is seen to have left are the node's, not the slot's. Ray tells of a dead raylet
@@ -95,23 +103,15 @@ def advance(slot: Slot, event: Event, now_s: float, rules: Rules, ends_at_s: flo
 
 
 def _node_joined(slot: Slot, _: NodeJoined, moment: Moment) -> Transition:
-    place: tuple[Command, ...] = () if slot.placed else (Place(),)
-    again = slot.placed
-    slot = replace(
-        slot,
-        placed=True,
-        state=HeadState.STARTING,
-        reason="its process starts and loads torch",
-        deaths_at_s=restart_policy.recent(slot.deaths_at_s, moment),
-    )
-    slot, command = dispatch.begin(slot, moment, new_process=again)
-    return slot, (*place, command)
+    if slot.orders.hold is not None:
+        return restart_policy.at_rest(replace(slot, ready=False), moment)
+    return restart_policy.start(slot, moment)
 
 
 def _node_left(slot: Slot, event: NodeLeft, moment: Moment) -> Transition:
     lost = replace(
         step_accounting.all_lost(slot),
-        phase=Phase.ABSENT,
+        phase=Phase.STOPPED if slot.draining else Phase.ABSENT,
         state=HeadState.LOST,
         reason=event.reason,
         wake_at_s=None,
@@ -119,7 +119,7 @@ def _node_left(slot: Slot, event: NodeLeft, moment: Moment) -> Transition:
         silent_since_s=None,
         deaths_at_s=tuple(at for at in slot.deaths_at_s if at < moment.now_s - _NODE_BLAME_S),
     )
-    return restart_policy.stopped_if_draining(lost), (Forget(),)
+    return holding.shown_without_node(lost, moment), (Forget(),)
 
 
 def _node_refused(slot: Slot, event: NodeRefused, _: Moment) -> Transition:
@@ -154,11 +154,15 @@ def _time_passed_while_working(slot: Slot, _: Tick, moment: Moment) -> Transitio
     return slot, ()
 
 
-def _drain(slot: Slot, _: Drain, __: Moment) -> Transition:
+def _drain(slot: Slot, _: Drain, moment: Moment) -> Transition:
     slot = replace(slot, draining=True)
     if slot.in_flight and slot.ready:
         # The queued slice runs too: Ray cannot take it back. It would run nevertheless, and its report be lost.
-        return slot, ()
+        return holding.saved_before_rest(slot), ()
+    if slot.phase is Phase.WORKING and slot.ready:  # its last slice has ended with the time of the run
+        slot = holding.saved_before_rest(slot)
+        if slot.orders.save:
+            return dispatch.last(slot, moment)
     return _stopped(slot)  # nothing runs, or it is not known whether anything does
 
 
@@ -198,24 +202,30 @@ _ONE_SAID_IT = "slices of one process fail together, and the first failure gave 
 _RULE_5 = "rule 5"
 _FINAL = "the slot has ended; the supervisor still tells every slot"
 _RULE_7 = "rule 7"
+_RULE_8 = "rule 8"
 
-#: What an event does to a slot that is absent, working, pausing, quarantined, stopped or done, in the order of `Phase`:
-#: its handler, or why it changes nothing, or `None` where it is illegal.
+#: What an event does to a slot that is absent, working, pausing, held, quarantined, stopped or done, in the order of
+#: `Phase`: its handler, or why it changes nothing, or `None` where it is illegal.
 _TABLE: Mapping[type[Event], tuple[Handler | str | None, ...]] = {
-    NodeJoined: (_node_joined, None, None, _RULE_5, _FINAL, _RULE_7),
-    NodeLeft: (None, _node_left, _node_left, _RULE_5, _FINAL, _node_left_when_done),
-    NodeRefused: (_node_refused, None, None, _RULE_5, _FINAL, _RULE_7),
-    CardQuarantined: (None, _card_quarantined, _card_quarantined, _RULE_5, None, _RULE_7),
+    NodeJoined: (_node_joined, None, None, None, _RULE_5, _FINAL, _RULE_7),
+    NodeLeft: (None, *(_node_left,) * 3, _RULE_5, _FINAL, _node_left_when_done),
+    NodeRefused: (_node_refused, None, None, None, _RULE_5, _FINAL, _RULE_7),
+    CardQuarantined: (None, _card_quarantined, _card_quarantined, None, _RULE_5, None, _RULE_7),
     SliceReported: (
         slice_results.refused,
         slice_results.reported,
-        *(slice_results.refused,) * 3,
+        *(slice_results.refused,) * 4,
         slice_results.reported_when_done,
     ),
-    SliceFailed: (_ONE_SAID_IT, slice_results.failed, *(_ONE_SAID_IT,) * 3, slice_results.failed_when_done),
-    DeathExplained: (_AWAY, _death_explained, _death_explained, _death_explained, _FINAL, _RULE_7),
-    Tick: (_NOT_A_TIME, _time_passed_while_working, _time_passed_while_pausing, _RULE_5, _FINAL, _RULE_7),
-    Drain: (_drain, _drain, _drain, _FINAL, _FINAL, _RULE_7),
-    Close: (_close, _close, _close, _FINAL, _FINAL, _close_when_done),
+    SliceFailed: (_ONE_SAID_IT, slice_results.failed, *(_ONE_SAID_IT,) * 4, slice_results.failed_when_done),
+    DeathExplained: (_AWAY, _death_explained, _death_explained, _RULE_8, _death_explained, _FINAL, _RULE_7),
+    Held: (holding.held_without_node, holding.held_at_work, *(holding.held_at_once,) * 2, None, None, None),
+    Unheld: (holding.unheld_without_node, holding.unheld_at_work, None, holding.unheld, None, None, None),
+    Reinstated: (None, None, None, None, holding.reinstated, None, None),
+    Capped: (*(holding.capped,) * 5, None, None),
+    SaveAsked: (None, holding.save_asked, None, None, None, None, None),
+    Tick: (_NOT_A_TIME, _time_passed_while_working, _time_passed_while_pausing, _RULE_8, _RULE_5, _FINAL, _RULE_7),
+    Drain: (*(_drain,) * 4, _FINAL, _FINAL, _RULE_7),
+    Close: (*(_close,) * 4, _FINAL, _FINAL, _close_when_done),
 }
 _CELLS = {(phase, event): cell for event, row in _TABLE.items() for phase, cell in zip(Phase, row, strict=True)}

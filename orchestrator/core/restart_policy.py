@@ -1,4 +1,4 @@
-"""What becomes of a slot when its process ends: another process after a pause, or quarantine. Pure.
+"""What becomes of a slot when its process ends: another process after a pause, none while held, or quarantine. Pure.
 
 Part of the lifecycle: `lifecycle.py` and `slice_results.py` say which event leads here.
 """
@@ -9,7 +9,7 @@ import hashlib
 from dataclasses import replace
 from typing import Final
 
-from orchestrator.core import step_accounting
+from orchestrator.core import dispatch, step_accounting
 from orchestrator.core.fleet import DeathCause
 from orchestrator.core.slot import (
     Abandon,
@@ -17,8 +17,10 @@ from orchestrator.core.slot import (
     EndRun,
     Forget,
     HeadState,
+    Hold,
     Moment,
     Phase,
+    Place,
     Restart,
     Slot,
     SlotState,
@@ -29,6 +31,9 @@ from workers.units import MIB
 
 #: A process that keeps too much by its first reports is no better than one that dies.
 _AT_ONCE_REPORTS: Final = 3
+
+_HELD_WITH_PROCESS: Final = "it gets no work, and its process keeps its memory, until `resume`"
+_HELD_WITHOUT: Final = "it gets no work, and its process has ended, until `resume`"
 
 
 def died(slot: Slot, why: str, moment: Moment, *, before: tuple[Command, ...] = ()) -> Transition:
@@ -42,14 +47,16 @@ def died(slot: Slot, why: str, moment: Moment, *, before: tuple[Command, ...] = 
     if len(deaths) >= rules.max_deaths:
         span_s = max(rules.death_window_s, now_s - deaths[0])
         return quarantine(slot, f"{len(deaths)} deaths in {span_s:.0f} s; the last: {why}")
-    return _pausing(slot, HeadState.RESTARTING, why, now_s + _pause_s(slot, moment)), (Forget(), *before)
+    pausing = _pausing(slot, HeadState.RESTARTING, why, now_s + _pause_s(slot, moment))
+    return without_process(pausing, moment, (Forget(), *before))
 
 
 def no_memory_for_context(slot: Slot, why: str, moment: Moment) -> Transition:
     """Try a fresh process after the longest pause: the card has no memory left even for a context. Not a death."""
     slot = replace(_restarted(slot), ending=True)
     pause_s = _jittered(moment.rules.restart_backoff_max_s, slot, moment)
-    return _pausing(slot, WorkerState.EMERGENCY, why, moment.now_s + pause_s), (Forget(), Restart())
+    pausing = _pausing(slot, WorkerState.EMERGENCY, why, moment.now_s + pause_s)
+    return without_process(pausing, moment, (Forget(), Restart()))
 
 
 def leaked(slot: Slot, unneeded_bytes: int, moment: Moment) -> Transition:
@@ -58,7 +65,7 @@ def leaked(slot: Slot, unneeded_bytes: int, moment: Moment) -> Transition:
         why = f"{leak_words(unneeded_bytes)}: drop every tensor in the workload's `release`"
         return died(slot, why, moment, before=(Restart(),))
     slot, why = replace(_restarted(slot), ending=True), f"{leak_words(unneeded_bytes)}; its process was replaced"
-    return _pausing(slot, HeadState.RESTARTING, why, moment.now_s), (Forget(), Restart())
+    return without_process(_pausing(slot, HeadState.RESTARTING, why, moment.now_s), moment, (Forget(), Restart()))
 
 
 def leak_words(unneeded_bytes: int) -> str:
@@ -84,24 +91,63 @@ def done(slot: Slot) -> Transition:
 
 
 def quarantine(slot: Slot, why: str) -> Transition:
-    """Give the slot up until the user starts a new run."""
+    """Give the slot up until the user reinstates it, or starts a new run. It is held no more: it has ended."""
     slot = replace(
         step_accounting.all_lost(slot),
         phase=Phase.QUARANTINED,
         state=HeadState.QUARANTINED,
         reason=why,
         wake_at_s=None,
+        orders=replace(slot.orders, hold=None),
     )
     return slot, (Abandon(),)
 
 
-def stopped_if_draining(slot: Slot) -> Slot:
-    """Stop the slot instead of letting it wait, if the run is ending."""
-    return replace(slot, phase=Phase.STOPPED, wake_at_s=None) if slot.draining else slot
+def without_process(slot: Slot, moment: Moment, commands: tuple[Command, ...]) -> Transition:
+    """Let a slot wait that has no process, unless its run is ending or the user holds it: it then stops, or is held."""
+    if slot.draining:
+        return replace(slot, phase=Phase.STOPPED, wake_at_s=None), commands
+    if slot.orders.hold is None:
+        return slot, commands
+    held, more = at_rest(replace(slot, ready=False), moment)
+    return held, (*commands, *more)
+
+
+def at_rest(slot: Slot, moment: Moment) -> Transition:
+    """Hold a slot on a node that is there, now that nothing is under way; end its process where that was asked."""
+    ends = slot.orders.hold is Hold.DRAIN and slot.placed
+    stays = slot.ready and not ends
+    slot = replace(
+        slot,
+        phase=Phase.HELD,
+        state=HeadState.HELD,
+        reason=_HELD_WITH_PROCESS if stays else _HELD_WITHOUT,
+        ready=stays,
+        wake_at_s=None,
+        silent_since_s=None,
+        held_since_s=moment.now_s if slot.held_since_s is None else slot.held_since_s,
+    )
+    # The next process is another actor's.
+    return (replace(slot, placed=False, incarnation=slot.incarnation + 1), (Abandon(),)) if ends else (slot, ())
+
+
+def start(slot: Slot, moment: Moment) -> Transition:
+    """Send the first slice to a process of a slot whose node is there; the actor may have to be made first."""
+    place: tuple[Command, ...] = () if slot.placed else (Place(),)
+    again = slot.placed
+    slot = replace(
+        slot,
+        placed=True,
+        state=HeadState.STARTING,
+        reason="its process starts and loads torch",
+        deaths_at_s=recent(slot.deaths_at_s, moment),
+    )
+    slot, command = dispatch.begin(slot, moment, new_process=again)
+    return slot, (*place, command)
 
 
 def _pausing(slot: Slot, state: SlotState, why: str, wake_at_s: float) -> Slot:
-    return stopped_if_draining(replace(slot, phase=Phase.PAUSING, state=state, reason=why, wake_at_s=wake_at_s))
+    return replace(slot, phase=Phase.PAUSING, state=state, reason=why, wake_at_s=wake_at_s)
 
 
 def recent(deaths_at_s: tuple[float, ...], moment: Moment) -> tuple[float, ...]:

@@ -45,15 +45,16 @@ def outcome_of(missed: Sequence[str], *, interrupted: bool) -> tuple[str, int]:
 
 
 def _of_slot(slot: Slot, time_s: float) -> Iterator[str]:
-    if isinstance(slot.state, HeadState) or slot.state in STARVED:
+    is_held = slot.state is HeadState.HELD
+    if (isinstance(slot.state, HeadState) and not is_held) or slot.state in STARVED:
         yield f"ended in {slot.state}: {slot.reason}"
     elif slot.ended_stale:
         yield f"ended {slot.reason}"
     counts = slot.counts
     if counts.verify_errors:
         yield f"{counts.verify_errors} wrong of {counts.verify_checks} results checked"
-    if slot.state is WorkerState.DONE:
-        return  # however long it took
+    if is_held or slot.state is WorkerState.DONE:
+        return  # however long it took, or was to wait
     if not counts.steps_ok:
         yield "no good step"
     elif slot.worked_s < LEAST_WORKED * time_s:

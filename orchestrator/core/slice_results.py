@@ -149,9 +149,14 @@ def _go_on(slot: Slot, moment: Moment) -> Transition:
         is_running = slot.state is WorkerState.RUNNING
         reason = f"LEAK: {restart_policy.leak_words(told_bytes)}" if is_running else slot.reason
         slot = changed(slot, leak_told=True, reason=reason)
+    if slot.orders.save and not slot.in_flight and (slot.draining or slot.orders.hold is not None):
+        slot, commands = dispatch.last(slot, moment)
+        return slot, (*notes, *commands)
     if slot.draining:
         return (slot if slot.in_flight else changed(slot, phase=Phase.STOPPED, wake_at_s=None)), notes
-    if too_much_bytes is None:
+    if slot.orders.hold is not None:
+        slot, commands = (slot, ()) if slot.in_flight else restart_policy.at_rest(slot, moment)
+    elif too_much_bytes is None:
         slot, commands = dispatch.fill(slot, moment)
     else:
         slot, commands = restart_policy.leaked(slot, too_much_bytes, moment)
@@ -187,4 +192,4 @@ def failed(slot: Slot, event: SliceFailed, moment: Moment) -> Transition:
         ending=False,
         wake_at_s=now_s + _RETRY_UNREACHABLE_S,
     )
-    return restart_policy.stopped_if_draining(waiting), (Forget(),)
+    return restart_policy.without_process(waiting, moment, (Forget(),))

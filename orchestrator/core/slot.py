@@ -25,8 +25,10 @@ class HeadState(StrEnum):
     RESTARTING = "RESTARTING"
     #: Its node has left.
     LOST = "LOST"
-    #: It was given up until the user starts a new run.
+    #: It was given up until the user reinstates it, or starts a new run.
     QUARANTINED = "QUARANTINED"
+    #: The user has it wait.
+    HELD = "HELD"
 
 
 #: What a slot is shown as. The words of both types differ.
@@ -44,6 +46,8 @@ class Phase(StrEnum):
     ABSENT = "absent"
     WORKING = "working"
     PAUSING = "pausing"
+    #: Its node is there, and nothing is sent until the user undoes that.
+    HELD = "held"
     QUARANTINED = "quarantined"
     STOPPED = "stopped"
     #: Its work is finished; it waits for nothing but the reports of what was sent before that was known.
@@ -84,6 +88,33 @@ class Flight:
     """It cannot have done more good steps than this."""
 
 
+class Hold(StrEnum):
+    """How the user has a slot wait."""
+
+    #: Its process stays, with its memory.
+    PAUSE = "pause"
+    #: Its process ends.
+    DRAIN = "drain"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """What the user has asked of a slot and not taken back. The store keeps it for the next head."""
+
+    hold: Hold | None = None
+    cap_bytes: int | None = None
+    """The most that its worker may hold; `None`: as much as the plan says."""
+    save: bool = False
+    """The next slice is to save the state of what it trains."""
+
+    def within_cap(self, some_bytes: int) -> int:
+        """Return as many of these bytes as the cap allows."""
+        return some_bytes if self.cap_bytes is None else min(some_bytes, self.cap_bytes)
+
+
+NO_ORDERS = Orders()
+
+
 # Without `slots`: `changed` copies the dictionary of a slot, which costs a tenth of `dataclasses.replace`.
 @dataclass(frozen=True, kw_only=True)
 class Slot:
@@ -98,6 +129,8 @@ class Slot:
     in_flight: tuple[Flight, ...] = ()
     placed: bool = False
     draining: bool = False
+    orders: Orders = NO_ORDERS
+    held_since_s: float | None = None
     ready: bool = False
     """Whether the present incarnation has reported: only then is it sent more than one step."""
     ending: bool = False
@@ -123,7 +156,7 @@ class Slot:
     first_report_s: float | None = None
     """When it first reported more than that it warms up, in this head's time."""
     worked_s: float = 0.0
-    """Time for which it worked since then, once the run counts (`step_accounting.worked_s`)."""
+    """Time for which it worked or was held since then, once the run counts (`step_accounting.worked_s`)."""
     ended_stale: bool = False
     """Whether its slice was overdue by more than `stale_after_s` when the run ended; `reason` says by how much."""
     restarts: int = 0
@@ -191,6 +224,35 @@ class DeathExplained:
     cause: DeathCause
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """The user has the slot wait, from the end of the slices under way."""
+
+    hold: Hold
+
+
+class Unheld(_Plain):
+    """The user lets the slot work again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reinstated:
+    """The user lifts the quarantine of the slot."""
+
+    node_is_there: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capped:
+    """The user bounds what the slot's worker may hold; `None`: no longer."""
+
+    cap_bytes: int | None
+
+
+class SaveAsked(_Plain):
+    """The user wants the state saved of what the slot trains."""
+
+
 class Tick(_Plain):
     """Time has passed."""
 
@@ -211,6 +273,11 @@ Event: TypeAlias = (
     | SliceReported
     | SliceFailed
     | DeathExplained
+    | Held
+    | Unheld
+    | Reinstated
+    | Capped
+    | SaveAsked
     | Tick
     | Drain
     | Close

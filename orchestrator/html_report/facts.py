@@ -1,21 +1,23 @@
 """Reads all that the frozen page shows of a run, as one value for JSON; its shape is in `web/page/source.js`.
 
 The courses of values are thinned out until they fit: of few slots in 300 parts each, of a thousand in 16. Does not
-write the file (`page.py`).
+write the file (`page.py`), nor compare two runs (`comparison.py`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Final
 
+from orchestrator.html_report.comparison import Side, compared
 from orchestrator.watch import history
 from orchestrator.watch.archive import StoredEvent, StoredRun
-from orchestrator.watch.catalogue import FIELDS
-from orchestrator.watch.follow import Follower
+from orchestrator.watch.cells import UNICODE
+from orchestrator.watch.follow import Follower, Frame
 from orchestrator.watch.history import Buckets
-from orchestrator.watch.model import Row
 from orchestrator.web import page_data
 from orchestrator.web.page_data import Json
 
@@ -24,18 +26,27 @@ _PARTS_LEAST: Final = 16
 #: Of all courses together: about 2.5 MiB of text.
 _NUMBERS_MOST: Final = 400_000
 _EVENTS_MOST: Final = 2_000
+#: So many does the page show.
+_EVENTS_TOLD: Final = 300
 _EVENTS_OF_SLOT: Final = 30
+#: Spans of states, of all slots together and of each.
+_SPANS_MOST: Final = 6_000
+_SPANS_LEAST: Final = 6
 
-_OF_TRAINING: Final = ("loss", "samples_per_s", "tokens_per_s", "data_wait_pct")
-_COURSES: Final = ("size", *page_data.CHARTED, "reserved_bytes", *_OF_TRAINING)
+_OF_SLOT: Final = ("state", "reason", "spans", "events", "traceback")
+_CHARTED: Final = ("tflops", "allocated_bytes", "size", "oom_count", "temperature_c", "power_w", "loss")
+_COURSES: Final = (
+    *(*_CHARTED, "cap_bytes", "reserved_bytes", "duty_measured"),
+    *("samples_per_s", "tokens_per_s", "data_wait_pct"),
+)  # fmt: skip
 
 
-def frozen(folder: Path) -> Json:
-    """Return the run in a run folder, with its last picture and the course of its values.
+def frozen(folder: Path, other: Path | None = None) -> Json:
+    """Return the run in a run folder, with its last picture and the course of its values, beside another run.
 
     Raises:
-        NothingStoredError: Nothing is stored in it yet.
-        ArchiveError: It cannot be read.
+        NothingStoredError: Nothing is stored in one of them yet.
+        ArchiveError: One cannot be read.
     """
     frame = Follower(folder).look()
     rows = frame.snapshot.rows
@@ -44,34 +55,31 @@ def frozen(folder: Path) -> Json:
     for event in events:
         if event.slot is not None:
             by_slot[event.slot].append(event)
-    told_of = {row.slot: tuple(key for key in _COURSES if FIELDS[key].value(row) is not None) for row in rows}
-    parts = parts_for(sum(map(len, told_of.values())))
-    courses = {row.slot: _courses(folder, row, told_of[row.slot], frame.run, parts) for row in rows}
-    told_courses = {
-        slot: {key: page_data.history_of(key, found) for key, found in course.items()}
-        for slot, course in courses.items()
-    }
+    courses = _courses(frame.run, _COURSES, parts_for(len(rows) * len(_COURSES)))
     sampled = history.sampled_between(folder)
+    spans = history.all_state_spans(folder)
+    most = max(_SPANS_LEAST, _SPANS_MOST // max(1, len(rows)))
+    table = page_data.frozen_table(frame)
+    headings = {" ".join(column["title"]).strip() for column in table["table"]["columns"]}
     slots = {}
     for row in rows:
-        spans = history.state_spans(folder, row.slot)
-        told = page_data.slot_of(frame, row.slot, spans, by_slot[row.slot][-_EVENTS_OF_SLOT:])
+        told = page_data.slot_of(frame, row.slot, spans.get(row.slot, ())[-most:], by_slot[row.slot][-_EVENTS_OF_SLOT:])
         if told is not None:
-            drawn = courses[row.slot]
-            fields = [(key, label) for key, label in told["fields"] if key in drawn] or told["fields"]
-            charts = [key for key in told["charts"] if key in drawn]
-            del told["row"]  # for programs, which have `report --json`
-            slots[row.slot] = {**told, "sampled": sampled, "fields": fields, "charts": charts}
+            more = [fact for fact in told["facts"] if fact[0] not in headings]  # the others are in the table
+            slots[row.slot] = {name: told[name] for name in _OF_SLOT} | {"more": more}
     return {
-        **page_data.frozen_table(frame),
+        **table,
         "slots": slots,
-        "times": next((drawn["t"] for course in told_courses.values() for drawn in course.values()), []),
-        "history": {
-            slot: {key: {name: value for name, value in drawn.items() if name != "t"} for key, drawn in course.items()}
-            for slot, course in told_courses.items()
-        },
-        "events": [page_data.event_of(event) for event in events],
+        "every_slot": {"sampled": sampled, "utc_offset_s": page_data.offset_s(frame.snapshot.now_unix_s)},
+        "times": _times(courses),
+        "labels": {key: page_data.field_label(key) for key in _COURSES},
+        "charts": _CHARTED,
+        "missing": UNICODE.missing,
+        "history": {slot: {key: _drawn(key, course) for key, course in told.items()} for slot, told in courses.items()},
+        "beside": dict.fromkeys(("allocated_bytes", "reserved_bytes"), ("cap_bytes", "cap")),
+        "events": [page_data.event_of(event) for event in events[-_EVENTS_TOLD:]],
         "cards": page_data.cards_of(frame),
+        "summary": _summary(frame, events, courses, None if other is None else Follower(other).look()),
     }
 
 
@@ -80,10 +88,93 @@ def parts_for(courses: int) -> int:
     return max(_PARTS_LEAST, min(_PARTS_MOST, _NUMBERS_MOST // max(1, 3 * courses)))
 
 
-def _courses(folder: Path, row: Row, keys: tuple[str, ...], run: StoredRun, parts: int) -> dict[str, Buckets]:
-    begins = run.facts.started_at_unix_s
-    ends = run.updated_at_unix_s
-    if not keys or ends is None or ends <= begins:
-        return {}
-    found = history.buckets(folder, row.slot, keys, begins, ends + 0.001, parts)
-    return {key: course for key, course in found.items() if any(value is not None for value in course.mean)}
+def _summary(
+    frame: Frame,
+    events: tuple[StoredEvent, ...],
+    slots: Mapping[str, Mapping[str, Buckets]],
+    other: Frame | None,
+) -> Json:
+    """Return the run as a whole: what fell short, its course, and its figures beside those of another run."""
+    frames = [frame] if other is None else [frame, other]
+    width_s = max((between[1] - between[0] for each in frames if (between := _between(each.run))), default=1.0)
+    courses = [_totals(each.run, width_s) for each in frames]
+    of_slots = [slots, *(_courses(each.run, ("tflops",), _PARTS_LEAST) for each in frames[1:])]
+    charts = []
+    for key in history.TOTALS if courses[0] else ():
+        drawn = page_data.history_of(key, courses[0][key])
+        beside = None if len(courses) == 1 or not courses[1] else page_data.history_of(key, courses[1][key])
+        if any(value is not None for value in drawn["mean"]):
+            more = {} if beside is None else {"beside": beside["mean"], "beside_label": "other run"}
+            charts.append({"label": _LABELS[key], "t": drawn["t"], "mean": drawn["mean"], **more})
+    begins = frame.run.facts.started_at_unix_s
+    missed = [event.details.get("missed") for event in events if event.event == "run_ended"]
+    return {
+        "missed": [UNICODE.clean(str(each)) for each in missed[-1]] if missed and isinstance(missed[-1], list) else [],
+        "from": begins,
+        "to": begins + width_s,
+        "charts": charts,
+        "events": [page_data.event_of(event) for event in events if event.slot is None],
+        "spans": [],
+        "utc_offset_s": page_data.offset_s(begins),
+        "figures": compared(list(map(_side, frames, courses, of_slots))),
+    }
+
+
+def _side(frame: Frame, whole: Mapping[str, Buckets], each: Mapping[str, Mapping[str, Buckets]]) -> Side:
+    return Side(
+        run=frame.run,
+        snapshot=frame.snapshot,
+        means={key: _mean(course) for key, course in whole.items()},
+        tflops={slot: _mean(told["tflops"]) for slot, told in each.items() if "tflops" in told},
+    )
+
+
+def _mean(course: Buckets) -> float | None:
+    known = [value for value in course.mean if value is not None]
+    return fmean(known) if known else None
+
+
+def _totals(run: StoredRun, width_s: float) -> dict[str, Buckets]:
+    between = _between(run)
+    return {} if between is None else history.totals(run.folder, between[0], between[0] + width_s, _PARTS_MOST)
+
+
+def _courses(run: StoredRun, keys: Sequence[str], parts: int) -> dict[str, dict[str, Buckets]]:
+    between = _between(run)
+    found = {} if between is None else history.courses(run.folder, keys, *between, parts)
+    return {
+        slot: {key: course for key, course in told.items() if any(value is not None for value in course.mean)}
+        for slot, told in found.items()
+    }
+
+
+def _between(run: StoredRun) -> tuple[float, float] | None:
+    """Return when the run began, and a moment after its last sample; `None` before the first."""
+    begins, ends = run.facts.started_at_unix_s, run.updated_at_unix_s
+    return None if ends is None or ends <= begins else (begins, ends + 0.001)
+
+
+def _times(courses: Mapping[str, Mapping[str, Buckets]]) -> list[float]:
+    """Return the times that all courses have, once."""
+    drawn = (course for told in courses.values() for course in told.values())
+    return [round(at, 2) for at in next((course.at_unix_s for course in drawn), ())]
+
+
+def _drawn(key: str, course: Buckets) -> Json:
+    """Return a course in few characters: with its least and most only where they differ, and without times."""
+    told = page_data.history_of(key, course)
+    found = {name: [_short(value) for value in told[name]] for name in ("mean", "min", "max")}
+    return {name: values for name, values in found.items() if name == "mean" or values != found["mean"]}
+
+
+def _short(value: float | None) -> float | None:
+    return value if value is None else int(value) if value.is_integer() else float(f"{value:.4g}")
+
+
+_LABELS: Final = {
+    "tflops": "TFLOP/s of all slots",
+    "allocated_bytes": "allocated by all slots, MiB",
+    "oom_count": "out of memory, all slots",
+    "temperature_c": "hottest temperature, C",
+    "samples_per_s": "samples a second of all slots",
+}

@@ -12,8 +12,9 @@ from typing import Any
 
 from orchestrator.config.load import config_from_text
 from orchestrator.config.schema import Config
+from orchestrator.control.wire import Answer
 from orchestrator.core.placement import Target
-from orchestrator.core.slot import Phase, Rules, Slot
+from orchestrator.core.slot import HeadState, Hold, Orders, Phase, Rules, Slot
 from orchestrator.core.training import Training
 from orchestrator.errors import UsageError
 from orchestrator.run import environment as environments
@@ -34,6 +35,8 @@ class Past:
     """As their last reports left them, without a process."""
     incomplete: bool = False
     """Whether its records are incomplete already."""
+    answers: Mapping[str, Answer] = field(default_factory=dict)
+    """Of the last commands of the user, by their ids."""
 
 
 def rules_of(config: Config, past: Past) -> Rules:
@@ -96,9 +99,13 @@ def _slot(record: SlotRecord) -> Slot:
     lost_before = int(_counter(record.counters, "steps_lost_upper_bound", 0))
     done = record.state == WorkerState.DONE
     finished: dict[str, Any] = {"phase": Phase.DONE, "state": WorkerState.DONE, "reason": record.reason} if done else {}
+    orders = _orders(record.orders or {})
+    if orders.hold is not None and not done:
+        finished = {"state": HeadState.HELD, "reason": "it gets no work until `resume`"}
     told = {name: value for name in Progress.__slots__ if is_row_value(name, value := record.row.get(name))}
     return Slot(
         slot=record.slot,
+        orders=orders,
         **finished,
         training=Training(told=Progress(**told)),
         # The earlier processes are gone, and their reports must not be mistaken for those of new ones.
@@ -108,6 +115,16 @@ def _slot(record: SlotRecord) -> Slot:
         counts=StepCounts(**{name: _counter(record.counters, name, new) for name, new in asdict(NO_COUNTS).items()}),
         restarts=int(_counter(record.counters, "restarts", 0)),
         steps_lost_upper_bound=lost_before + record.steps_at_risk,
+    )
+
+
+def _orders(stored: Mapping[str, Any]) -> Orders:
+    """Return what the user has asked of a slot; what this version does not understand is left out."""
+    hold, cap_bytes = stored.get("hold"), stored.get("cap_bytes")
+    return Orders(
+        hold=Hold(hold) if hold in list(Hold) else None,
+        cap_bytes=cap_bytes if type(cap_bytes) is int and cap_bytes > 0 else None,
+        save=stored.get("save") is True,
     )
 
 

@@ -7,6 +7,7 @@ exists, its summary is always written.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import subprocess
@@ -29,6 +30,7 @@ from orchestrator.core.run_outcome import outcome_of
 from orchestrator.errors import NoClusterError, OrchestratorError, UsageError, one_line
 from orchestrator.run import fake_sensors, fault_injection, node_setup, preflight, resume, run_dir, viewers
 from orchestrator.run.clock import Clock
+from orchestrator.run.commands import Commands, answers_before
 from orchestrator.run.environment import Environment, Mode
 from orchestrator.run.fault_injection import FaultInjector
 from orchestrator.run.learned_limits import LearnedLimits
@@ -85,7 +87,8 @@ def go_on(stored: StoredRun, options: Options, more_s: float | None = None) -> i
     run_dir.check_mine(stored.folder)
     environment = resume.environment_of(stored, more_s)
     _check(environment, options)
-    return _in_folder(stored.folder, environment, options, stored.facts.started_at_unix_s, resume.past_of(stored))
+    past = replace(resume.past_of(stored), answers=answers_before(stored.folder))
+    return _in_folder(stored.folder, environment, options, stored.facts.started_at_unix_s, past)
 
 
 def _check(environment: Environment, options: Options) -> None:
@@ -161,7 +164,7 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
         if script is not None:
             record.tell(f"Sensors: faked by {script}")
             plans = fake_sensors.with_sensors(plans, script, record.folder / "fake-sensors", record.past.elapsed_s)
-        with node_setup.kept(
+        kept = node_setup.kept(
             settled,
             fleet,
             plans,
@@ -170,8 +173,12 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
             interrupted=lambda: interrupts.asked,
             tell=record.tell,
             events=record.outlets.events,
-        ) as plans:
-            injector, clock = None, Clock()
+        )
+        clock = Clock()
+        listening = functools.partial(Commands, record.folder, record.outlets, clock, record.past.answers)
+        with kept as plans, contextlib.closing(listening()) as commands:
+            record.tell(*filter(None, [commands.problem]))
+            injector = None
             if chaos is not None:
                 record.tell(f"Chaos: {chaos.describe()}")
                 head = settled.config.head_node
@@ -186,6 +193,7 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
                 interrupted=lambda: interrupts.asked,
                 learned_limits=learned_limits,
                 snapshots=SnapshotKeeper(record.folder / "states"),
+                commands=commands,
                 injector=injector,
                 clock=clock,
             )
@@ -215,7 +223,7 @@ class _Record:
             events=EventLog(self.folder / "events.jsonl", also=store.event),
             store=store,
         )
-        self._begun = self._ended = False
+        self._begun = self._ended = self._with_report = False
 
     def begun(self, environment: Environment) -> RunFacts:
         """Record what the run is, so that another head can resume it; again if the cluster changes the environment."""
@@ -237,6 +245,7 @@ class _Record:
             host=socket.gethostname(),
         )
         self._begun = True
+        self._with_report = config.run.report and self.options.judge is None
         with contextlib.suppress(OSError):
             (self.folder / _SUMMARY_NAME).unlink(missing_ok=True)  # of a head that was interrupted
         if facts.elapsed_s > 0:
@@ -280,6 +289,7 @@ class _Record:
             self.tell("", "last error of the workload", *(f"  {one_line(line)}" for line in lines))
         self.tell(*section("what fell short", missed, glyphs))
         self.tell(f"Outcome: {outcome}. Summary: {place}")
+        self._report()
         return code
 
     def failed(self, error: BaseException) -> None:
@@ -297,6 +307,12 @@ class _Record:
             summary = self._summary(self.supervisor.snapshot(), outcome, code, text)
         self._write(summary)
         self.outlets.store.end(outcome, code, text, summary["faults"])
+        if outcome == "failed":
+            self._report()
+
+    def _report(self) -> None:
+        if self._with_report:
+            viewers.report(self.folder, self.tell)
 
     def _summary(self, snapshot: Snapshot, outcome: str, code: int, error: str | None = None) -> dict[str, Any]:
         injector = None if self.supervisor is None else self.supervisor.injector

@@ -10,7 +10,7 @@ from typing import overload
 
 from orchestrator.config.gpu_specs import match_profile, peak_tflops
 from orchestrator.core.placement import SlotPlan
-from orchestrator.core.slot import HeadState, Phase, Slot, SlotState
+from orchestrator.core.slot import NO_ORDERS, HeadState, Orders, Phase, Slot, SlotState
 from orchestrator.core.step_accounting import steps_at_risk
 from orchestrator.core.training import Training
 from orchestrator.watch.model import Brief, LazyRows, Row
@@ -111,7 +111,8 @@ def _reason(slot: Slot, now_s: float) -> str:
 
 def _heartbeat_age_s(slot: Slot, now_s: float) -> float | None:
     """Return the age of the last report while another one is to come."""
-    return None if slot.heard_at_s is None or slot.phase is Phase.DONE else now_s - slot.heard_at_s
+    is_awaited = slot.phase not in {Phase.DONE, Phase.HELD}
+    return now_s - slot.heard_at_s if is_awaited and slot.heard_at_s is not None else None
 
 
 def _peak_pct(tflops: float | None, device: DeviceInfo | None, sm_clock_mhz: int | None) -> float | None:
@@ -167,7 +168,8 @@ class SlotRows(LazyRows):
 
 def row(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
     """Return what the table shows of a slot at `now_s` (monotonic seconds)."""
-    report, device = slot.report, slot.device
+    # Of a held slot without a process, what the last one held is free.
+    report, device = None if slot.phase is Phase.HELD and not slot.ready else slot.report, slot.device
     memory, sensors = (None, None) if report is None else (report.memory, report.sensors)
     tflops = meter.tflops if _is_at_work(slot) else None
     peak_pct = None if slot.state is WorkerState.PAUSED else _peak_pct(tflops, device, meter.sm_clock_mhz)
@@ -187,7 +189,7 @@ def row(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
         tflops=tflops,
         peak_pct=peak_pct,
         baseline_pct=100.0 * tflops / meter.best_tflops if tflops is not None and meter.best_tflops else None,
-        cap_bytes=device.cap_bytes if device is not None else None,
+        cap_bytes=slot.orders.within_cap(device.cap_bytes) if device is not None else None,
         budget_bytes=plan.spec.budget_bytes,
         counts=slot.counts,
         restarts=slot.restarts,
@@ -209,7 +211,7 @@ class Recorder:
         self._plans = plans
         self._meters = meters
         self._store = store
-        self._written: dict[str, tuple[SlotState, str, int, ResumeState | None, Training]] = {}
+        self._written: dict[str, tuple[SlotState, str, int, ResumeState | None, Training, Orders]] = {}
 
     def take(self, changed: Collection[str], slots: Mapping[str, Slot], now_s: float, now_unix_s: float) -> None:
         """Give the store what is new of these slots at `now_s` (monotonic seconds)."""
@@ -217,7 +219,7 @@ class Recorder:
         for name in changed:
             slot = slots[name]
             # Every step that a training tells of: one that is done again later must be known to have been done.
-            told = (slot.state, slot.reason, slot.incarnation, slot.resume, slot.training)
+            told = (slot.state, slot.reason, slot.incarnation, slot.resume, slot.training, slot.orders)
             if written.get(name) != told:
                 written[name] = told
                 records.append(self._record(slot, now_s))
@@ -238,6 +240,7 @@ class Recorder:
             counters={**asdict(slot.counts), **others},
             resume=slot.resume,
             row=row(plan, slot, self._meters[slot.slot], now_s).to_dict(),
+            orders=None if slot.orders == NO_ORDERS else asdict(slot.orders),
         )
 
     @staticmethod

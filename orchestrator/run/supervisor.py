@@ -22,6 +22,7 @@ from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import Phase, Slot
 from orchestrator.errors import PreflightError
 from orchestrator.run.clock import Clock, Timers
+from orchestrator.run.commands import Commands
 from orchestrator.run.fault_injection import FaultInjector
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.node_watch import NodeWatch
@@ -91,6 +92,8 @@ class Supervisor:
     interrupted: Callable[[], bool]
     learned_limits: LearnedLimits
     snapshots: SnapshotKeeper
+    commands: Commands
+    """Those of the user."""
     injector: FaultInjector | None = None
     clock: Clock = field(default_factory=Clock)
     strict: bool = False
@@ -192,6 +195,7 @@ class Supervisor:
             self._ask_why(now_s)
         self._hear()
         self._tick()
+        self._obey()
         self._quarantine_cards(now_s)
         self._begin_counting()
         if self.injector is not None:
@@ -235,6 +239,11 @@ class Supervisor:
                 if due_at_s is not None:
                     self._timers.set(name, due_at_s if due_at_s > now_s else now_s + _LOOK_AGAIN_S)
 
+    def _obey(self) -> None:
+        is_ending, nodes = self._ended_s is not None, self._nodes.seen()
+        for name, event in self.commands.heard(self._slots, self._plans, nodes, is_ending=is_ending):
+            self._feed(name, event)
+
     def _send_out(self) -> None:
         """Write down what has changed, then perform what follows from it."""
         now_s = self.clock.monotonic_s()
@@ -243,6 +252,7 @@ class Supervisor:
         for name, lease_bytes in self._broker.look(self._slots, now_s, changed).items():
             self.outlets.events.write("leased", slot=name, lease_bytes=lease_bytes)
         self.outlets.store.commit()
+        self.commands.answer()
         outbox, self._outbox = self._outbox, []
         for name, command in outbox:
             self._perform(name, command)
@@ -260,7 +270,7 @@ class Supervisor:
             return
         now_s = self.clock.monotonic_s()
         here = [slot for slot in self._slots.values() if slot.phase not in {Phase.ABSENT, Phase.DONE}]
-        answered = [slot for slot in here if slot.ready or slot.phase is Phase.QUARANTINED]
+        answered = [slot for slot in here if slot.ready or slot.phase in {Phase.QUARANTINED, Phase.HELD}]
         if not answered:
             return
         self._first_ready_s = self._first_ready_s if self._first_ready_s is not None else now_s
@@ -373,9 +383,11 @@ class Supervisor:
             self._feed(name, slots.Drain())
         self._send_out()
         # One slice may just have begun, with another behind it.
-        deadline_s = self.clock.monotonic_s() + 2 * self._rules.slice_s + self.config.run.stop_grace_s
+        # Two slices are under way, and a training is sent another one to save in.
+        deadline_s = self.clock.monotonic_s() + 3 * self._rules.slice_s + self.config.run.stop_grace_s
         while self._slots_busy() and self.clock.monotonic_s() < deadline_s:
             self._hear()
+            self._obey()
             self._send_out()
             self._show()
         self._close()

@@ -6,7 +6,7 @@ asked for first (`ask.py`); nothing else changes it.
 
 from __future__ import annotations
 
-import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,20 +18,23 @@ from textual.binding import BindingType
 from textual.events import Resize
 from textual.widgets import Input
 
+from orchestrator.alerts.badges import Badge, badges
+from orchestrator.alerts.judge import AlertWatch, judge
+from orchestrator.config.byte_size import parse_bytes
 from orchestrator.errors import ArchiveError, OrchestratorError
-from orchestrator.top.ask import Ask, Send, amount_of, question_lines, refusal
-from orchestrator.top.cards import card_lines, node_lines, run_lines
+from orchestrator.top.ask import Ask, Send, question_lines, refusal
+from orchestrator.top.cards import alert_lines, card_lines, column_lines, node_lines, run_lines
 from orchestrator.top.keys import BINDINGS, HELP
-from orchestrator.top.rows import SCREEN_CSS, LinesView
+from orchestrator.top.replay import Replay
+from orchestrator.top.rows import SCREEN_CSS, LinesView, saved
 from orchestrator.top.slot_page import RANGES_S, event_line, read_slot_lines
-from orchestrator.top.status import freshness_words, key_line, reason_line, slots_words
+from orchestrator.top.status import badge_line, freshness_words, key_line, reason_line, slots_words
 from orchestrator.top.view import HIDEABLE, View, followed, marked_line, moved, sorted_by_next
-from orchestrator.watch import history
 from orchestrator.watch.cells import Glyphs
 from orchestrator.watch.folders import Listed, list_runs
 from orchestrator.watch.follow import Follower, Frame
 from orchestrator.watch.model import Row, Snapshot, natural_order
-from orchestrator.watch.query import WORST_FIRST, QueryError, order_of, parse
+from orchestrator.watch.query import WORST_FIRST, order_of, parse
 from orchestrator.watch.table import header_lines, table_lines
 
 _LOOK_EVERY_S = 1.0
@@ -75,8 +78,9 @@ class Top(App[None]):
         self._events: list[Text] = []
         self._said = ""
         """What went wrong last, or what was done; shown in the line of keys."""
-        self._replay_unix_s: float | None = None
-        self._plays = False
+        self._replay = Replay(folder)
+        self._alerts = AlertWatch()
+        self._badges: Sequence[Badge] = ()
         self._range = 0
         self._pages = {
             page.name: page
@@ -84,8 +88,9 @@ class Top(App[None]):
                 _Page("slot", self._slot_lines),
                 _Page("events", self._event_lines),
                 _Page("cards", self._card_lines),
+                _Page("alerts", lambda: alert_lines(self._badges, time.time(), self.size.width, self._glyphs)),
                 _Page("nodes", lambda: node_lines(self._snapshot, self._glyphs)),
-                _Page("columns", self._column_lines, self._pick_column),
+                _Page("columns", lambda: column_lines(self._view.hidden), self._pick_column),
                 _Page("runs", lambda: run_lines(self._runs, self._glyphs), self._pick_run),
                 _Page("question", self._question_lines),
                 _Page("help", lambda: [Text(line) for line in HELP.splitlines()]),
@@ -119,17 +124,23 @@ class Top(App[None]):
             frame = self._follower.look()
         except ArchiveError as failure:
             self._said = str(failure)
+            self._judge(None)
             self.draw()
             return
         self._frame = frame
+        self._judge(frame)
         self._events += [event_line(event, 1_000, self._glyphs) for event in frame.events]
         del self._events[:-_EVENTS_KEPT]
-        if self._replay_unix_s is None:
+        if self._replay.at_unix_s is None:
             self._snapshot = frame.snapshot
-        elif self._plays:
+        elif self._replay.plays:
             self.action_seek(_PLAYED_S_PER_LOOK)
             return
         self.draw()
+
+    def _judge(self, frame: Frame | None) -> None:
+        self._alerts, firing = judge(self._alerts, frame, time.time())
+        self._badges = badges(firing)
 
     def draw(self) -> None:
         """Draw header, table or page, and the line of keys."""
@@ -140,6 +151,8 @@ class Top(App[None]):
             rows.show([Text(self._said or "nothing is stored yet", "dim")])
             return
         above = header_lines(snapshot, width, self._glyphs)[: max(1, self.size.height // _HEADER_SHARE)]
+        if self._badges and self._replay.at_unix_s is None:
+            above = [badge_line(self._badges, width, self._glyphs), *above]
         header.styles.height = len(above)
         header.show(above)
         page = self._page
@@ -152,7 +165,7 @@ class Top(App[None]):
                 self._scrolled = min(max(self._scrolled, self._chosen - height + 1), self._chosen)
             self._scrolled = max(0, min(self._scrolled, len(lines) - height))
             rows.show(lines[self._scrolled :], None if page.picked is None else self._chosen - self._scrolled)
-        fresh = None if self._frame is None else freshness_words(self._frame, self._replay_unix_s)
+        fresh = None if self._frame is None else freshness_words(self._frame, self._replay.at_unix_s)
         name = None if page is None else page.name
         keys.show(
             [
@@ -210,7 +223,7 @@ class Top(App[None]):
             self.query_one("#rows").focus()
         elif self._page is not None:
             self._page = None
-        elif self._replay_unix_s is not None:
+        elif self._replay.at_unix_s is not None:
             self.action_replay()
         self._said, self._asked = "", None
         self.draw()
@@ -260,7 +273,7 @@ class Top(App[None]):
             self._folder = self._runs[index].folder
             self._follower, self._frame, self._snapshot = Follower(self._folder), None, None
             self._view, self._events, self._page = replace(self._view, slot=None, marked=frozenset()), [], None
-            self._replay_unix_s, self._plays, self._said = None, False, ""
+            self._replay, self._said = Replay(self._folder), ""
             self.look()
 
     # Commands to the run.
@@ -269,7 +282,7 @@ class Top(App[None]):
         """Ask whether a command shall be sent to the marked slots, or to the one under the cursor."""
         slots = self._view.marked or ({self._view.slot} if self._view.slot is not None else set())
         self._said = refusal(
-            can_send=self._send is not None, is_replay=self._replay_unix_s is not None, frame=self._frame
+            can_send=self._send is not None, is_replay=self._replay.at_unix_s is not None, frame=self._frame
         )
         if not self._said and slots:
             self._asked = Ask(do, tuple(sorted(slots, key=natural_order)))
@@ -320,8 +333,8 @@ class Top(App[None]):
             elif what == "sort":
                 self._view = replace(self._view, order=order_of(entered.value))
             elif self._asked is not None:
-                self._asked = replace(self._asked, amount_bytes=amount_of(entered.value))
-        except QueryError as failure:
+                self._asked = replace(self._asked, amount_bytes=parse_bytes(entered.value))
+        except ValueError as failure:
             self._said = str(failure)
         else:
             self._is_typing = entered.input.display = False
@@ -332,45 +345,34 @@ class Top(App[None]):
 
     def action_replay(self) -> None:
         """Go to what was sampled, or back to now."""
-        if self._replay_unix_s is not None:
-            self._replay_unix_s, self._plays = None, False
-            self._snapshot = None if self._frame is None else self._frame.snapshot
-            self.draw()
-        else:
+        if self._replay.at_unix_s is None:
             self.action_seek(0.0)
+            return
+        self._replay = Replay(self._folder)
+        self._snapshot = None if self._frame is None else self._frame.snapshot
+        self.draw()
 
     def action_seek(self, by_s: float) -> None:
         """Show the run as it was so much later or earlier."""
         try:
-            known = history.sampled_between(self._folder)
-            if known is None or self._frame is None:
-                self._said = "nothing was sampled yet"
-            else:
-                at_unix_s = known[1] if self._replay_unix_s is None else self._replay_unix_s
-                self._replay_unix_s = min(max(at_unix_s + by_s, known[0]), known[1])
-                self._plays = self._plays and self._replay_unix_s < known[1]
-                self._snapshot = history.moment(self._folder, self._replay_unix_s, self._frame.run)
+            found = None if self._frame is None else self._replay.seek(by_s, self._frame.run)
         except ArchiveError as failure:
             self._said = str(failure)
+        else:
+            self._said = "nothing was sampled yet" if found is None else self._said
+            self._snapshot = found or self._snapshot
         self.draw()
 
     def action_play(self) -> None:
         """Play the replay on from here, or stop it."""
-        self._plays = not self._plays
-        if self._plays and self._replay_unix_s is None:
+        self._replay.plays = not self._replay.plays
+        if self._replay.plays and self._replay.at_unix_s is None:
             self.action_seek(-1e9)
 
     def action_save(self) -> None:
         """Write what is on the screen as text."""
-        path = Path.cwd() / f"top-{self._folder.name}.txt"
         views = (self.query_one(name, LinesView) for name in ("#header", "#rows", "#keys"))
-        text = "\n".join(line.plain for view in views for line in view.lines)
-        try:
-            path.write_text(text + "\n", encoding="utf-8")
-        except OSError as failure:
-            self._said = f"{path} cannot be written: {os.strerror(failure.errno or 0)}"
-        else:
-            self._said = f"saved as {path}"
+        self._said = saved(Path.cwd() / f"top-{self._folder.name}.txt", [line for view in views for line in view.lines])
         self.draw()
 
     # Pages.
@@ -391,9 +393,6 @@ class Top(App[None]):
 
     def _card_lines(self) -> Sequence[Text]:
         return card_lines(() if self._snapshot is None else self._snapshot.rows, self.size.width, self._glyphs)
-
-    def _column_lines(self) -> Sequence[Text]:
-        return [Text(f"[{' ' if name in self._view.hidden else 'x'}] {name}") for name in HIDEABLE]
 
     def _question_lines(self) -> Sequence[Text]:
         return [] if self._asked is None else question_lines(self._asked, self._glyphs)

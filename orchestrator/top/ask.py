@@ -5,31 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Protocol
 
 from rich.text import Text
 
+from orchestrator.control.wire import Answer
+from orchestrator.core.user_commands import EFFECTS, Do
 from orchestrator.watch.cells import Glyphs
 from orchestrator.watch.follow import Frame, Freshness
 from orchestrator.watch.phrases import counted
-from orchestrator.watch.query import QueryError
-from workers.units import GIB, MIB
-
-#: What each command does to a slot, in the words of the question.
-EFFECTS: Final = {
-    "pause": "gets no new work; its process and its memory stay",
-    "resume": "gets work again",
-    "drain": "ends its slice and its process, and frees its memory; resume brings it back",
-    "reinstate": "leaves quarantine: its failures are forgotten",
-    "cap": "may hold at most so much memory",
-}
-_UNITS: Final = {"mib": MIB, "gib": GIB}
+from workers.units import MIB
 
 
 class Send(Protocol):
     """Sends a command to the head and waits for its answer."""
 
-    def __call__(self, folder: Path, do: str, slots: Sequence[str], *, amount_bytes: int | None) -> Any:  # noqa: ANN401 - its Answer
+    def __call__(self, folder: Path, do: str, slots: Sequence[str], *, amount_bytes: int | None) -> Answer:
         """Return what the head answered: `ok`, `effect` and `error`."""
 
 
@@ -47,7 +38,7 @@ def question_lines(ask: Ask, glyphs: Glyphs) -> list[Text]:
     amount = "" if ask.amount_bytes is None else f" at {ask.amount_bytes / MIB:.0f} MiB"
     return [
         Text(f"{ask.do} {counted(len(ask.slots), 'slot')}{amount}? y sends it, esc does not", "bold yellow"),
-        Text(f"each of them {EFFECTS[ask.do]}", "dim"),
+        Text(f"each of them: {EFFECTS[Do(ask.do)]}", "dim"),
         *(Text(f"  {glyphs.clean(slot)}") for slot in ask.slots),
     ]
 
@@ -61,16 +52,3 @@ def refusal(*, can_send: bool, is_replay: bool, frame: Frame | None) -> str:
     if frame is None or frame.freshness in {Freshness.ENDED, Freshness.HEAD_GONE}:
         return "no commands: this run has no head any more"
     return ""
-
-
-def amount_of(text: str) -> int:
-    """Return a number of bytes as typed, such as `3GiB`; `QueryError` for anything else."""
-    typed = text.strip().lower()
-    digits, unit = typed[:-3].strip(), typed[-3:]
-    try:
-        amount = int(float(digits) * _UNITS[unit])
-    except (KeyError, ValueError, OverflowError):
-        amount = 0
-    if amount <= 0:
-        raise QueryError(f"{text[:40]!r} is no amount of memory: write it as 3GiB or 900MiB")
-    return amount

@@ -1,12 +1,16 @@
-"""Lists beside the table, a line for each thing: cards with their sensors, nodes, runs. Pure."""
+"""Lists beside the table: cards with their sensors, alerts, nodes, runs, columns. Pure."""
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from rich.text import Text
 
+from orchestrator.alerts.badges import Badge
+from orchestrator.top.status import SEVERITY_STYLES
+from orchestrator.top.view import HIDEABLE
 from orchestrator.watch.catalogue import FIELDS
 from orchestrator.watch.cells import Glyphs, clock, flow
 from orchestrator.watch.columns import columns_for
@@ -32,6 +36,24 @@ def card_lines(rows: Iterable[Row], width: int, glyphs: Glyphs) -> list[Text]:
                 segments.append(Text.assemble((f"{column.title} {column.unit} ", "dim"), cell))
         lines += flow(segments, width, "   ")
     return lines
+
+
+def alert_lines(badges: Iterable[Badge], now_unix_s: float, width: int, glyphs: Glyphs) -> list[Text]:
+    """Return what fires: each alert with its subjects, what is wrong with the first, and what to type."""
+    lines = []
+    for badge in badges:
+        held = clock(max(0.0, now_unix_s - badge.since_unix_s))
+        said = glyphs.separator.join([badge.severity, badge.name, f"for {held}", ", ".join(badge.subjects)])
+        lines.append(Text(glyphs.shorten(glyphs.clean(said), width), SEVERITY_STYLES[badge.severity]))
+        for words in (badge.text, badge.what_to_do):
+            indented = textwrap.wrap(glyphs.clean(words), max(20, width - 3))
+            lines += [Text(f"   {line}") for line in indented]
+    return lines or [Text("no alert fires", "dim")]
+
+
+def column_lines(hidden: Container[str]) -> list[Text]:
+    """Return a line for each column that may be taken away."""
+    return [Text(f"[{' ' if name in hidden else 'x'}] {name}") for name in HIDEABLE]
 
 
 def node_lines(snapshot: Snapshot | None, glyphs: Glyphs) -> list[Text]:

@@ -8,15 +8,15 @@ from textual.binding import Binding, BindingType
 
 HELP: Final = """
  q ctrl-c      leave                         ? h  this help; esc goes back
- up down j k   move; g G first and last      pgup pgdn  a page
- enter         the slot under the cursor     e d n u  events cards nodes runs
+ up down j k   move, as the mouse does; g G first and last; pgup pgdn a page
+ enter         the slot under the cursor  a e d n u  alerts events cards nodes runs
  /             filter: state:lost temp>75 cap>3GiB !node:pc1 /regex/ word
  < > , .       sort by the column before or after; o by its name
  r 0           turn the order; worst first
  c             choose columns; space takes one away or back
  space         mark the slot for a command; a new filter clears the marks
- P U D R C     pause, resume, drain, reinstate, cap the marked slots, or the one
-               under the cursor; asks first
+ P U D R C W   pause, resume, drain, reinstate, cap, save now: the marked slots,
+               or the one under the cursor; asks first
  m             how far back the courses of a slot go: 2 m, 10 m, 1 h, all
  t             replay; left right 1 s, [ ] 1 min, home end, p plays
  s             save this screen as text in the present folder
@@ -26,6 +26,7 @@ _KEYS: Final = (
     ("q", "end"),
     ("ctrl+c", "quit"),
     ("question_mark,h", "page('help')"),
+    ("a", "page('alerts')"),
     ("e", "page('events')"),
     ("d", "page('cards')"),
     ("enter", "page('slot')"),
@@ -51,6 +52,7 @@ _KEYS: Final = (
     ("D", "command('drain')"),
     ("R", "command('reinstate')"),
     ("C", "command('cap')"),
+    ("W", "command('save')"),
     ("y", "yes"),
     ("m", "range"),
     ("t", "replay"),

@@ -1,10 +1,13 @@
-"""The virtual table: only rows on the screen are made, and only lines that differ are drawn. Knows no keys."""
+"""The virtual table: only rows on the screen are made, and only lines that differ are drawn; and lines as a file."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from rich.text import Text
+from textual.events import Click
 from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
@@ -17,6 +20,9 @@ LinesView { height: 1fr; background: ansi_default; }
 #keys { height: 2; }
 Input { height: 1; border: none; padding: 0; display: none; background: ansi_default; }
 """
+
+_LINES_PER_NOTCH = 3
+"""Of the wheel of a mouse."""
 
 
 class LinesView(Widget):
@@ -57,6 +63,21 @@ class LinesView(Widget):
         """Forget what was drawn for another width."""
         self._lines, self._strips = [], []
 
+    async def on_click(self, event: Click) -> None:
+        """Move the cursor to the line; a second click opens what it is on."""
+        if self._marked is not None and event.y < len(self._lines):
+            await self.app.run_action(f"move({event.y - self._marked})")
+            if event.chain > 1:
+                await self.app.run_action("page('slot')")
+
+    async def on_mouse_scroll_down(self) -> None:
+        """Move on."""
+        await self.app.run_action(f"move({_LINES_PER_NOTCH})")
+
+    async def on_mouse_scroll_up(self) -> None:
+        """Move back."""
+        await self.app.run_action(f"move({-_LINES_PER_NOTCH})")
+
     def render_line(self, y: int) -> Strip:
         """Return a line, see Textual."""
         return self._strips[y] if y < len(self._strips) else Strip.blank(self.size.width)
@@ -68,3 +89,12 @@ class LinesView(Widget):
             text.stylize("reverse")
         strip = Strip(text.render(self.app.console)).simplify()
         return strip.adjust_cell_length(max(1, self.size.width), None)
+
+
+def saved(path: Path, lines: Iterable[Text]) -> str:
+    """Write lines as plain text; return where they are, or why they could not be written."""
+    try:
+        path.write_text("\n".join(line.plain for line in lines) + "\n", encoding="utf-8")
+    except OSError as failure:
+        return f"{path} cannot be written: {os.strerror(failure.errno or 0)}"
+    return f"saved as {path}"

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Final
+
 from rich.text import Text
 
+from orchestrator.alerts.badges import Badge
+from orchestrator.config.schema import Severity
 from orchestrator.top.view import View
 from orchestrator.watch.catalogue import FIELDS
 from orchestrator.watch.cells import Glyphs, clock
 from orchestrator.watch.follow import Frame, Freshness
 from orchestrator.watch.model import STATE_STYLES, Row
 from orchestrator.watch.phrases import counted
+
+SEVERITY_STYLES: Final[dict[Severity, str]] = {"critical": "bold red", "warning": "bold yellow", "info": "cyan"}
+_MORE_CELLS: Final = len("!  · 99 more")
 
 
 def reason_line(row: Row | None, width: int, glyphs: Glyphs) -> Text:
@@ -18,6 +26,18 @@ def reason_line(row: Row | None, width: int, glyphs: Glyphs) -> Text:
         return Text()
     said = f"{row.slot} {row.state.value}: {row.reason}"
     return Text(glyphs.shorten(glyphs.clean(said), width), STATE_STYLES[row.state])
+
+
+def badge_line(badges: Sequence[Badge], width: int, glyphs: Glyphs) -> Text:
+    """Return the alerts that fire; those that have no room are counted."""
+    room, shown = max(1, width - _MORE_CELLS), list[str]()
+    for badge in badges:
+        if shown and len(glyphs.separator.join([*shown, badge.words])) > room:
+            break
+        shown.append(glyphs.clean(badge.words))
+    more = [f"{len(badges) - len(shown)} more"] if len(shown) < len(badges) else []
+    said = glyphs.shorten(f"! {glyphs.separator.join([*shown, *more])}", width)
+    return Text(said, SEVERITY_STYLES[badges[0].severity])
 
 
 def key_line(fresh: str | None, view: View, page: str | None, said: str, width: int, glyphs: Glyphs) -> Text:

@@ -6,12 +6,12 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
+from orchestrator.control import client
 from orchestrator.errors import UsageError
 from orchestrator.top.view import View
 from orchestrator.watch.cells import Glyphs
@@ -55,15 +55,7 @@ def watch(folder: Path, view: View, glyphs: Glyphs, *, read_only: bool) -> None:
     """Show the run on this terminal until the person leaves."""
     from orchestrator.top.app import Top  # noqa: PLC0415 - Textual takes half a second to load
 
-    Top(folder, view, glyphs, None if read_only else _send).run()
-
-
-def _send(folder: Path, do: str, slots: Sequence[str], *, amount_bytes: int | None) -> Any:  # noqa: ANN401
-    try:
-        client = import_module("orchestrator.control.client")
-    except ImportError as failure:
-        raise UsageError("this version takes no commands") from failure
-    return client.send(folder, do, slots, by="top", amount_bytes=amount_bytes)
+    Top(folder, view, glyphs, None if read_only else partial(client.send, by="top")).run()
 
 
 def is_terminal() -> bool:

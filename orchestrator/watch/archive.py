@@ -24,7 +24,7 @@ from orchestrator.core.slot import slot_state
 from orchestrator.errors import NothingStoredError
 from orchestrator.watch.model import ROW_KEYS, Row, Snapshot
 from orchestrator.watch.opening import explained, reading
-from orchestrator.watch.records import COUNTERS, STORE_NAME, RunFacts, SlotRecord
+from orchestrator.watch.records import COMMANDS_KNOWN, COUNTERS, STORE_NAME, RunFacts, SlotRecord
 from workers.files import read_small
 from workers.host.processes import is_alive
 from workers.messages import WorkerState
@@ -143,7 +143,7 @@ def read_run(folder: Path) -> StoredRun:
             raise NothingStoredError(folder, STORE_NAME)
         lines = store.execute("SELECT * FROM slots ORDER BY rowid LIMIT ?", [_SLOTS_MOST]).fetchall()
         newer = []
-        if store.execute("PRAGMA table_list(progress)").fetchone() is not None:  # a store of schema 1 has none
+        if _has(store, "progress"):
             newer = store.execute("SELECT * FROM progress LIMIT ?", [_SLOTS_MOST]).fetchall()
     with explained(folder / STORE_NAME):
         progress = {line["slot"]: line for line in newer}
@@ -162,6 +162,26 @@ def read_events_after(folder: Path, number: int) -> tuple[StoredEvent, ...]:
     """Return the events after the one of this number; the last thousand."""
     with reading(folder) as store:
         return events_of(store, "id > ?", [number], _NEW_EVENTS_MOST)
+
+
+def count_commands(folder: Path) -> Mapping[tuple[str, str], int]:
+    """Return how often each command of the user was `taken` or `refused`."""
+    with reading(folder) as store:
+        if not _has(store, "commands"):
+            return {}
+        query = "SELECT do, json_extract(answer, '$.ok') AS ok, count(*) AS times FROM commands GROUP BY 1, 2"
+        lines = store.execute(query).fetchall()
+        return {(str(line["do"]), "taken" if line["ok"] else "refused"): int(line["times"]) for line in lines}
+
+
+def read_answers(folder: Path) -> dict[str, Mapping[str, Any]]:
+    """Return what the last commands of the user were answered, by their ids."""
+    with reading(folder) as store:
+        if not _has(store, "commands"):
+            return {}
+        query = "SELECT id, answer FROM commands ORDER BY rowid DESC LIMIT ?"
+        lines = store.execute(query, [COMMANDS_KNOWN]).fetchall()
+        return {line["id"]: _value(line, "answer", Mapping[str, Any]) for line in reversed(lines)}
 
 
 def events_of(store: sqlite3.Connection, where: str, values: Sequence[object], limit: int) -> tuple[StoredEvent, ...]:
@@ -197,6 +217,11 @@ def head_of(folder: Path) -> psutil.Process | None:
     return process
 
 
+def _has(store: sqlite3.Connection, table: str) -> bool:
+    """Say whether a store has a table; one of an earlier version may lack it."""
+    return store.execute(f"PRAGMA table_list({table})").fetchone() is not None
+
+
 def _run(folder: Path, line: sqlite3.Row, slots: tuple[SlotRecord, ...]) -> StoredRun:
     facts = RunFacts(**_fields(line, RunFacts))
     outcome = _value(line, "outcome", str | None)
@@ -215,7 +240,7 @@ def _is_running(folder: Path, facts: RunFacts) -> bool:
 
 
 def _slot(line: sqlite3.Row, progress: Mapping[str, sqlite3.Row], updated_at_unix_s: float | None) -> SlotRecord:
-    record = SlotRecord(**_fields(line, SlotRecord))
+    record = SlotRecord(**_fields(line, SlotRecord, besides=() if "orders" in line.keys() else ("orders",)))  # noqa: SIM118 - a row, not a dict
     slot_state(record.state)
     newer = progress.get(record.slot)
     if newer is None:

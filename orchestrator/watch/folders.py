@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from orchestrator.watch.archive import StoredRun, head_of, read_run
 from workers.files import read_small
 
 LATEST = "latest"
+RUNNING = "running"
 UNREADABLE = "unreadable"
 """The outcome of a run whose store cannot be read."""
 
@@ -99,10 +101,19 @@ def run_object(one: Listed) -> dict[str, Any]:
 
 
 def find_run(runs_dir: Path, run_id: str) -> Path:
-    """Return a run's folder by its name, its end (4 characters or more) or `latest`; `UsageError` for none or two."""
+    """Return a run's folder by its name or its end (4 characters or more), or the newest; `UsageError` for none or two.
+
+    `latest` is the newest of all, `running` the newest that goes on.
+    """
     known = _run_ids(runs_dir)
     if run_id == LATEST:
         meant = known[:1]
+    elif run_id == RUNNING:
+        meant = list(islice((name for name in known if _listed(runs_dir / name).outcome == RUNNING), 1))
+        if not meant:
+            raise UsageError(
+                one_line(f"no run goes on in {runs_dir}; `python -m orchestrator runs` lists those there are")
+            )
     else:
         meant = [name for name in known if _SUFFIX.fullmatch(run_id) and name.endswith(run_id)]
     if len(meant) == 1:

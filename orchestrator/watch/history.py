@@ -1,8 +1,8 @@
 """Reads the course of a run back: values over time, states over time, and all slots at one moment.
 
 A store holds the samples of all slots ordered by time. One slot is read by going from moment to moment, so that what a
-look costs does not grow with the number of slots. Does not read a run as it is now (`archive.py`). Pure SQL, nothing
-is kept in memory.
+look costs does not grow with the number of slots; all slots are read in one pass. Does not read a run as it is now
+(`archive.py`). Pure SQL, nothing is kept in memory.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from orchestrator.watch.records import SlotRecord
 
 BUCKETS_MOST = 1_000
 EVENTS_MOST = 10_000
+_CHANGES_MOST = 50_000
 
 #: Every moment of a sample from :first to :last, one index seek each.
 _MOMENTS = """WITH RECURSIVE moments(at) AS (
@@ -29,6 +30,23 @@ _MOMENTS = """WITH RECURSIVE moments(at) AS (
     UNION ALL
     SELECT (SELECT min(at_unix_s) FROM samples WHERE at_unix_s > at) FROM moments WHERE at <= :last
 )"""
+
+_PART = "min(:count - 1, CAST((at_unix_s - :first) / :width AS INTEGER)) AS part"
+_OF_ONE = (
+    f"{_MOMENTS} SELECT slot, {_PART}{{figures}} FROM moments JOIN samples ON at_unix_s = at AND slot = :slot "  # noqa: S608 - constants
+    "WHERE at <= :last GROUP BY part"
+)
+_SLICE = "WHERE at_unix_s >= :since AND at_unix_s < :until"
+_OF_EACH = f"SELECT slot, {_PART}{{figures}} FROM samples {_SLICE} GROUP BY slot, part"  # noqa: S608 - constants
+_OF_ALL = (
+    f"WITH sums AS (SELECT at_unix_s{{sums}} FROM samples {_SLICE} GROUP BY at_unix_s) "  # noqa: S608 - constants
+    f"SELECT '' AS slot, {_PART}{{figures}} FROM sums GROUP BY part"
+)
+#: All samples are read in so many looks at most: a look has a time limit (`opening.py`), and a run may last for days.
+_LOOKS_MOST = 25
+
+#: What the course of a whole run is told by.
+TOTALS = ("tflops", "allocated_bytes", "oom_count", "temperature_c", "samples_per_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,31 +80,19 @@ def buckets(
         ValueError: A key is not sampled, or is no number; the times or the count make no sense.
         ArchiveError: The store cannot be read.
     """
-    for key in keys:
-        if key not in FIELDS or not FIELDS[key].sampled or key == "state":
-            raise ValueError(f"{key[:40]!r} is not sampled; sampled are {', '.join(SAMPLED_NUMBERS)}")
-    if not (1 <= count <= BUCKETS_MOST and math.isfinite(from_unix_s) and from_unix_s < to_unix_s < math.inf):
-        raise ValueError(f"buckets must be 1 to {BUCKETS_MOST}, and end after they begin")
-    width_s = (to_unix_s - from_unix_s) / count
-    with reading(folder) as store:
-        there = _columns(store)
-        found = [key for key in keys if key in there]  # an older store samples less
-        figures = "".join(f", min({key}), avg({key}), max({key})" for key in found)
-        lines = store.execute(
-            f"{_MOMENTS} SELECT min(:count - 1, CAST((at - :first) / :width AS INTEGER)) AS part{figures} "  # noqa: S608 - keys of FIELDS
-            "FROM moments JOIN samples ON at_unix_s = at AND slot = :slot WHERE at <= :last GROUP BY part",
-            {"first": from_unix_s, "last": to_unix_s, "width": width_s, "count": count, "slot": slot},
-        ).fetchall()
-    parts = {line[0]: line for line in lines}
-    at_unix_s = tuple(from_unix_s + (part + 0.5) * width_s for part in range(count))
+    return _read(folder, _OF_ONE, keys, (from_unix_s, to_unix_s), count, slot)[slot]
 
-    def of(key: str, which: int) -> tuple[float | None, ...]:
-        if key not in found:
-            return (None,) * count
-        column = 1 + 3 * found.index(key) + which
-        return tuple(_number(parts[part][column]) if part in parts else None for part in range(count))
 
-    return {key: Buckets(at_unix_s=at_unix_s, low=of(key, 0), mean=of(key, 1), high=of(key, 2)) for key in keys}
+def courses(
+    folder: Path, keys: Sequence[str], from_unix_s: float, to_unix_s: float, count: int
+) -> dict[str, dict[str, Buckets]]:
+    """Return the same of every slot, by slot, in one pass over all samples; without the very last moment."""
+    return _read(folder, _OF_EACH, keys, (from_unix_s, to_unix_s), count)
+
+
+def totals(folder: Path, from_unix_s: float, to_unix_s: float, count: int) -> dict[str, Buckets]:
+    """Return sums over all slots, by the keys of `TOTALS`, and the highest temperature; as `courses` otherwise."""
+    return _read(folder, _OF_ALL, TOTALS, (from_unix_s, to_unix_s), count, "")[""]
 
 
 def sampled_between(folder: Path) -> tuple[float, float] | None:
@@ -128,15 +134,16 @@ def moment(folder: Path, at_unix_s: float, run: StoredRun | None = None) -> Snap
 def state_spans(folder: Path, slot: str) -> tuple[Span, ...]:
     """Return the states of a slot one after the other, from its first change on."""
     with reading(folder) as store:
-        changes = [
-            event for event in events_of(store, "event = 'state' AND slot = ?", [slot], EVENTS_MOST) if _at(event)
-        ]
-    spans = []
-    for index, event in enumerate(changes):
-        ends = _at(changes[index + 1]) if index + 1 < len(changes) else None
-        state, cause = (str(event.details.get(name, "")) for name in ("to_state", "cause"))
-        spans.append(Span(state=state, from_unix_s=_at(event) or 0.0, to_unix_s=ends, cause=cause))
-    return tuple(spans)
+        return _spans(events_of(store, "event = 'state' AND slot = ?", [slot], EVENTS_MOST))
+
+
+def all_state_spans(folder: Path) -> dict[str, tuple[Span, ...]]:
+    """Return the same of all slots, by slot; of very many changes the last ones."""
+    changes: dict[str, list[StoredEvent]] = {}
+    with reading(folder) as store:
+        for event in events_of(store, "event = 'state' AND slot IS NOT NULL", (), _CHANGES_MOST):
+            changes.setdefault(str(event.slot), []).append(event)
+    return {slot: _spans(of_slot) for slot, of_slot in changes.items()}
 
 
 def events(folder: Path, *, after: int = 0, slot: str | None = None, limit: int = 500) -> tuple[StoredEvent, ...]:
@@ -148,6 +155,64 @@ def events(folder: Path, *, after: int = 0, slot: str | None = None, limit: int 
 
 #: Keys whose course can be asked for.
 SAMPLED_NUMBERS = tuple(key for key, each in FIELDS.items() if each.sampled and key != "state")
+
+
+def _read(
+    folder: Path, statement: str, keys: Sequence[str], between: tuple[float, float], count: int, slot: str | None = None
+) -> dict[str, dict[str, Buckets]]:
+    """Return what a statement finds, by slot and key; of `slot` also where it finds nothing."""
+    for key in keys:
+        if key not in FIELDS or not FIELDS[key].sampled or key == "state":
+            raise ValueError(f"{key[:40]!r} is not sampled; sampled are {', '.join(SAMPLED_NUMBERS)}")
+    first, last = between
+    if not (1 <= count <= BUCKETS_MOST and math.isfinite(first) and first < last < math.inf):
+        raise ValueError(f"buckets must be 1 to {BUCKETS_MOST}, and end after they begin")
+    width_s = (last - first) / count
+    with reading(folder) as store:
+        there = _columns(store)
+    found = [key for key in keys if key in there]  # an older store samples less
+    figures = "".join(f", min({key}), avg({key}), max({key})" for key in found)
+    sums = "".join(f", {'max' if key == 'temperature_c' else 'sum'}({key}) AS {key}" for key in found)
+    values = {"first": first, "last": last, "width": width_s, "count": count, "slot": slot}
+    step = count if statement is _OF_ONE else -(-count // _LOOKS_MOST)
+    lines: list[sqlite3.Row] = []
+    for part in range(0, count, step):
+        until = last if part + step >= count else first + (part + step) * width_s
+        look = {**values, "since": first + part * width_s, "until": until}
+        with reading(folder) as store:
+            lines += store.execute(statement.format(figures=figures, sums=sums), look)
+    parts: dict[str, dict[int, sqlite3.Row]] = {} if slot is None else {slot: {}}
+    for line in lines:
+        parts.setdefault(line["slot"], {})[line["part"]] = line
+    at_unix_s = tuple(first + (part + 0.5) * width_s for part in range(count))
+
+    def of(lines: Mapping[int, sqlite3.Row], key: str, which: int) -> tuple[float | None, ...]:
+        if key not in found:
+            return (None,) * count
+        column = 2 + 3 * found.index(key) + which
+        return tuple(_number(lines[part][column]) if part in lines else None for part in range(count))
+
+    return {
+        name: {
+            key: Buckets(at_unix_s=at_unix_s, low=of(told, key, 0), mean=of(told, key, 1), high=of(told, key, 2))
+            for key in keys
+        }
+        for name, told in parts.items()
+    }
+
+
+def _spans(changes: Sequence[StoredEvent]) -> tuple[Span, ...]:
+    known = [(at, event) for event in changes if (at := _at(event))]
+    ends: list[float | None] = [at for at, _ in known[1:]]
+    return tuple(
+        Span(
+            state=str(event.details.get("to_state", "")),
+            from_unix_s=at,
+            to_unix_s=end,
+            cause=str(event.details.get("cause", "")),
+        )
+        for (at, event), end in zip(known, [*ends, None], strict=False)
+    )
 
 
 def _columns(store: sqlite3.Connection) -> frozenset[str]:

@@ -26,9 +26,9 @@ from orchestrator.watch.store import RunStore
 from orchestrator.watch.table import health_table
 
 REDRAW_EVERY_S = 0.25
-_REDRAW_S_PER_SLOT = 0.001
-_REDRAW_MOST_S = 1.0
-"""A table of many slots is drawn less often: putting it in order costs more, and no person follows it."""
+_REDRAW_SHARE = 0.02
+"""Of a core: a table that costs more, because it has many slots or the terminal is large, is drawn less often."""
+_REDRAW_MOST_S = 2.0
 PROGRESS_EVERY_S = 10.0
 
 GAPS = "the records of this run have gaps: they could not be written for a while"
@@ -87,9 +87,15 @@ class LiveTable:
     The cursor stays visible throughout, so that a head that is killed leaves a usable terminal behind.
     """
 
-    def __init__(self, console: Console, monotonic_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        console: Console,
+        monotonic_s: Callable[[], float] = time.monotonic,
+        cpu_s: Callable[[], float] = time.thread_time,
+    ) -> None:
         self._console = console
         self._monotonic_s = monotonic_s
+        self._cpu_s = cpu_s
         self._glyphs = glyphs_for(console.encoding)
         self._due_s = float("-inf")
         self._gone = False
@@ -103,12 +109,10 @@ class LiveTable:
         )
 
     def update(self, snapshot: Snapshot) -> None:
-        """Redraw, unless that was done less than `REDRAW_EVERY_S` ago, or a little more for many slots."""
-        now_s = self._monotonic_s()
-        every_s = max(REDRAW_EVERY_S, min(_REDRAW_MOST_S, _REDRAW_S_PER_SLOT * len(snapshot.rows)))
+        """Redraw, unless that was done less than `REDRAW_EVERY_S` ago, or longer if it takes much processor time."""
+        now_s, began_s = self._monotonic_s(), self._cpu_s()
         if self._gone or now_s < self._due_s:
             return
-        self._due_s = now_s + every_s
         try:
             if not self._live.is_started:
                 self._live.start()
@@ -116,6 +120,8 @@ class LiveTable:
             self._live.update(_Frame(snapshot, whole=False), refresh=True)
         except _TERMINAL_GONE:
             self._leave()
+        cost_s = self._cpu_s() - began_s
+        self._due_s = now_s + max(REDRAW_EVERY_S, min(_REDRAW_MOST_S, cost_s / _REDRAW_SHARE))
 
     def close(self, snapshot: Snapshot) -> None:
         """Draw the last frame, give the terminal back and print the totals."""

@@ -32,6 +32,7 @@ STATE_STYLES: dict[SlotState, str] = {
     WorkerState.BACKOFF: "yellow",
     WorkerState.WARMING: "cyan",
     HeadState.STARTING: "cyan",
+    HeadState.HELD: "cyan",
     WorkerState.RUNNING: "green",
     WorkerState.DONE: "bold green",
     WorkerState.STOPPED: "dim",

@@ -26,7 +26,7 @@ _VALUE_MOST_BYTES = 16 * 2**20
 """Of one value, and of one line; SQL functions could otherwise make a gigabyte of text."""
 
 #: What a store is read from. Anything else of that name (a view, a column that is computed) runs the file's own SQL.
-_TABLES = ("meta", "runs", "slots", "progress", "samples", "events")
+_TABLES = ("meta", "runs", "slots", "progress", "samples", "events", "commands")
 
 #: SQLite's words (their low byte) for "there is a file, but I may not make what I need beside it".
 _CANNOT_SHARE = frozenset({sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM})

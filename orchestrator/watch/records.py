@@ -62,6 +62,23 @@ class SlotProgress(NamedTuple):
     """By `COUNTERS`."""
 
 
+COMMANDS_KNOWN = 1_000
+"""Answers that a head remembers, its predecessors' included: an id that comes again gets the same one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandRecord:
+    """A command of the user, with what it was answered."""
+
+    id: str
+    at_unix_s: float
+    do: str
+    slots: tuple[str, ...]
+    by: str
+    amount_bytes: int | None
+    answer: Mapping[str, Any]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotRecord:
     """One slot after its last accepted report: enough to show it, and for another head to resume it."""
@@ -78,3 +95,5 @@ class SlotRecord:
     resume: ResumeState | None = None
     row: Mapping[str, Any] = field(default_factory=dict)
     """`Row.to_dict()` of the slot."""
+    orders: Mapping[str, Any] | None = None
+    """What the user has asked of it, as `core.slot.Orders`; `None`: nothing."""

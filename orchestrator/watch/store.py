@@ -17,12 +17,12 @@ from typing import Any, TypeAlias
 
 from orchestrator.watch import tables
 from orchestrator.watch.model import Snapshot
-from orchestrator.watch.records import SCHEMA_VERSION, RunFacts, SlotProgress, SlotRecord
+from orchestrator.watch.records import SCHEMA_VERSION, CommandRecord, RunFacts, SlotProgress, SlotRecord
 from orchestrator.watch.tables import Line
 
 SAMPLE_EVERY_S = 1.0
 """Of each slot, at most."""
-SAMPLES_MOST_PER_S = 75.0
+SAMPLES_MOST_PER_S = 45.0
 """Of all slots: a run of many workers samples each of them less often."""
 RETRY_AFTER_S = 1.0
 """After a failure, writing is not tried again for so long: a locked file must not delay the head each time."""
@@ -71,6 +71,7 @@ class RunStore:
         self._progress_waiting: dict[str, SlotProgress] = {}
         self._samples: list[Line] = []
         self._events: deque[Line] = deque(maxlen=EVENTS_KEPT)
+        self._commands: list[CommandRecord] = []
         self._verdict: Line | None = None
         self._faults: tuple[Mapping[str, Any], ...] = ()
         self.problem: str | None = None
@@ -88,6 +89,10 @@ class RunStore:
         if len(self._events) == EVENTS_KEPT:
             self.incomplete = True
         self._events.append(tables.event_line(entry))
+
+    def command(self, record: CommandRecord) -> None:
+        """Take a command of the user; what it changes of a slot is in the slot's record."""
+        self._commands.append(record)
 
     def slots(self, records: Iterable[SlotRecord]) -> None:
         """Take slots as they are now; the latest record of a slot is the one that counts."""
@@ -144,12 +149,19 @@ class RunStore:
         if self._samples:
             self.incomplete = True  # counters are totals over the run: the gap falsifies nothing
         self._sampled_at_unix_s = snapshot.now_unix_s
-        self._samples = [tables.sample_line(row, snapshot.now_unix_s) for row in snapshot.rows]
+        # In the order of their key, new lines fill the pages of the table; in another one pages stay half empty.
+        rows = sorted(snapshot.rows, key=lambda row: row.slot)
+        self._samples = [tables.sample_line(row, snapshot.now_unix_s) for row in rows]
 
     def _anything_waits(self) -> bool:
         known = self._facts is not None and (self._begins or self._figures_wait)
         return known or bool(
-            self._progress_waiting or self._slots_waiting or self._samples or self._events or self._verdict
+            self._progress_waiting
+            or self._slots_waiting
+            or self._samples
+            or self._events
+            or self._commands
+            or self._verdict
         )
 
     def _write(self, patience_s: float) -> None:
@@ -169,6 +181,7 @@ class RunStore:
         self._begins = self._figures_wait = False
         self._slots_waiting, self._progress_waiting, self._samples, self._verdict = {}, {}, [], None
         self._events.clear()
+        self._commands.clear()
 
     def _put_run(self, connection: sqlite3.Connection) -> _Origin | None:
         """Write the run's own line as far as that is due, and return what the store then knows of it."""
@@ -199,6 +212,7 @@ class RunStore:
         connection.executemany(tables.PUT_ROW, self._samples)
         connection.executemany(tables.PUT_SAMPLE, self._samples)
         connection.executemany(tables.ADD_EVENT, self._events)
+        connection.executemany(tables.ADD_COMMAND, map(tables.line_of, self._commands))
 
     def _connected(self, patience_s: float) -> sqlite3.Connection:
         """Return a connection to the file that is there now: SQLite would go on writing into a deleted one."""
@@ -242,9 +256,10 @@ def _opened(path: Path, patience_s: float) -> sqlite3.Connection:
         connection.execute("BEGIN IMMEDIATE")
         for statement in tables.CREATE:
             connection.execute(statement)
-        there = [column[1] for column in connection.execute("PRAGMA table_info(samples)")]
-        for statement in tables.columns_lacking(there):
-            connection.execute(statement)
+        for table in tables.LATER_COLUMNS:
+            there = [column[1] for column in connection.execute(f"PRAGMA table_info({table})")]
+            for statement in tables.columns_lacking(table, there):
+                connection.execute(statement)
         connection.execute(tables.SET_META, ("schema_version", str(SCHEMA_VERSION)))
         connection.execute("COMMIT")
     except BaseException:

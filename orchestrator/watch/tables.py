@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from orchestrator.watch.catalogue import FIELDS
 from orchestrator.watch.events import harmless
 from orchestrator.watch.model import Row, Snapshot, finite
-from orchestrator.watch.records import COUNTERS, RunFacts, SlotProgress, SlotRecord
+from orchestrator.watch.records import COUNTERS, CommandRecord, RunFacts, SlotProgress, SlotRecord
 
 Line: TypeAlias = Mapping[str, str | int | float | None]
 
@@ -36,7 +36,7 @@ CREATE = (
     """CREATE TABLE IF NOT EXISTS slots (
         slot TEXT PRIMARY KEY, node TEXT NOT NULL, state TEXT NOT NULL, reason TEXT NOT NULL,
         incarnation INTEGER NOT NULL, next_sequence INTEGER NOT NULL, steps_at_risk INTEGER NOT NULL,
-        counters TEXT NOT NULL, resume TEXT, row TEXT NOT NULL
+        counters TEXT NOT NULL, resume TEXT, row TEXT NOT NULL, orders TEXT
     )""",
     f"""CREATE TABLE IF NOT EXISTS samples (
         at_unix_s REAL NOT NULL, {", ".join(_SAMPLED)}, PRIMARY KEY (at_unix_s, slot)
@@ -50,13 +50,20 @@ CREATE = (
         id INTEGER PRIMARY KEY, at TEXT NOT NULL, event TEXT NOT NULL, slot TEXT, details TEXT NOT NULL
     )""",
     "CREATE INDEX IF NOT EXISTS events_of_slot ON events (slot, event, id)",
+    """CREATE TABLE IF NOT EXISTS commands (
+        id TEXT PRIMARY KEY, at_unix_s REAL NOT NULL, do TEXT NOT NULL, slots TEXT NOT NULL, by TEXT NOT NULL,
+        amount_bytes INTEGER, answer TEXT NOT NULL
+    )""",
 )
 
+#: Columns that a store of an earlier version may lack.
+LATER_COLUMNS: Mapping[str, Sequence[str]] = {"samples": _SAMPLED, "slots": ("orders",)}
 
-def columns_lacking(known: Iterable[str]) -> tuple[str, ...]:
-    """Return the statements that add what a store of an earlier version does not sample."""
-    missing = [name for name in _SAMPLED if name not in set(known)]
-    return tuple(f"ALTER TABLE samples ADD COLUMN {name}" for name in missing)
+
+def columns_lacking(table: str, known: Iterable[str]) -> tuple[str, ...]:
+    """Return the statements that add them to one of `LATER_COLUMNS`."""
+    missing = [name for name in LATER_COLUMNS[table] if name not in set(known)]
+    return tuple(f"ALTER TABLE {table} ADD COLUMN {name}" for name in missing)
 
 
 SET_META = "INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)"
@@ -117,10 +124,12 @@ PUT_ROW = "UPDATE slots SET row = :row WHERE slot = :slot"
 # The last sample of a run may fall on the moment of the one before it.
 PUT_SAMPLE = _insert("samples", ("at_unix_s", *_SAMPLED), "INSERT OR REPLACE")
 
+ADD_COMMAND = _insert("commands", _names(CommandRecord), "INSERT OR IGNORE")
+
 ADD_EVENT = _insert("events", ("at", "event", "slot", "details"))
 
 
-def line_of(record: RunFacts | SlotRecord) -> Line:
+def line_of(record: RunFacts | SlotRecord | CommandRecord) -> Line:
     """Return a record as a line of its columns; a policy's state to the letter, as far as JSON can hold it."""
     return _line(**{name: getattr(record, name) for name in _names(type(record))})
 

@@ -7,10 +7,10 @@ Which key of a row is which metric stands in `watch/catalogue.py`. Does not serv
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Final
+from typing import Final, TypeAlias
 
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
@@ -29,19 +29,24 @@ _SLOT: Final = ("node", "slot")
 _CARD: Final = ("node", "gpu_uuid")
 
 
-def exposition(frame: Frame, deliveries: Deliveries) -> bytes:
+#: How often the user gave each command, by name and `taken` or `refused`.
+Commands: TypeAlias = Mapping[tuple[str, str], int]
+
+
+def exposition(frame: Frame, deliveries: Deliveries, commands: Commands) -> bytes:
     """Return all metrics of a run as text. `deliveries` are the notifications of the run so far."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collected(frame, deliveries))
+    registry.register(_Collected(frame, deliveries, commands))
     return generate_latest(registry)
 
 
 class _Collected(Collector):
     """The metrics of one frame."""
 
-    def __init__(self, frame: Frame, deliveries: Deliveries) -> None:
+    def __init__(self, frame: Frame, deliveries: Deliveries, commands: Commands) -> None:
         self._frame = frame
         self._deliveries = deliveries
+        self._commands = commands
 
     def describe(self) -> Iterable[Metric]:
         """Nothing is known before it is collected."""
@@ -49,12 +54,12 @@ class _Collected(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Return all families."""
-        yield from _of_run(self._frame, self._deliveries)
+        yield from _of_run(self._frame, self._deliveries, self._commands)
         yield from _of_slots(self._frame)
         yield from _of_cards(self._frame)
 
 
-def _of_run(frame: Frame, deliveries: Deliveries) -> Iterator[Metric]:
+def _of_run(frame: Frame, deliveries: Deliveries, commands: Commands) -> Iterator[Metric]:
     run, snapshot = frame.run, frame.snapshot
     policies = sorted({row.policy for row in snapshot.rows if row.policy is not None})
     build = {"version": _version("oom-orchestrator"), "ray": _version("ray"), "python": platform.python_version()}
@@ -85,6 +90,10 @@ def _of_run(frame: Frame, deliveries: Deliveries) -> Iterator[Metric]:
     told.add_metric(("taken",), deliveries.taken)
     told.add_metric(("failed",), deliveries.failed)
     yield told
+    given = CounterMetricFamily("orchestrator_commands", "Commands of the user.", labels=("command", "result"))
+    for labels, times in sorted(commands.items()):
+        given.add_metric(labels, times)
+    yield given
 
 
 def _of_slots(frame: Frame) -> Iterator[Metric]:

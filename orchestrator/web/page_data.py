@@ -13,6 +13,8 @@ from typing import Any, Final, TypeAlias
 
 from rich.text import Text
 
+from orchestrator.alerts.badges import Badge
+from orchestrator.config.schema import Severity
 from orchestrator.watch.archive import StoredEvent
 from orchestrator.watch.catalogue import FIELDS
 from orchestrator.watch.cells import UNICODE, clock
@@ -36,6 +38,7 @@ TONES: Final[Mapping[str, str]] = {
 }  # fmt: skip
 
 _STATE_TONES: Final = {state.value: TONES[style] for state, style in STATE_STYLES.items()}
+_SEVERITY_TONES: Final[Mapping[Severity, str]] = {"critical": "bad", "warning": "warn", "info": "info"}
 _OUTCOME_TONES: Final = {"good": "good", "degraded": "warn", "interrupted": "warn", "failed": "bad"}
 _QUIET_STATES: Final = frozenset({WorkerState.RUNNING, WorkerState.DONE, WorkerState.STOPPED})
 _CARD_COLUMNS: Final = (
@@ -98,14 +101,14 @@ class Table:
         return {"total": self.total, "matched": self.matched}
 
 
-def table_of(frame: Frame, view: View, *, with_control: bool = False) -> Table:
+def table_of(frame: Frame, view: View, firing: Sequence[Badge] = (), *, with_control: bool = False) -> Table:
     """Return the table of one view; `QueryError` where its filter makes no sense."""
     rows = frame.snapshot.rows
     found = select(rows, parse(view.filter), view.order)
     columns = columns_for(rows, UNICODE)
     shown = found[view.offset : view.offset + view.limit]
     return Table(
-        head=head_of(frame, with_control=with_control),
+        head=head_of(frame, firing, with_control=with_control),
         columns=_column_list(columns, rows),
         rows={row.slot: row_cells(row, columns) for row in shown},
         total=len(rows),
@@ -138,7 +141,7 @@ def row_cells(row: Row, columns: Sequence[Column]) -> tuple[Cell, ...]:
     return (*(_cell(column.cell(row)) for column in columns), (reason, tone) if loud else reason)
 
 
-def head_of(frame: Frame, *, with_control: bool = False) -> Json:
+def head_of(frame: Frame, firing: Sequence[Badge] = (), *, with_control: bool = False) -> Json:
     """Return what stands above the table."""
     run, snapshot = frame.run, frame.snapshot
     seen, planned = len(snapshot.nodes_seen), len(snapshot.nodes_planned)
@@ -156,6 +159,15 @@ def head_of(frame: Frame, *, with_control: bool = False) -> Json:
         "left": f"{clock(snapshot.remaining_s)} left" if run.outcome == "running" else "",
         "totals": list(totals(snapshot)),
         "notices": [UNICODE.clean(notice) for notice in notices],
+        "alerts": [
+            {
+                "words": (UNICODE.clean(badge.words), _SEVERITY_TONES[badge.severity]),
+                "subjects": [UNICODE.clean(subject) for subject in badge.subjects],
+                "text": UNICODE.clean(badge.text),
+                "what_to_do": badge.what_to_do,
+            }
+            for badge in firing
+        ],
         "control": with_control and run.outcome == "running",
     }
 
@@ -201,10 +213,10 @@ def slot_of(frame: Frame, name: str, spans: Sequence[Span], events: Sequence[Sto
         "facts": [fact for fact in facts if fact[1] != UNICODE.missing]
         + [(label, UNICODE.clean(text)) for label, text in more if text],
         "row": row.to_dict(),
-        "fields": [(key, _field_label(key)) for key in SAMPLED_NUMBERS],
+        "fields": [(key, field_label(key)) for key in SAMPLED_NUMBERS],
         "charts": [key for key in CHARTED if FIELDS[key].value(row) is not None],
         "spans": [_span(span, ends_unix_s) for span in spans],
-        "utc_offset_s": _offset_s(ends_unix_s),
+        "utc_offset_s": offset_s(ends_unix_s),
         "events": [event_of(event) for event in events],
         "traceback": str(errors[-1]) if errors else None,
     }
@@ -219,7 +231,7 @@ def history_of(key: str, found: Buckets) -> Json:
 
     return {
         "field": key,
-        "label": _field_label(key),
+        "label": field_label(key),
         "t": [round(at, 2) for at in found.at_unix_s],
         "min": scaled(found.low),
         "mean": scaled(found.mean),
@@ -238,6 +250,7 @@ def event_of(event: StoredEvent) -> Json:
         text, tone = str(details.get("traceback")).strip().rpartition("\n")[2], "bad"
     return {
         "number": event.number,
+        "at_unix_s": _unix_s(event.at),
         "time": _time_of(event.at),
         "slot": None if event.slot is None else UNICODE.clean(event.slot),
         "event": UNICODE.clean(event.event).replace("_", " "),
@@ -311,7 +324,8 @@ def _heading(column: Column) -> str:
     return f"{column.title} {column.unit}".strip()
 
 
-def _field_label(key: str) -> str:
+def field_label(key: str) -> str:
+    """Return how a chart names what it shows, with the unit."""
     unit = FIELDS[key].unit
     shown, _ = _UNITS.get(unit, (unit, 1.0))
     name = key.removesuffix(f"_{unit}").removesuffix("_pct").removesuffix("_mhz").removesuffix("_c").removesuffix("_w")
@@ -331,10 +345,17 @@ def _span(span: Span, ends_unix_s: float) -> Json:
     }
 
 
-def _offset_s(at_unix_s: float) -> float:
+def offset_s(at_unix_s: float) -> float:
     """Return how far the clock of this machine's time zone is ahead of UTC."""
     offset = datetime.fromtimestamp(at_unix_s).astimezone().utcoffset()
     return 0.0 if offset is None else offset.total_seconds()
+
+
+def _unix_s(at: str) -> float | None:
+    try:
+        return datetime.fromisoformat(at).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 def _time_of(at: str) -> str:

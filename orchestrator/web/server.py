@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import importlib
 import json
-import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,8 +17,11 @@ from typing import Any, Final, TypeAlias
 
 from aiohttp import web
 
+from orchestrator.config.byte_size import parse_bytes
+from orchestrator.control.client import send
 from orchestrator.errors import ArchiveError, one_line
 from orchestrator.watch import history
+from orchestrator.watch.archive import count_commands
 from orchestrator.watch.deliveries import read_deliveries
 from orchestrator.watch.folders import list_runs, run_object
 from orchestrator.watch.follow import Follower
@@ -30,7 +31,6 @@ from orchestrator.web import guard, metrics, page_data
 from orchestrator.web.guard import ROUTES, Asked, Code, Level, Refusal, Route, Rules
 from orchestrator.web.page_data import View
 from orchestrator.web.stream import COMMENT_EVERY_S, GZIP_BEGIN, Event, Hub, packed
-from workers.units import GIB, MIB
 
 PAGE: Final = Path(__file__).parent / "page"
 
@@ -51,7 +51,6 @@ _BODY_MOST_BYTES: Final = 64 * 2**10
 _LIMIT_MOST: Final = 500
 _SLOT_EVENTS: Final = 200
 _TEXT_MOST: Final = 64
-_COMMANDS_KEPT: Final = 1_000
 _WRITING_MOST_S: Final = 30.0
 _COMPRESSED_FROM_BYTES: Final = 1_000
 
@@ -78,8 +77,7 @@ class Site:
     """Those of the addresses that were printed."""
 
     def __post_init__(self) -> None:
-        self.hub = Hub(Follower(self.folder).look, with_control=self.rules.with_control)
-        self._commands: dict[str, asyncio.Task[Any]] = {}
+        self.hub = Hub(Follower(self.folder).look, self.unix_s, with_control=self.rules.with_control)
         self._files = {f"/{name}".removesuffix("index.html"): (PAGE / name).read_bytes() for name in _KINDS}
 
     def application(self) -> web.Application:
@@ -134,7 +132,8 @@ class Site:
     async def _get_metrics(self, request: web.Request, _query: Query) -> web.StreamResponse:
         frame = await self.hub.frame()
         deliveries = await asyncio.to_thread(read_deliveries, self.folder)
-        content = await asyncio.to_thread(metrics.exposition, frame, deliveries)
+        commands = await asyncio.to_thread(count_commands, self.folder)
+        content = await asyncio.to_thread(metrics.exposition, frame, deliveries, commands)
         return _response(request, content, metrics.CONTENT_TYPE)
 
     async def _get_run(self, request: web.Request, _query: Query) -> web.StreamResponse:
@@ -217,7 +216,7 @@ class Site:
         return response
 
     async def _get_commands(self, request: web.Request, _query: Query) -> web.StreamResponse:
-        """Send a command to the head. One that comes again, because its answer was lost, is not sent again."""
+        """Send a command to the head, which obeys an id that comes again only once."""
         told = await _body(request)
         identity, do, slots = told.get("id"), told.get("do"), told.get("slots")
         if not (isinstance(identity, str) and 0 < len(identity) <= _TEXT_MOST and isinstance(do, str)):
@@ -225,13 +224,8 @@ class Site:
         if not (isinstance(slots, list) and slots and all(isinstance(slot, str) for slot in slots)):
             raise _RefusedError(400, "a command names its slots one by one, in a list")
         amount_bytes = _amount_bytes(told.get("amount"))
-        send = _sender()
-        if identity not in self._commands:
-            call = asyncio.to_thread(send, self.folder, do, slots, by="web", amount_bytes=amount_bytes)
-            self._commands[identity] = asyncio.create_task(call)
-            if len(self._commands) > _COMMANDS_KEPT:
-                del self._commands[next(iter(self._commands))]
-        answer = await asyncio.shield(self._commands[identity])
+        sent = asyncio.to_thread(send, self.folder, do, slots, by="web", amount_bytes=amount_bytes, identity=identity)
+        answer = await sent
         if not answer.ok:
             raise _RefusedError(409, answer.error or "the head has refused it")
         return _json(request, {"id": identity, "ok": True, "effect": answer.effect})
@@ -240,22 +234,12 @@ class Site:
 _Handler: TypeAlias = Callable[[web.Request, Query], Awaitable[web.StreamResponse]]
 
 
-def _sender() -> Callable[..., Any]:
-    """Return what sends a command to the head; an installation may lack it."""
-    try:
-        return importlib.import_module("orchestrator.control.client").send  # type: ignore[no-any-return]  # a function
-    except ImportError:
-        raise _RefusedError(503, "this version cannot send commands yet: update it") from None
-
-
 def _amount_bytes(told: object) -> int | None:
     """Return how many bytes a text such as "2.5 GiB" means."""
-    if told is None:
-        return None
-    found = re.fullmatch(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(MiB|GiB)\s*", str(told), re.ASCII | re.IGNORECASE)
-    if found is None:
-        raise _RefusedError(400, "an amount of memory is a number with its unit, such as 2.5 GiB or 900 MiB")
-    return int(float(found[1]) * (GIB if found[2].lower() == "gib" else MIB))
+    try:
+        return None if told is None else parse_bytes(str(told))
+    except ValueError as failure:
+        raise _RefusedError(400, str(failure)) from None
 
 
 def _query_of(request: web.Request, route: Route) -> Query:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
+from orchestrator.alerts.badges import Badge, badges
+from orchestrator.alerts.judge import AlertWatch, judge
 from orchestrator.errors import ArchiveError
 from orchestrator.watch.archive import StoredEvent
 from orchestrator.watch.follow import Frame
@@ -76,8 +78,11 @@ class _Followed:
 class Hub:
     """Looks at the run for all pages that follow it, once a second, or less often if a look takes long."""
 
-    def __init__(self, look: Callable[[], Frame], *, with_control: bool) -> None:
+    def __init__(self, look: Callable[[], Frame], unix_s: Callable[[], float], *, with_control: bool) -> None:
         self._look = look
+        self._unix_s = unix_s
+        self._alerts = AlertWatch()
+        self._badges: tuple[Badge, ...] = ()
         self._with_control = with_control
         self._views: dict[View, _Followed] = {}
         self._frame: Frame | None = None
@@ -98,15 +103,21 @@ class Hub:
             now_s = asyncio.get_running_loop().time()
             if self._frame is None or now_s - self._looked_at_s > LOOK_EVERY_S / 2:
                 self.looks += 1
-                self._frame = await asyncio.to_thread(self._look)
+                self._frame = await asyncio.to_thread(self._look_and_judge)
                 self._looked_at_s = now_s
                 self._news.extend(self._frame.events)
             return self._frame
 
+    def _look_and_judge(self) -> Frame:
+        frame = self._look()
+        self._alerts, firing = judge(self._alerts, frame, self._unix_s())
+        self._badges = badges(firing)
+        return frame
+
     async def table(self, view: View) -> Table:
         """Return the table of a view as it is now; `ArchiveError` as for `frame`."""
         frame = await self.frame()
-        return await asyncio.to_thread(table_of, frame, view, with_control=self._with_control)
+        return await asyncio.to_thread(table_of, frame, view, self._badges, with_control=self._with_control)
 
     @property
     def is_full(self) -> bool:
@@ -154,7 +165,7 @@ class Hub:
 
     async def _show(self, frame: Frame) -> None:
         for view, followed in list(self._views.items()):
-            table = await asyncio.to_thread(table_of, frame, view, with_control=self._with_control)
+            table = await asyncio.to_thread(table_of, frame, view, self._badges, with_control=self._with_control)
             before, followed.table = followed.table, table
             changes = None if before is None else table.changes(before)
             event = None if not changes else Event("table", changes, frame.number)

@@ -14,6 +14,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -21,8 +22,9 @@ from typing import Final
 import psutil
 from aiohttp import web
 
-from orchestrator.errors import UsageError, one_line
+from orchestrator.errors import ArchiveError, UsageError, one_line
 from orchestrator.web.guard import CODE_VALID_S, Code, Rules
+from orchestrator.web.page_data import View
 from orchestrator.web.server import Site
 from workers.files import locked, read_small, replace_whole
 from workers.learned_limits.store import default_path
@@ -97,6 +99,8 @@ async def _serve(folder: Path, options: Options, tls: ssl.SSLContext | None, say
     kinds = "read.token or control.token" if options.control else "read.token"
     say(f"Programs send the text of {kinds} in {tokens_dir()} as Authorization: Bearer.")
     try:
+        with suppress(ArchiveError):  # the first look takes longest; what is wrong, a page will say
+            await site.hub.table(View())
         await ended.wait()
     finally:
         await runner.cleanup()

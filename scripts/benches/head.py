@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from benches.common import Child, Result, progress
 from orchestrator.config.load import config_from_data
+from orchestrator.config.schema import Config
 from orchestrator.core.fleet import NodeFact, Reservation, SliceReported
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
 from orchestrator.run.clock import Clock
@@ -233,6 +234,17 @@ def run(workers: list[int], warm_up_s: float, window_s: float, *, jump: bool) ->
     return Result(bench="head", figures=figures)
 
 
+def scripted_nodes(workers: int) -> tuple[Config, tuple[SlotPlan, ...]]:
+    """Return a run of so many workers on full nodes, the last one apart."""
+    node = {"gpu": "rtx-3090", "gpu_share": 0.60, "vram_per_worker_gib": 2.2, "memory_fraction": 0.99, "size": 8192}
+    nodes = {
+        f"pc{number}": {**node, "workers": min(_WORKERS_PER_NODE, workers - first)}
+        for number, first in enumerate(range(0, workers, _WORKERS_PER_NODE), start=1)
+    }
+    config = config_from_data({"nodes": nodes, "run": {"duration": "1h", "stop_grace_s": 0}}, "bench")
+    return config, plan_slots(config, Target())
+
+
 def measure(answer: Connection, workers: int, warm_up_s: float, window_s: float, table: bool, jump: bool) -> None:
     from rich.console import Console
 
@@ -240,15 +252,7 @@ def measure(answer: Connection, workers: int, warm_up_s: float, window_s: float,
     from orchestrator.watch.live import LiveTable
     from orchestrator.watch.records import STORE_NAME
 
-    # Full nodes, the last one apart.
-    node = {"gpu": "rtx-3090", "gpu_share": 0.60, "vram_per_worker_gib": 2.2, "memory_fraction": 0.99, "size": 8192}
-    nodes = {
-        f"pc{number}": {**node, "workers": min(_WORKERS_PER_NODE, workers - first)}
-        for number, first in enumerate(range(0, workers, _WORKERS_PER_NODE), start=1)
-    }
-    data = {"nodes": nodes, "run": {"duration": "1h", "stop_grace_s": 0}}
-    config = config_from_data(data, "bench")
-    plans = plan_slots(config, Target())
+    config, plans = scripted_nodes(workers)
     clock = JumpingClock() if jump else Clock()
     fleet: Any = ScriptedFleet(plans, clock)  # lacks what is only asked when something fails
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, Path(os.devnull).open("w", encoding="utf-8") as screen:

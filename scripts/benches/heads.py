@@ -14,6 +14,7 @@ from orchestrator.config.schema import Config
 from orchestrator.core.fleet import Fleet, SliceEnded, SliceReported
 from orchestrator.core.placement import SlotPlan
 from orchestrator.run.clock import Clock
+from orchestrator.run.commands import Commands
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
 from orchestrator.run.snapshot_keeper import SnapshotKeeper
@@ -64,18 +65,22 @@ def supervise(
     about = facts(config, started_at_unix_s, duration_s)
     store.begin(about)
     events = EventLog(folder / "events.jsonl", unix_s=clock.unix_s, also=store.event)
+    outlets = Outlets(watchers=tuple(watchers), events=events, store=store)
+    commands = Commands(folder, outlets, clock, {})
     snapshot = Supervisor(
         facts=about,
         past=Past(),
         config=config,
         plans=tuple(plans),
         fleet=fleet,
-        outlets=Outlets(watchers=tuple(watchers), events=events, store=store),
+        outlets=outlets,
         interrupted=interrupted,
         learned_limits=LearnedLimits(None, events),
         snapshots=SnapshotKeeper(folder / "states"),
+        commands=commands,
         clock=clock,
     ).run()
+    commands.close()
     store.end("good", 0, None, ())
     events.close()
     return snapshot

@@ -128,7 +128,7 @@ def series_of(trace: Trace) -> Series:
     for number, (frame, deliveries) in enumerate(trace.looks):
         samples = {("up", tuple(_TARGET.items())): float(frame is not None)}
         if frame is not None:
-            for family in text_string_to_metric_families(exposition(frame, deliveries).decode()):
+            for family in text_string_to_metric_families(exposition(frame, deliveries, {}).decode()):
                 for sample in family.samples:
                     samples[sample.name, tuple((_TARGET | sample.labels).items())] = sample.value
         for key in samples.keys() - series.keys():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from observability.traces import STEP_S, Trace, frame_at, traces
 from render_observability import FOLDER, rendered
 
 from orchestrator.alerts import facts
+from orchestrator.alerts.badges import badges
 from orchestrator.alerts.catalogue import ALERTS
 from orchestrator.alerts.judge import AlertWatch, judge
 from orchestrator.core.slot import HeadState
@@ -27,12 +27,6 @@ PROMTOOL = pytest.mark.skipif(
 )
 TRACES = traces()
 RENDERED = rendered()
-
-
-class Held(StrEnum):
-    """The state of a slot that a person holds."""
-
-    HELD = "HELD"
 
 
 def promtool(*arguments: str | Path) -> str:
@@ -100,11 +94,23 @@ def test_what_is_checked_in_is_what_the_catalogue_makes(name: str) -> None:
 @pytest.mark.parametrize("trace", [trace for trace in TRACES if trace.fires], ids=lambda trace: trace.alert)
 def test_what_a_person_holds_never_alerts(trace: Trace) -> None:
     def held(snapshot: Snapshot) -> Snapshot:
-        return replace(snapshot, rows=tuple(replace(row, state=Held.HELD) for row in snapshot.rows))
+        return replace(snapshot, rows=tuple(replace(row, state=HeadState.HELD) for row in snapshot.rows))
 
     looks = tuple((frame and replace(frame, snapshot=held(frame.snapshot)), told) for frame, told in trace.looks)
     firing = rules.verdicts(replace(trace, looks=looks))[-1]
     assert {one.alert.scope for one in firing} <= {"run", "node"}
+
+
+@pytest.mark.parametrize("trace", TRACES, ids=lambda trace: f"{trace.alert} {trace.fires}")
+def test_badges_show_what_fires_each_alert_once(trace: Trace) -> None:
+    for firing in rules.verdicts(trace):
+        shown = badges(firing)
+        loud = [one for one in firing if one.alert.severity != "info"]
+        assert sorted((badge.name, subject) for badge in shown for subject in badge.subjects) == sorted(
+            (one.alert.name, one.subject.name) for one in loud
+        )
+        assert len({badge.name for badge in shown}) == len(shown)
+        assert [badge.severity for badge in shown] == sorted(badge.severity for badge in shown), "critical first"
 
 
 def test_an_alert_that_stops_before_its_time_begins_anew() -> None:

@@ -18,27 +18,33 @@ from orchestrator.core.lifecycle import advance
 from orchestrator.core.slot import (
     Abandon,
     Accept,
+    Capped,
     CardQuarantined,
     Command,
     EndRun,
     Event,
     Forget,
+    Held,
     NodeJoined,
     NodeLeft,
     NodeRefused,
     Note,
     Phase,
     Place,
+    Reinstated,
     Restart,
     Rules,
+    SaveAsked,
     Slot,
+    Unheld,
 )
 from tests.core.scene import report_of
-from workers.messages import NO_COUNTS, Directive
+from workers.messages import NO_COUNTS, Directive, Progress
 
 FINAL = {Phase.QUARANTINED, Phase.STOPPED, Phase.DONE}
 
-#: What the membership and the circuit breaker never tell a slot of a phase. Everything else may happen at any time.
+#: What the membership, the circuit breaker and the judge of commands never tell a slot of a phase. Everything else may
+#: happen at any time.
 ILLEGAL: set[tuple[Phase, type[Event]]] = {
     (Phase.ABSENT, NodeLeft),
     (Phase.ABSENT, CardQuarantined),
@@ -47,6 +53,16 @@ ILLEGAL: set[tuple[Phase, type[Event]]] = {
     (Phase.PAUSING, NodeJoined),
     (Phase.PAUSING, NodeRefused),
     (Phase.STOPPED, CardQuarantined),
+    *((Phase.HELD, event) for event in (NodeJoined, NodeRefused, CardQuarantined, Reinstated, SaveAsked)),
+    *(
+        (phase, event)
+        for phase in (Phase.STOPPED, Phase.DONE)
+        for event in (Held, Unheld, Reinstated, Capped, SaveAsked)
+    ),
+    *((Phase.QUARANTINED, event) for event in (Held, Unheld, SaveAsked)),
+    *((phase, Reinstated) for phase in (Phase.ABSENT, Phase.WORKING, Phase.PAUSING)),
+    *((phase, SaveAsked) for phase in (Phase.ABSENT, Phase.PAUSING)),
+    (Phase.PAUSING, Unheld),
 }
 
 #: What a report adds to; the other counters are the head's own.
@@ -77,6 +93,9 @@ class Books(RuleBasedStateMachine):
         self.slot = Slot(slot="pc1/0", incarnation=earlier_incarnations, next_sequence=10 * earlier_incarnations)
         self.first_sequence = self.slot.next_sequence
         self.node_is_there = self.placed = self.abandoned = self.drained = False
+        self.save_waits = False
+        """The user has asked for the state to be saved, or the slot shall rest; and no slice has carried that yet."""
+        self.trains = False
         self.submitted: dict[Name, Directive] = {}
         self.fates: dict[Name, FaultOutcome] = {}
         self.really_done: Counter[Name] = Counter()
@@ -87,6 +106,11 @@ class Books(RuleBasedStateMachine):
         self.expected_lost = 0
         self.last_resume: object = None
         self.history: list[Slot] = [self.slot]
+
+    def saves_first(self, before: Slot) -> bool:
+        """Say whether a slot that shall rest has something to save, and a process that can."""
+        at_work = bool(before.in_flight) or before.phase is Phase.WORKING
+        return at_work and before.report is not None and before.report.progress is not None
 
     @property
     def under_way(self) -> list[Name]:
@@ -101,7 +125,8 @@ class Books(RuleBasedStateMachine):
 
     def accepted(self, name: Name, counts: dict[str, int | float], **changes: Any) -> None:  # noqa: ANN401 - of any field
         counts = {**counts, "steps_ok": self.really_done[name]}
-        event = reported("pc1/0", name, counts, **changes)
+        progress = Progress(train_step=len(self.history)) if self.trains else None
+        event = reported("pc1/0", name, counts, **{"progress": progress, **changes})
         assert self.fates[name] is FaultOutcome.UNDER_WAY
         self.fates[name] = FaultOutcome.COUNTED
         self.reported.add(name)
@@ -139,9 +164,10 @@ class Books(RuleBasedStateMachine):
         """Do what a fleet would, and refuse what it could not do."""
         match command:
             case Place():
-                assert not self.placed, "an actor is created once"
+                assert not self.placed, "an actor is created once, and again after it was ended"
                 assert self.node_is_there
                 self.placed = True
+                self.abandoned = False
             case Directive():
                 self.check_submit(command)
                 name = (command.incarnation, command.sequence)
@@ -155,6 +181,7 @@ class Books(RuleBasedStateMachine):
             case Abandon():
                 assert not self.abandoned, "an actor is ended once"
                 self.abandoned = True
+                self.placed = False
                 self.lose()
             case Accept(report=report):
                 assert self.fates[report.incarnation, report.sequence] is FaultOutcome.COUNTED
@@ -171,21 +198,26 @@ class Books(RuleBasedStateMachine):
     def check_submit(self, submit: Directive) -> None:
         assert self.placed
         assert not self.abandoned
-        assert not self.drained, "after Drain nothing is submitted"
+        rests = self.drained or self.slot.orders.hold is not None
+        is_last = rests and self.save_waits and not self.under_way
+        assert not self.drained or is_last, "after Drain nothing is submitted but the slice that saves"
         assert self.slot.phase is not Phase.DONE, "what is done is not begun again"
+        assert self.slot.orders.hold is None or is_last, "what is held gets no work"
         assert self.node_is_there
         assert submit.sequence == self.first_sequence + len(self.submitted), "sequences are counted without a gap"
         assert submit.incarnation == self.slot.incarnation
         assert submit.resume == self.last_resume
         assert submit.step_limit is not None
         assert submit.step_limit >= 1
+        assert submit.save == self.save_waits
+        self.save_waits = False
         mine = [name for name in self.submitted if name[0] == submit.incarnation]
         if not any(self.fates[name] is FaultOutcome.COUNTED for name in mine):
             assert (submit.duration_s, submit.step_limit) == (0.0, 1), "the first slice of a process is one step"
             assert not self.under_way, "nothing more is sent before its report"
             return
         assert self.run_rules.slice_s / 10 <= submit.duration_s <= self.run_rules.slice_s
-        if self.ends_at_s is not None:
+        if self.ends_at_s is not None and not is_last:
             busy_s = sum(self.submitted[name].duration_s for name in self.under_way)
             assert self.now_s + busy_s + submit.duration_s <= self.ends_at_s + 1e-6
 

@@ -68,7 +68,9 @@ def test_a_card_with_a_worker_at_work_or_an_absent_one_is_never_sick(
 ) -> None:
     slots = [worker(i, count, phase=phases[i], ready=ready[i]) for i, count in enumerate(deaths)]
     spared = any(
-        slot.phase in {Phase.ABSENT, Phase.STOPPED} or (slot.phase is Phase.WORKING and slot.ready) for slot in slots
+        slot.phase in {Phase.ABSENT, Phase.HELD, Phase.STOPPED, Phase.DONE}
+        or (slot.phase is Phase.WORKING and slot.ready)
+        for slot in slots
     )
     fine = any(slot.phase is not Phase.QUARANTINED and len(slot.deaths_at_s) < 3 for slot in slots)
     over = all(slot.phase is Phase.QUARANTINED for slot in slots)

@@ -18,6 +18,7 @@ from orchestrator.core.fleet import DeathCause, SliceFailure
 from orchestrator.core.lifecycle import IllegalEventError, advance
 from orchestrator.core.slot import (
     Accept,
+    Capped,
     CardQuarantined,
     Close,
     DeathExplained,
@@ -25,14 +26,19 @@ from orchestrator.core.slot import (
     EndRun,
     Event,
     HeadState,
+    Held,
+    Hold,
     NodeJoined,
     NodeLeft,
     NodeRefused,
     Note,
     Phase,
+    Reinstated,
     Rules,
+    SaveAsked,
     Slot,
     Tick,
+    Unheld,
 )
 from tests.core.lifecycle_books import FINAL, ILLEGAL, SUMMED, Books, FaultOutcome, failed, reported
 from tests.core.scene import CPU, MEMORY, MIB
@@ -64,6 +70,17 @@ durations_s = st.sampled_from([0.0, 0.1, 0.5, 1.0, 3.0, 11.0, 61.0, 125.0, 1000.
 resumes = st.none() | st.fixed_dictionaries({"failures": st.integers(0, 9)})
 working_states = st.sampled_from([WorkerState.RUNNING, WorkerState.BACKOFF, WorkerState.EMERGENCY])
 failures = st.sampled_from(list(SliceFailure))
+SAID_TO_SOME: list[Event] = [
+    NodeJoined(),
+    NodeLeft(),
+    NodeRefused(reason="few"),
+    CardQuarantined(reason="sick"),
+    Held(hold=Hold.PAUSE),
+    Unheld(),
+    Reinstated(node_is_there=True),
+    Capped(cap_bytes=None),
+    SaveAsked(),
+]
 #: For what ends a slot, or makes it wait: once in a while, or the machine would do little else.
 seldom = st.sampled_from([False] * 7 + [True])
 
@@ -71,9 +88,10 @@ seldom = st.sampled_from([False] * 7 + [True])
 class LifecycleMachine(Books):
     """Plays cluster, clock and user."""
 
-    @initialize(run_rules=rules_of_run, earlier_incarnations=st.integers(0, 3), waits=seldom)
-    def start(self, run_rules: Rules, earlier_incarnations: int, waits: bool) -> None:
+    @initialize(run_rules=rules_of_run, earlier_incarnations=st.integers(0, 3), waits=seldom, trains=st.booleans())
+    def start(self, run_rules: Rules, earlier_incarnations: int, waits: bool, trains: bool) -> None:
         self.open(run_rules, earlier_incarnations)
+        self.trains = trains
         if not waits:
             self.node_joins()
 
@@ -85,7 +103,7 @@ class LifecycleMachine(Books):
         before = self.slot
         self.node_is_there = True
         self.feed(NodeJoined())
-        if before.phase not in FINAL:
+        if before.phase not in FINAL and before.orders.hold is None:
             assert self.slot.incarnation == before.incarnation + before.placed, "its actor starts again"
 
     @precondition(lambda self: self.node_is_there)
@@ -119,9 +137,9 @@ class LifecycleMachine(Books):
             assert self.slot.phase is Phase.QUARANTINED
             assert self.slot.reason == "pc1's card: all 2 workers keep dying"
 
-    @rule(event=st.sampled_from([NodeJoined(), NodeLeft(), NodeRefused(reason="few"), CardQuarantined(reason="sick")]))
+    @rule(event=st.sampled_from(SAID_TO_SOME))
     def event_is_impossible(self, event: Event) -> None:
-        """The cluster and the breaker say nothing that contradicts what they said before; if they do, it is noticed."""
+        """What the cluster, the breaker and the judge of commands never say to a slot in its phase; it is noticed."""
         before = self.slot
         if (before.phase, type(event)) in ILLEGAL:
             with pytest.raises(IllegalEventError, match=before.phase.value):
@@ -278,6 +296,45 @@ class LifecycleMachine(Books):
         self.feed(Tick())
         assert self.slot.phase is Phase.WORKING
 
+    @precondition(lambda self: self.slot.phase not in FINAL and not self.drained)
+    @rule(hold=st.sampled_from(Hold), now=seldom)
+    def user_may_hold(self, hold: Hold, now: bool) -> None:
+        if now:
+            before = self.slot
+            self.save_waits |= before.phase is Phase.WORKING and bool(before.in_flight) and self.saves_first(before)
+            self.feed(Held(hold=hold))
+            assert self.slot.in_flight == before.in_flight, "what was sent runs to its end"
+            if before.phase is not Phase.ABSENT and not before.in_flight:
+                assert self.slot.phase is Phase.HELD
+
+    @precondition(lambda self: self.slot.orders.hold is not None and self.slot.phase not in FINAL and not self.drained)
+    @rule()
+    def user_lets_go(self) -> None:
+        before = self.slot
+        self.feed(Unheld())
+        assert self.slot.phase is (Phase.ABSENT if before.phase is Phase.ABSENT else Phase.WORKING)
+
+    @precondition(lambda self: self.slot.phase is Phase.QUARANTINED and not self.drained)
+    @rule()
+    def user_reinstates(self) -> None:
+        self.feed(Reinstated(node_is_there=self.node_is_there))
+        assert self.slot.phase is (Phase.WORKING if self.node_is_there else Phase.ABSENT)
+        assert (self.slot.deaths_at_s, self.slot.errors_in_a_row) == ((), 0)
+        self.history = [self.slot]
+
+    @precondition(lambda self: self.slot.phase not in {Phase.STOPPED, Phase.DONE})
+    @rule(cap_bytes=st.sampled_from([None, MIB]))
+    def user_caps(self, cap_bytes: int | None) -> None:
+        before = self.slot
+        assert self.feed(Capped(cap_bytes=cap_bytes)) == ()
+        assert self.slot == replace(before, orders=replace(before.orders, cap_bytes=cap_bytes))
+
+    @precondition(lambda self: self.slot.phase is Phase.WORKING)
+    @rule()
+    def user_wants_the_state_saved(self) -> None:
+        self.feed(SaveAsked())
+        self.save_waits = True
+
     @precondition(lambda self: self.ends_at_s is None)
     @rule(duration_s=st.sampled_from([0.0, 1.05, 30.0, 3600.0]))
     def run_begins_to_count(self, duration_s: float) -> None:
@@ -289,9 +346,11 @@ class LifecycleMachine(Books):
         if now:
             before = self.slot
             self.drained = True
+            self.save_waits |= before.phase not in FINAL and before.ready and self.saves_first(before)
             self.feed(Drain())
             # Only a process that has reported is known to run what was sent to it.
-            if before.phase not in FINAL and not (before.ready and before.in_flight):
+            is_awaited = before.ready and (before.in_flight or self.slot.in_flight)
+            if before.phase not in FINAL and not is_awaited:
                 assert self.slot.phase is Phase.STOPPED
 
     @precondition(lambda self: len(self.history) > 20)
@@ -343,7 +402,14 @@ class LifecycleMachine(Books):
             case Phase.ABSENT:
                 assert not self.node_is_there
                 assert (slot.in_flight, slot.wake_at_s) == ((), None)
+            case Phase.HELD:
+                assert self.node_is_there
+                assert (slot.in_flight, slot.wake_at_s) == ((), None)
+                assert self.placed or not slot.ready
+                assert self.placed == slot.placed
+                assert slot.orders.hold is Hold.PAUSE or (slot.orders.hold is Hold.DRAIN and not self.placed)
             case Phase.PAUSING:
+                assert slot.orders.hold is None
                 assert slot.wake_at_s is not None
                 assert slot.wake_at_s <= self.now_s + max(self.run_rules.restart_backoff_max_s, 0.5)
                 assert slot.in_flight == ()
@@ -363,8 +429,10 @@ class LifecycleMachine(Books):
         assert slot.reason
         assert (slot.phase is Phase.QUARANTINED) == (slot.state is HeadState.QUARANTINED)
         assert (slot.phase is Phase.DONE) == (slot.state is WorkerState.DONE)
-        if slot.phase is Phase.ABSENT:
+        if slot.phase is Phase.ABSENT and slot.orders.hold is None:
             assert slot.state is (HeadState.LOST if slot.placed else HeadState.STARTING)
+        is_held = slot.phase is Phase.HELD or (slot.phase is Phase.ABSENT and slot.orders.hold is not None)
+        assert (slot.state is HeadState.HELD) == is_held or slot.phase is Phase.STOPPED
 
     @invariant()
     def quarantined_stopped_and_done_are_final(self) -> None:
@@ -375,7 +443,7 @@ class LifecycleMachine(Books):
             ), "only what was under way is still counted"
         elif before.phase in FINAL:
             # Why the last process ended may be known only later.
-            assert replace(after, reason=before.reason) == before
+            assert replace(after, reason=before.reason, orders=before.orders) == before
             assert after.reason.startswith(before.reason)
 
     @invariant()
@@ -396,7 +464,7 @@ class LifecycleMachine(Books):
         """No slot is stuck: at most a timer, a first slice, and a slice that was running all along stand in the way."""
         slot, now_s = self.slot, self.now_s
         for _ in range(5):
-            if slot.phase in {Phase.ABSENT, *FINAL} or self.at_its_end(slot):
+            if slot.phase in {Phase.ABSENT, Phase.HELD, *FINAL} or self.at_its_end(slot):
                 return
             if slot.ready and slot.state is WorkerState.RUNNING and not slot.draining:
                 return
@@ -412,6 +480,8 @@ class LifecycleMachine(Books):
     @invariant()
     def with_a_cluster_that_is_silent_a_slot_tries_again_and_in_the_end_gives_up(self) -> None:
         if self.slot.phase not in {Phase.WORKING, Phase.PAUSING} or self.at_its_end(self.slot):
+            return
+        if self.slot.orders.hold is not None:
             return
         slot, now_s, tries = self.slot, self.now_s, 0
         # Each try costs one tick to be given up and one to be begun again; a working process may have one of before.

@@ -11,17 +11,23 @@ from orchestrator.core import lifecycle
 from orchestrator.core.fleet import DeathCause, SliceFailed, SliceFailure, SliceReported
 from orchestrator.core.lifecycle import IllegalEventError, advance
 from orchestrator.core.slot import (
+    Capped,
     CardQuarantined,
     Close,
     DeathExplained,
     Drain,
     Event,
+    Held,
+    Hold,
     NodeJoined,
     NodeLeft,
     NodeRefused,
     Phase,
+    Reinstated,
+    SaveAsked,
     Slot,
     Tick,
+    Unheld,
 )
 from tests.core.lifecycle_books import ILLEGAL
 from tests.core.scene import RULES, Scene, report_of
@@ -35,6 +41,11 @@ EVENTS: tuple[Event, ...] = (
     SliceReported(report=report_of("pc1/0", 7, 7)),
     SliceFailed(slot="pc1/0", incarnation=7, sequence=7, failure=SliceFailure.DIED, text="gone"),
     DeathExplained(cause=DeathCause(host_memory=True, text="RAM")),
+    Held(hold=Hold.DRAIN),
+    Unheld(),
+    Reinstated(node_is_there=True),
+    Capped(cap_bytes=1),
+    SaveAsked(),
     Tick(),
     Drain(),
     Close(),
@@ -48,6 +59,10 @@ def in_phase(phase: Phase) -> Slot:
         scene.work()
     if phase in {Phase.PAUSING, Phase.QUARANTINED}:
         scene.feed(scene.failure())
+    if phase is Phase.HELD:
+        scene.feed(Held(hold=Hold.PAUSE))
+        scene.feed(scene.report())
+        scene.feed(scene.report())
     if phase is Phase.DONE:
         scene.feed(scene.report(verdict=Verdict.DONE, state=WorkerState.DONE))
     if phase is Phase.STOPPED:
@@ -66,6 +81,13 @@ def test_each_handler_takes_the_event_of_its_key() -> None:
     for (phase, event), handler in lifecycle._CELLS.items():
         if callable(handler):
             assert list(get_type_hints(handler).values())[1] is event, (phase, event)
+
+
+@pytest.mark.parametrize("phase", [Phase.QUARANTINED, Phase.STOPPED])
+@pytest.mark.parametrize("event", [Drain(), Close()])
+def test_the_end_of_a_run_does_not_change_how_a_slot_has_ended(phase: Phase, event: Event) -> None:
+    slot = in_phase(phase)
+    assert advance(slot, event, 2000.0, RULES, None) == (slot, ())
 
 
 @pytest.mark.parametrize(

@@ -251,7 +251,7 @@ def a_broken_engine_says_so_and_a_fresh_one_works(stage: Stage) -> None:
     assert stage.report_of_new_process(slot, 2).verdict is Verdict.OK
 
 
-def an_abandoned_slot_is_gone_and_the_others_work(stage: Stage) -> None:
+def an_abandoned_slot_is_gone_until_it_is_placed_again_and_the_others_work(stage: Stage) -> None:
     gone, stays = stage.place("gone", Slow), stage.place("stays")
     stage.submit(gone, 0)
     stage.reports(1)
@@ -261,10 +261,14 @@ def an_abandoned_slot_is_gone_and_the_others_work(stage: Stage) -> None:
     stage.fleet.abandon(gone)
     with pytest.raises(KeyError):
         stage.submit(gone, 2)
-    answered: list[str] = []
+    answered: list[object] = []
     while stays not in answered:
         answered += [report.slot for report in stage.reports(1)]
     assert set(answered) <= {gone, stays}, "a report that comes all the same may be told"
+    stage.place("gone")
+    stage.submit(gone, 0, incarnation=1)
+    while (gone, 1) not in answered:
+        answered += [(report.slot, report.incarnation) for report in stage.reports(1)]
 
 
 def the_end_of_a_process_that_did_not_end_has_no_cause(stage: Stage) -> None:
@@ -293,7 +297,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     of_what_was_given_up_no_failure_is_told,
     a_restarted_slot_answers_from_a_fresh_engine_with_the_same_specification,
     a_broken_engine_says_so_and_a_fresh_one_works,
-    an_abandoned_slot_is_gone_and_the_others_work,
+    an_abandoned_slot_is_gone_until_it_is_placed_again_and_the_others_work,
     the_end_of_a_process_that_did_not_end_has_no_cause,
     nodes_that_are_not_ours_are_not_ended,
 )

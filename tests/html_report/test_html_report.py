@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,32 +13,50 @@ from typer.testing import CliRunner
 
 from orchestrator.cli.app import app
 from orchestrator.html_report import facts, page
+from orchestrator.html_report.comparison import difference
+from orchestrator.watch.cells import UNICODE
 from orchestrator.watch.records import STORE_NAME
 from orchestrator.watch.store import RunStore
+from tests.scene import orchestrator, wait_for
 from tests.watch.scene import FACTS, event, make_row, make_snapshot, record
 from tests.web.browser import browser, needs_chromium
 
 HOSTILE = "</script><script>window.evil=1</script><img src=x onerror='window.evil=2'>"
 
+#: Each chart in sight has something on it.
+DRAWN = """[...document.querySelectorAll('canvas')].filter((one) => one.offsetParent).every((one) =>
+    one.getContext('2d').getImageData(0, 0, one.width, one.height).data.some((value) => value))"""
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Return the folder of a run of two slots and 60 s, with texts that want to be code."""
-    place = tmp_path / "runs" / FACTS.run_id
+
+def make_run(place: Path, tflops: float, slots: int, **facts: object) -> Path:
+    """Make a run of some slots and 60 s, with texts that want to be code."""
     place.mkdir(parents=True)
     store = RunStore(place / STORE_NAME)
-    store.begin(FACTS)
+    store.begin(replace(FACTS, run_id=place.name, **facts))  # type: ignore[arg-type]  # of any field
     for second in range(60):
         rows = [
-            make_row(slot=f"pc1/{index}", tflops=9 + second / 60, temperature_c=50.0 + second, reason=HOSTILE)
-            for index in range(2)
+            make_row(slot=f"pc1/{index}", tflops=tflops, temperature_c=50.0 + second, reason=HOSTILE, oom_count=second)
+            for index in range(slots)
         ]
         store.slots(record(row.slot, reason=row.reason, row=row.to_dict()) for row in rows)
         store.update(make_snapshot(*rows, elapsed_s=float(second), notices=(HOSTILE,)))
     store.event({**event(name="state", from_state="RUNNING", to_state="BACKOFF", cause=HOSTILE), "slot": "pc1/0"})
     store.event({**event(name="workload_error", traceback=f"Traceback\n{HOSTILE}"), "slot": "pc1/0"})
+    store.event(event(name="run_ended", missed=[f"pc1/0: {HOSTILE}"]))
     store.end("good", 0, None, ())
     return place
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "runs" / FACTS.run_id, tflops=9.0, slots=2)
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """Return the folder of a run that began a day before, with one slot, which was slower."""
+    began = FACTS.started_at_unix_s - 86_400
+    return make_run(tmp_path / "runs" / f"other-{HOSTILE.replace('/', '')}"[:60], 7.5, 1, started_at_unix_s=began)
 
 
 def test_what_is_frozen_is_the_last_picture_and_the_course_of_what_was_sampled(folder: Path) -> None:
@@ -47,8 +66,42 @@ def test_what_is_frozen_is_the_last_picture_and_the_course_of_what_was_sampled(f
     assert len(told["times"]) == len(heat["mean"]) == facts.parts_for(1)
     assert [value for value in heat["mean"] if value is not None] == [50.0 + second for second in range(60)]
     assert "loss" not in told["history"]["pc1/1"], "nothing was trained"
-    assert [key for key in told["slots"]["pc1/0"]["charts"] if key not in told["history"]["pc1/0"]] == []
-    assert {row["event"] for row in told["events"]} == {"state", "workload error"}
+    assert told["history"]["pc1/1"].keys() <= told["labels"].keys()
+    assert {row["event"] for row in told["events"]} == {"state", "workload error", "run ended"}
+    (summary,) = (course for course in told["summary"]["charts"] if course["label"].startswith("TFLOP/s"))
+    assert {value for value in summary["mean"] if value is not None} == {18.0}, "the sum of two slots"
+    assert told["summary"]["missed"] == [f"pc1/0: {HOSTILE}"]
+
+
+def test_two_runs_stand_side_by_side_with_differences_in_per_cent(folder: Path, other: Path) -> None:
+    figures = facts.frozen(folder, other)["summary"]["figures"]
+    rows = {row[0]: row[1:] for row in figures["rows"]}
+    assert rows["TFLOP/s, mean of the sum"] == ["18.00", "7.50", ("+140.0 %", "good")]
+    assert rows["out of memory"] == ["118", "59", ("+100.0 %", "bad")]
+    assert rows["hottest temperature, C, mean"][2] == "0.0 %"
+    slots = {row[0]: row[1:] for row in figures["slots"]["rows"]}
+    assert slots["pc1/0"][:3] == ["9.000", "7.500", ("+20.0 %", "good")]
+    assert slots["pc1/1"][:3] == ["9.000", UNICODE.missing, UNICODE.missing], "the other run has no such slot"
+
+
+@pytest.mark.parametrize(
+    ("value", "than", "better", "told"),
+    [
+        (120.0, 100.0, 1, ("+20.0 %", "good")),
+        (80.0, 100.0, 1, ("-20.0 %", "bad")),
+        (80.0, 100.0, -1, ("-20.0 %", "good")),
+        (104.0, 100.0, 1, "+4.0 %"),
+        (99.99, 100.0, 1, "0.0 %"),
+        (200.0, 100.0, 0, "+100.0 %"),
+        (0.0, 0.0, -1, "0.0 %"),
+        (5.0, 0.0, -1, UNICODE.missing),
+        (None, 100.0, 1, UNICODE.missing),
+        (float("nan"), 100.0, 1, UNICODE.missing),
+        (-50.0, -100.0, 1, ("+50.0 %", "good")),
+    ],
+)
+def test_a_difference_in_words(value: float | None, than: float | None, better: int, told: object) -> None:
+    assert difference(value, than, better) == told
 
 
 def test_courses_are_thinned_out_until_all_of_them_fit() -> None:
@@ -70,12 +123,16 @@ def test_the_file_is_written_whole_or_refused_in_a_sentence(folder: Path, tmp_pa
     assert "cannot be written: No such file" in str(refused.exception)
     both = CliRunner().invoke(app, ["report", "--html", str(path), "--json", *where])
     assert "exclude each other" in str(both.exception)
+    alone = CliRunner().invoke(app, ["report", "latest", "latest", *where])
+    assert "add --html FILE" in str(alone.exception)
 
 
 @needs_chromium
-def test_a_browser_shows_it_without_a_request_and_hostile_texts_stay_text(folder: Path, tmp_path: Path) -> None:
+def test_a_browser_shows_it_without_a_request_and_hostile_texts_stay_text(
+    folder: Path, other: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "r.html"
-    page.write(path, page.html(facts.frozen(folder), HOSTILE))
+    page.write(path, page.html(facts.frozen(folder, other), HOSTILE))
 
     async def look() -> None:
         async with browser(tmp_path) as shown:
@@ -84,12 +141,57 @@ def test_a_browser_shows_it_without_a_request_and_hostile_texts_stay_text(folder
             assert HOSTILE in await shown.js("document.getElementById('table').textContent")
             await shown.js("location.hash = '#view=slot&slot=pc1%2F0'")
             await shown.until("document.querySelectorAll('canvas').length > 1")
-            drawn = """[...document.querySelectorAll('canvas')].every((one) => one.getContext('2d')
-                .getImageData(0, 0, one.width, one.height).data.some((value) => value))"""
-            await shown.until(drawn)
+            await shown.until(DRAWN)
+            await shown.until("document.querySelector('#charts .u-legend').textContent.includes('mean')")
+            await shown.js("location.hash = '#view=slot&slot=pc1%2F0&field=allocated_bytes'")
+            await shown.until("document.querySelector('#charts .u-legend').textContent.includes('cap')")
             assert HOSTILE in await shown.js("document.getElementById('traceback').textContent")
+            await shown.js("document.getElementById('summary-link').click()")
+            await shown.until("document.getElementById('by-slot').textContent.includes('+20.0 %')")
+            await shown.until(f"document.querySelectorAll('#run-charts canvas').length > 1 && {DRAWN}")
+            assert HOSTILE in await shown.js("document.getElementById('missed').textContent")
+            assert "other run" in await shown.js("document.querySelector('#run-charts .u-legend').textContent")
             assert await shown.js("window.evil === undefined")
             assert [url for url in shown.requests() if not url.startswith(("file:", "data:", "about:"))] == []
             assert shown.complaints() == []
 
     asyncio.run(look())
+
+
+#: A step that takes no time.
+WORKLOAD = """
+from workers.workloads.base import StepResult, Workload
+
+class Mine(Workload):
+    def step(self, size, batch):
+        return StepResult(flop=1.0)
+
+    def release(self):
+        pass
+"""
+
+
+@pytest.mark.torch
+def test_a_run_writes_its_report_when_it_has_ended_if_that_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(WORKLOAD, encoding="utf-8")
+    (tmp_path / "cluster.yaml").write_text(
+        "nodes: {pc1: {gpu: rtx-3090, workers: 1, vram_per_worker_gib: 1}}\n", encoding="utf-8"
+    )
+    run = ("run", "--debug", "--duration", "1s", "--workload", "mine:Mine")
+    assert orchestrator(*run).returncode == 0
+    (without,) = Path("runs").iterdir()
+    assert not (without / "report.html").exists()
+    browser = tmp_path / "browser"
+    browser.write_text(f"#!/bin/sh\necho $1 >> {tmp_path}/opened\n")
+    browser.chmod(0o700)
+    done = orchestrator(*run, "--set", "run.report=true", DISPLAY=":99", BROWSER=f"{browser} %s")
+    assert done.returncode == 0, done.stderr
+    (folder,) = set(Path("runs").iterdir()) - {without}
+    path = folder / "report.html"
+    assert f"Report: {path}" in done.stderr
+    opened = wait_for(lambda: (tmp_path / "opened").exists() and (tmp_path / "opened").read_text(), "the browser")
+    assert opened == f"{path.resolve().as_uri()}\n"
+    assert "ended: good" in path.read_text(encoding="utf-8")

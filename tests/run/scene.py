@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -12,6 +13,7 @@ from orchestrator.config.load import config_from_data, dump_config
 from orchestrator.config.schema import Config
 from orchestrator.core.chaos.plan import parse_chaos
 from orchestrator.core.placement import Target, plan_slots
+from orchestrator.run.commands import Commands
 from orchestrator.run.fault_injection import FaultInjector, with_faults
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
@@ -103,6 +105,7 @@ class Run:
             started_at_unix_s=self.began_unix_s,
             elapsed_s=self.past.elapsed_s,
             chaos=chaos,
+            host=socket.gethostname(),
             # Another head has another.
             head_pid=2**22 + (1 if self.past.elapsed_s == 0 else 2),
         )
@@ -111,16 +114,19 @@ class Run:
         plans = with_faults(plan_slots(self.config, Target(device="cpu")), plan)
         self.injector = None if plan is None else FaultInjector(plan, plans, "pc1", self.log, self.clock)
         self.recorder = Recorder()
+        outlets = Outlets(watchers=(self.recorder,), events=self.log, store=self.store)
+        self.commands = Commands(folder, outlets, self.clock, self.past.answers)
         self.supervisor = Supervisor(
             facts=facts,
             past=self.past,
             config=self.config,
             plans=plans,
             fleet=self.fleet,
-            outlets=Outlets(watchers=(self.recorder,), events=self.log, store=self.store),
+            outlets=outlets,
             interrupted=lambda: interrupts is not None and interrupts.asked,
             learned_limits=LearnedLimits(None, self.log),
             snapshots=SnapshotKeeper(folder / "states"),
+            commands=self.commands,
             injector=self.injector,
             clock=self.clock,
             strict=strict,
@@ -141,7 +147,8 @@ class Run:
         return {row.slot: row for row in snapshot.rows}
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the files and the socket."""
+        self.commands.close()
         self.log.close()
         self.store.end("interrupted", 130, None, ())
 

@@ -147,7 +147,7 @@ class ScriptedFleet:
         node_id = f"{name}#{self._node_count}"
         self._nodes[node_id] = NodeFact(name=name, node_id=node_id, address="10.0.0.1", cpus=cpus, gpus=1.0)
         for slot, actor in self._actors.items():
-            if actor.node == name and actor.process is None and slot not in self.abandoned:
+            if actor.node == name and actor.process is None:
                 actor.process = self._new_process(slot)
 
     def leave(self, name: str) -> None:
@@ -213,7 +213,7 @@ class ScriptedFleet:
         return 1
 
     def place(self, reservation: Reservation, spec: WorkerSpec) -> None:
-        assert reservation.slot == spec.slot not in self._actors, "an actor is created once"
+        assert reservation.slot == spec.slot not in self._actors, "a slot has one actor at a time"
         self._now_s = self.clock.now_s
         self.placed.append(reservation.slot)
         # On a node that went just now the actor waits until there is one of that name again.
@@ -221,7 +221,7 @@ class ScriptedFleet:
         self._actors[reservation.slot] = _Actor(reservation.node, process)
 
     def submit(self, slot: str, directive: Directive) -> None:
-        assert slot not in self.abandoned, "nothing is sent to an actor that was ended"
+        assert slot in self._actors, "nothing is sent to an actor that was ended"
         if self.on_submit is not None:
             self.on_submit(slot, directive)
         self.directives.setdefault(slot, []).append(directive)
@@ -269,10 +269,11 @@ class ScriptedFleet:
 
     def abandon(self, slot: str) -> None:
         self._now_s = self.clock.now_s
-        assert slot not in self.abandoned, "an actor is ended once"
+        assert slot in self._actors, "an actor is ended once"
         self.abandoned.append(slot)
         self.forget(slot)
         self._end_process(slot, SliceFailure.DIED)
+        del self._actors[slot]
 
     def why_ended(self, slot: str) -> DeathCause | None:
         del slot
@@ -321,7 +322,8 @@ class ScriptedFleet:
         self._schedule(ends_at_s, lambda: self._if_alive(slot, process, lambda: self._end(slot, process, work)))
 
     def _if_alive(self, slot: str, process: _Process, action: Callable[[], None]) -> None:
-        if self._actors[slot].process is process and not process.hangs:
+        actor = self._actors.get(slot)
+        if actor is not None and actor.process is process and not process.hangs:
             action()
 
     def _end(self, slot: str, process: _Process, work: _Slice) -> None:

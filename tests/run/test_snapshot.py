@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.core.placement import Target, plan_slots
-from orchestrator.core.slot import HeadState, Phase, Slot, SlotState
+from orchestrator.core.slot import HeadState, Orders, Phase, Slot, SlotState
 from orchestrator.run.snapshot import Meter, row
 from tests.core.scene import CPU, REFERENCE, report_of
 from workers.messages import MemoryInfo, Report, StepCounts, WorkerEvent, WorkerState
@@ -206,10 +206,21 @@ def test_a_report_without_device_and_memory_leaves_them_unknown() -> None:
 @pytest.mark.parametrize("state", [*WorkerState, *HeadState])
 def test_a_slot_without_a_working_process_has_no_throughput_and_no_duty(state: SlotState) -> None:
     shown = row(PLAN, slot_with(report(), state=state), metered(report()), 0.0)
-    if state in {HeadState.LOST, HeadState.STARTING, HeadState.RESTARTING, HeadState.QUARANTINED}:
+    if isinstance(state, HeadState):
         assert (shown.tflops, shown.baseline_pct, shown.duty_measured) == (None, None, None)
     else:
         assert (shown.tflops, shown.baseline_pct, shown.duty_measured) == (pytest.approx(10.0), 100.0, 0.5)
+
+
+def test_of_a_held_slot_the_memory_of_its_process_is_shown_and_none_without_one() -> None:
+    paused = slot_with(report(), state=HeadState.HELD, phase=Phase.HELD, ready=True, heard_at_s=10.0)
+    shown = row(PLAN, paused, Meter(), 100.0)
+    assert (shown.size, shown.reserved_bytes, shown.heartbeat_age_s) == (8192, 3, None)
+    drained = row(PLAN, replace(paused, ready=False), Meter(), 100.0)
+    assert (drained.size, drained.reserved_bytes, drained.temperature_c) == (None, None, None)
+    assert drained.cap_bytes == shown.cap_bytes
+    capped = row(PLAN, replace(paused, orders=Orders(cap_bytes=2)), Meter(), 100.0)
+    assert capped.cap_bytes == 2
 
 
 def test_what_was_last_known_of_a_lost_worker_stays_in_its_row() -> None:

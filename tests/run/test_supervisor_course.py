@@ -143,7 +143,7 @@ def test_a_worker_that_hangs_at_the_end_is_waited_for_so_long_and_then_lost(new_
     run = new_run(stop_grace_s=3)
     run.fleet.at(START_S + 19, lambda: run.fleet.hang("pc2/0"))
     rows = run.finish()
-    assert run.clock.now_s - run.fleet.began_s == pytest.approx(START_S + 20 + 2 + 3, abs=1)
+    assert run.clock.now_s - run.fleet.began_s == pytest.approx(START_S + 20 + 3 + 3, abs=1)
     assert run.recorder.shown[-1].steps_lost_upper_bound == run.stored().slots[1].counters["steps_lost_upper_bound"] > 0
     assert rows["pc1/0"].counts.steps_ok == run.fleet.really_done["pc1/0"]
 

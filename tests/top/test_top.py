@@ -10,14 +10,14 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from textual.events import Key
+from textual.events import Key, MouseScrollDown
 from textual.pilot import Pilot
 from typer.testing import CliRunner
 
 from orchestrator.cli.app import app
+from orchestrator.control.wire import Answer
 from orchestrator.core.slot import HeadState
 from orchestrator.top.app import Top
 from orchestrator.top.ask import Send
@@ -166,6 +166,20 @@ def test_a_head_that_writes_nothing_is_shown_as_late(tmp_path: Path) -> None:
     assert_golden(lines, "late-120x30")
 
 
+def test_alerts_stand_on_top_and_have_a_page_with_what_to_do(tmp_path: Path) -> None:
+    lost = [make_row(slot=f"pc1/{number}", state=HeadState.QUARANTINED, reason=HOSTILE) for number in range(7)]
+    folder = made(tmp_path, lost, outcome=None, lives=True)
+    assert driven(folder, (120, 20))[0] == "! SlotQuarantined x7"
+    page = driven(folder, (120, 20), pressed("a"))
+    at = next(number for number, line in enumerate(page) if line.startswith("critical · SlotQuarantined · for 00:0"))
+    assert page[at].endswith("pc1/0, pc1/1, pc1/2, pc1/3, pc1/4, pc1/5, pc1/6")
+    assert page[at + 1].startswith("   slot pc1/0 was given up: ")
+    assert "reinstate" in "".join(page[at + 2 :])
+    assert "!" not in driven(folder, (120, 20), pressed("t"))[0], "a replay shows another time"
+    (other := tmp_path / "other").mkdir()
+    assert "no alert fires" in "".join(driven(made(other, [make_row()]), (120, 20), pressed("a")))
+
+
 def test_keys_sort_filter_hide_and_move(tmp_path: Path) -> None:
     rows = [
         make_row(slot="pc1/0", temperature_c=60.0),
@@ -190,6 +204,23 @@ def test_keys_sort_filter_hide_and_move(tmp_path: Path) -> None:
     assert not any("/batch" in line for line in hidden)
     assert slots("o", *"temp", "enter") == ["pc1/1", "pc1/0", "pc2/0"]
     assert any("goes back" in line for line in driven(folder, (120, 40), pressed("question_mark")))
+
+
+def test_a_mouse_moves_the_cursor_and_opens_a_slot(tmp_path: Path) -> None:
+    folder = made(tmp_path, [make_row(slot=f"pc1/{number}", reason=f"of {number}") for number in range(30)])
+
+    def clicked(line: int, times: int = 1, notches: int = 0) -> list[str]:
+        async def hands(pilot: Pilot[None]) -> None:
+            for _ in range(notches):
+                await pilot._post_mouse_events([MouseScrollDown], "#rows")
+            await pilot.click("#rows", offset=(5, line), times=times)
+
+        return driven(folder, (120, 24), hands)
+
+    titles = 3
+    assert "pc1/4 RUNNING: of 4" in clicked(titles + 4)
+    assert "pc1/2 RUNNING: of 2" in clicked(titles + 2, notches=1), "what is on the screen stays there"
+    assert "pc1/4" in clicked(titles + 4, times=2)[1]
 
 
 def test_the_page_of_a_slot_shows_facts_courses_states_and_events_and_hostile_text_stays_text(tmp_path: Path) -> None:
@@ -225,10 +256,10 @@ def test_commands_name_each_slot_and_wait_for_yes(tmp_path: Path) -> None:
     folder = made(tmp_path, rows, outcome=None, lives=True)
     sent: list[tuple[str, tuple[str, ...], int | None]] = []
 
-    def send(to: Path, do: str, slots: Sequence[str], *, amount_bytes: int | None) -> SimpleNamespace:
+    def send(to: Path, do: str, slots: Sequence[str], *, amount_bytes: int | None) -> Answer:
         assert to == folder
         sent.append((do, tuple(slots), amount_bytes))
-        return SimpleNamespace(ok=do != "drain", effect="held after its slice", error="not now")
+        return Answer(ok=do != "drain", id="1", effect="held after its slice", error="not now")
 
     def shown(*keys: str, by: Send | None = send) -> list[str]:
         sent.clear()
@@ -244,7 +275,7 @@ def test_commands_name_each_slot_and_wait_for_yes(tmp_path: Path) -> None:
     assert sent == [("pause", ("pc1/0", "pc1/1"), None)]
     shown("space", "slash", *"pc1/2", "enter", "U", "y")
     assert sent == [("resume", ("pc1/2",), None)], "a new filter clears the marks"
-    shown("C", *"3", "enter", "backspace", *"2GiB", "enter", "y")
+    shown("C", *"3", "x", "enter", "backspace", "backspace", *"2GiB", "enter", "y")
     assert sent == [("cap", ("pc1/0",), 2 * 2**30)], "what is no amount can be corrected"
     assert "refused: not now" in shown("D", "y")[-1]
     assert "read-only" in shown("R", "y", by=None)[-1]

@@ -78,6 +78,23 @@ def test_a_value_over_time_has_a_low_a_mean_and_a_high_in_each_part_and_none_whe
     assert found["fan_pct"].mean == (None,) * 8, "no sensor told it"
 
 
+@pytest.mark.parametrize("count", [1, 8, 24, 25, 26, 79, 80, 300])
+def test_one_pass_over_all_slots_finds_what_a_look_at_each_finds(folder: Path, count: int) -> None:
+    keys, between = ("temperature_c", "loss", "fan_pct"), (at(0), at(80))
+    found = history.courses(folder, keys, *between, count)
+    assert found == {slot: history.buckets(folder, slot, keys, *between, count) for slot in SLOTS}
+    whole = history.totals(folder, *between, count)
+    heat = found[SLOTS[0]]["temperature_c"]
+    assert whole["temperature_c"] == heat, "the hottest of two that are alike"
+    assert whole["allocated_bytes"].at_unix_s == heat.at_unix_s
+    one = history.buckets(folder, SLOTS[0], ("allocated_bytes",), *between, count)["allocated_bytes"]
+    assert whole["allocated_bytes"].mean == tuple(None if value is None else 2 * value for value in one.mean)
+
+
+def test_the_states_of_all_slots_are_those_of_each(folder: Path) -> None:
+    assert history.all_state_spans(folder) == {slot: history.state_spans(folder, slot) for slot in SLOTS}
+
+
 @pytest.mark.parametrize("key", ["reason", "state", "no such key", "slot"])
 def test_what_is_not_sampled_cannot_be_asked_for(folder: Path, key: str) -> None:
     with pytest.raises(ValueError, match="is not sampled"):

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import shutil
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
-from orchestrator.watch import history
-from orchestrator.watch.follow import Follower
-from orchestrator.web import page_data
-from orchestrator.web.server import PAGE
+from orchestrator.html_report import facts
+from orchestrator.html_report import page as page_file
 from tests.scene import ROOT
 from tests.watch.scene import make_row
 from tests.web.browser import Browser, browser, needs_chromium, until
@@ -57,6 +54,13 @@ def test_one_login_shows_the_table_and_nothing_is_asked_elsewhere(folder: Path, 
             # As in the terminal: the worst first, each with its reason.
             assert await page.js(f"{NAMES}[0]") == "pc1/0"
             assert "QUARANTINED" in await page.js("document.querySelector('#table tbody').innerText")
+            # Also what fires; what was opened stays open while frames come.
+            await page.js("document.querySelector('#alerts summary').click()")
+            before = server.site.hub.looks
+            await until(lambda: asyncio.sleep(0, server.site.hub.looks > before + 1), "looks")
+            alert = await page.js("document.querySelector('#alerts details[open]').innerText")
+            assert alert.startswith("SlotQuarantined")
+            assert "was given up" in alert
             await page.do("Page.reload")
             await page.until(f"{NAMES}.length === 24")
             for view in ("slot&slot=pc1%2F0", "cards", "events"):
@@ -173,42 +177,9 @@ def test_a_hidden_page_is_sent_nothing(folder: Path, tmp_path: Path) -> None:
     store.end("good", 0, None, [])
 
 
-def one_file(folder: Path, path: Path) -> None:
-    """Write the page with its data frozen in it."""
-    frame = Follower(folder).look()
-    slots = {row.slot: row.slot for row in frame.snapshot.rows}
-    begin, end = history.sampled_between(folder) or (0.0, 1.0)
-    told = {slot: page_data.slot_of(frame, slot, history.state_spans(folder, slot), ()) for slot in slots}
-    keys = ["tflops", "allocated_bytes", "temperature_c", "power_w"]
-    data = {
-        **page_data.frozen_table(frame),
-        "slots": {slot: {**(facts or {}), "sampled": [begin, end]} for slot, facts in told.items()},
-        "history": {
-            slot: {
-                key: page_data.history_of(key, found)
-                for key, found in history.buckets(folder, slot, keys, begin, end, 60).items()
-            }
-            for slot in slots
-        },
-        "events": [page_data.event_of(event) for event in history.events(folder)],
-        "cards": page_data.cards_of(frame),
-    }
-    frozen = json.dumps(data).replace("<", "\\u003c")
-    html = (PAGE / "index.html").read_text()
-    html = re.sub(r'<link rel="icon"[^>]*>', "", html)
-    html = re.sub(
-        r'<link rel="stylesheet" href="(.*?)">', lambda found: f"<style>{(PAGE / found[1]).read_text()}</style>", html
-    )
-    scripts = re.findall(r'<script src="(.*?)" defer></script>', html)
-    html = re.sub(r'<script src="(.*?)" defer></script>', "", html)
-    inside = "".join(f"<script>{(PAGE / name).read_text()}</script>" for name in scripts)
-    frozen_in = f'<script type="application/json" id="frozen">{frozen}</script>'
-    path.write_text(html.replace("</body>", f"{frozen_in}{inside}</body>"))
-
-
 def test_the_same_page_runs_from_one_file(folder: Path, tmp_path: Path) -> None:
     make_run(folder, slots=24).end("good", 0, None, [])
-    one_file(folder, tmp_path / "run.html")
+    page_file.write(tmp_path / "run.html", page_file.html(facts.frozen(folder), "one file"))
 
     async def scene() -> None:
         async with browser(tmp_path) as page:

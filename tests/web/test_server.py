@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
+import socket
+import ssl
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
+from orchestrator.control.ears import Ears
+from orchestrator.control.wire import Answer, command_of
+from orchestrator.core.user_commands import Command, Do
 from orchestrator.watch.model import ROW_KEYS
 from orchestrator.watch.store import RunStore
 from orchestrator.web.guard import ROUTES
@@ -288,6 +297,38 @@ def test_commands_are_taken_only_with_control_and_name_their_slots(folder: Path)
     asyncio.run(scene())
 
 
+def test_a_command_reaches_the_head_under_its_own_id_and_a_refusal_is_a_sentence(folder: Path) -> None:
+    taken: list[Command] = []
+
+    def listen(ears: Ears) -> None:
+        while len(taken) < 3:
+            for connection, line in ears.heard():
+                taken.append(command := command_of(line))
+                refused = Answer(ok=False, id=command.id, error="pc1/0 is RUNNING, and not held")
+                is_refused = command.do is Do.RESUME
+                ears.answer(connection, refused if is_refused else Answer(ok=True, id=command.id, effect="held"))
+            time.sleep(0.01)
+
+    async def scene() -> None:
+        async with serving(folder, control=True) as server:
+
+            async def ask(**told: object) -> tuple[int, object]:
+                answer = await server.ask("/api/v1/commands", "POST", "control", json={"slots": ["pc1/0"], **told})
+                return answer.status, answer.told
+
+            assert await ask(id="a", do="pause") == (200, {"id": "a", "ok": True, "effect": "held"})
+            assert (await ask(id="b", do="cap", amount="2.5 GiB"))[0] == 200
+            assert await ask(id="c", do="resume") == (409, {"error": "pc1/0 is RUNNING, and not held"})
+            assert [command.id for command in taken] == ["a", "b", "c"]
+            assert (taken[1].amount_bytes, taken[1].by) == (5 * 2**29, "web")
+
+    with closing(Ears(folder)) as ears:
+        head = threading.Thread(target=listen, args=[ears], daemon=True)
+        head.start()
+        asyncio.run(scene())
+        head.join()
+
+
 def test_a_run_that_is_gone_is_a_sentence(tmp_path: Path) -> None:
     folder = tmp_path / RUN_ID
     folder.mkdir()
@@ -304,45 +345,70 @@ def test_a_run_that_is_gone_is_a_sentence(tmp_path: Path) -> None:
     asyncio.run(scene())
 
 
-def test_the_verb_serves_until_it_is_told_to_stop(folder: Path, nowhere: Path, state_dir: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "orchestrator",
-        "web",
-        "--config",
-        CONFIG,
-        "--run-dir",
-        str(folder.parent),
-        "--port",
-        "0",
-    ]
+@contextmanager
+def verb(folder: Path, *arguments: str) -> Iterator[tuple[str, str]]:
+    """Start the verb; yield its address and the code that logs in. It ends by SIGTERM."""
+    own = ("--config", CONFIG, "--run-dir", str(folder.parent), "--port", "0")
+    command = [sys.executable, "-m", "orchestrator", "web", *own, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
         assert process.stdout is not None
         try:
             url, _, code = process.stdout.readline().strip().partition("/#code=")
-            port = url.rpartition(":")[2]
-
-            async def scene() -> None:
-                async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:
-                    async with session.post(
-                        f"{url}/api/v1/login", json={"code": code}, headers={"Origin": url}
-                    ) as answer:
-                        assert answer.status == 200
-                    async with session.get(f"{url}/api/v1/table") as answer:
-                        assert (await answer.json())["total"] == 10
-                    token = (state_dir / "web" / "read.token").read_text().strip()
-                    bearer = {"Authorization": f"Bearer {token}"}
-                    async with session.get(f"{url}/api/v1/run", headers=bearer, cookies={}) as answer:
-                        assert answer.status == 200
-
-            asyncio.run(scene())
-            assert {path.stat().st_mode & 0o777 for path in (state_dir / "web").glob("*.token")} == {0o600}
-            taken = orchestrator("web", "--config", CONFIG, "--run-dir", str(folder.parent), "--port", port)
-            assert (taken.returncode, f"port {port} is in use" in taken.stderr) == (2, True)
+            yield url, code
         finally:
             process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 0
+
+
+def test_the_verb_serves_until_it_is_told_to_stop(folder: Path, nowhere: Path, state_dir: Path) -> None:
+    with verb(folder) as (url, code):
+        port = url.rpartition(":")[2]
+
+        async def scene() -> None:
+            async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:
+                async with session.post(f"{url}/api/v1/login", json={"code": code}, headers={"Origin": url}) as answer:
+                    assert answer.status == 200
+                async with session.get(f"{url}/api/v1/table") as answer:
+                    assert (await answer.json())["total"] == 10
+                token = (state_dir / "web" / "read.token").read_text().strip()
+                bearer = {"Authorization": f"Bearer {token}"}
+                async with session.get(f"{url}/api/v1/run", headers=bearer, cookies={}) as answer:
+                    assert answer.status == 200
+
+        asyncio.run(scene())
+        assert {path.stat().st_mode & 0o777 for path in (state_dir / "web").glob("*.token")} == {0o600}
+        taken = orchestrator("web", "--config", CONFIG, "--run-dir", str(folder.parent), "--port", port)
+        assert (taken.returncode, f"port {port} is in use" in taken.stderr) == (2, True)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl, which makes the certificate")
+def test_with_a_certificate_the_page_and_its_cookie_go_over_tls_alone(
+    folder: Path, nowhere: Path, tmp_path: Path
+) -> None:
+    certificate, key = tmp_path / "pc1.pem", tmp_path / "pc1.key"
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=pc1"]
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*made, *names], check=True, capture_output=True)
+    served = ("--bind", "0.0.0.0", "--certificate", str(certificate), "--key", str(key))  # noqa: S104 - with TLS
+    with verb(folder, *served) as (url, code):
+        assert url.startswith(f"https://{socket.gethostname().lower()}:")
+        port = url.rpartition(":")[2]
+        here, trusted = f"https://127.0.0.1:{port}", ssl.create_default_context(cafile=str(certificate))
+
+        async def scene() -> None:
+            connector = aiohttp.TCPConnector(ssl=trusted)
+            jar = aiohttp.CookieJar(unsafe=True)
+            async with aiohttp.ClientSession(connector=connector, cookie_jar=jar) as session:
+                told = {"json": {"code": code}, "headers": {"Origin": here}}
+                async with session.post(f"{here}/api/v1/login", **told) as answer:
+                    cookie = answer.headers["Set-Cookie"]
+                    assert (answer.status, "; Secure" in cookie) == (200, True)
+                async with session.get(f"{here}/api/v1/table") as answer:
+                    assert (await answer.json())["total"] == 10
+                with pytest.raises(aiohttp.ClientError):
+                    await session.get(f"http://127.0.0.1:{port}/")
+
+        asyncio.run(scene())
 
 
 @pytest.mark.parametrize(

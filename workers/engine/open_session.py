@@ -74,7 +74,8 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
             settings=spec.workload.settings,
             slot=spec.slot,
             state_dir=_state_dir(spec),
-            fresh=stats.directive.incarnation == 0,
+            # A process that comes up while its slot is held is not told from the one before it.
+            fresh=stats.directive.incarnation == 0 and stats.directive.sequence == 0,
             snapshot=stats.directive.snapshot,
             tell=told.add,
         )

@@ -118,6 +118,8 @@ class Session:
             if self.state is not None:
                 self.load_policy_state(stats)
         self.lease_bytes = directive.lease_bytes
+        if directive.save:
+            self.workload.save_soon()
         if self.chaos is not None:
             self.chaos.begin_slice(stats)
         self.thermal.sample(stats)
@@ -328,7 +330,9 @@ class Session:
         if self.allowed_bytes is None or self.allowed_bytes >= _FULL_SHARE * cap_bytes:
             return ""
         leased = self.lease_bytes is not None and self.lease_bytes <= self.allowed_bytes
-        why = "its share while the card is short" if leased else "all that others leave on the device"
+        why = (
+            "its share while the card is short, or its user's cap" if leased else "all that others leave on the device"
+        )
         return f"{self.allowed_bytes / MIB:.0f} of {cap_bytes / MIB:.0f} MiB: {why}"
 
 

@@ -141,6 +141,9 @@ class Workload(ABC):
         On a CPU that is so for host memory; on a card the cap holds here too.
         """
 
+    def save_soon(self) -> None:  # noqa: B027 - as above
+        """Have `save` write the state the next time that it can, due or not: the user has asked for it."""
+
     def progress(self) -> Progress | None:
         """Tell how far it is, at the end of every slice; `None`: it has no end and keeps no state between steps."""
         return None

@@ -57,6 +57,7 @@ class Train(Workload):
         self._flop_per_sample = 0.0
         self._sha256: str | None = None
         self._told_failure: str | None = None
+        self._save_soon = False
         self._prediction: Prediction | None = None
         self._speed: deque[tuple[float, int]] = deque()
         """Monotonic seconds, and samples computed until then."""
@@ -141,21 +142,27 @@ class Train(Workload):
             self.context.tell("memory_predicted", **prediction.told())
 
     def save(self) -> None:
-        """Copy the state between two optimiser steps if a snapshot is due; wait for the last one."""
+        """Copy the state between two optimiser steps if a snapshot is due; wait for one that was asked for."""
         trainer, snapshots = self._trainer, self._snapshots
         if trainer is None or not trainer.at_boundary:
             return
-        if snapshots is not None and (trainer.finished or snapshots.due()):
-            if trainer.finished:
+        waits = trainer.finished or self._save_soon
+        if snapshots is not None and (waits or snapshots.due()):
+            if waits:
                 snapshots.wait()
             snapshots.save(trainer.state(), trainer.step)
-            if trainer.finished:
+            if waits:
                 snapshots.wait()
             self._tell_failure(snapshots)
+            self._save_soon = False
         if trainer.finished:
             if figures := trainer.evaluate():
                 self.context.tell("evaluated", step=trainer.step, **figures)
             self._sha256 = trainer.weights_sha256()
+
+    def save_soon(self) -> None:
+        """Have the next `save` between two optimiser steps not wait until a snapshot is due."""
+        self._save_soon = True
 
     def release(self) -> None:
         """Drop model and state; the next step goes on from the last snapshot."""

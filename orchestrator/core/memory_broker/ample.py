@@ -107,7 +107,7 @@ def _is_as_before(slot: Slot, report: Report, claimant: Claimant) -> bool:
         and slot.ready
         and report.incarnation == claimant.report[0]
         and device.uuid == claimant.card
-        and device.cap_bytes == claimant.cap_bytes
+        and slot.orders.within_cap(device.cap_bytes) == claimant.cap_bytes
         and report.state not in STARVED
     )
 

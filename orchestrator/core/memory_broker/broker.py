@@ -71,8 +71,9 @@ class MemoryBroker:
     def grant(self, slot: Slot, sequence: int) -> int | None:
         """Return the lease of a directive that is about to be sent, and remember it while that is under way."""
         if slot.slot not in self._specs:
-            return None
+            return slot.orders.cap_bytes
         lease_bytes = self._leases.get(slot.slot) if slot.ready else 0
+        lease_bytes = slot.orders.cap_bytes if lease_bytes is None else slot.orders.within_cap(lease_bytes)
         granted = self._granted[slot.slot]
         granted[sequence] = lease_bytes
         if len(granted) > _UNDER_WAY:
@@ -127,6 +128,7 @@ class MemoryBroker:
         report = slot.report if slot.ready else None
         unopened_bytes = context_bytes if report is None else 0
         cap_bytes = slot.device.cap_bytes if slot.device is not None else max(0, spec.budget_bytes - context_bytes)
+        cap_bytes = slot.orders.within_cap(cap_bytes)
         allowed = (cap_bytes if lease is None else lease for lease in self._granted[slot.slot].values())
         return Claimant(
             slot=slot.slot,

@@ -16,9 +16,11 @@
     return node;
   };
   const show = (id, shown) => { byId(id).hidden = !shown; };
-  const REFRESH_MS = 2000, ROWS = 200, EVENTS = 300;
+  const REFRESH_MS = 2000, ROWS = 200, EVENTS = 300, VIEWS = ["table", "slot", "cards", "events", "summary"];
 
   const source = openSource();
+  show("summary-link", Boolean(source.summary));
+  if (source.hint) byId("filter").placeholder = source.hint;
 
   // ---- What is looked at.
 
@@ -38,7 +40,7 @@
     const before = state;
     state = { ...usual, ...Object.fromEntries(told) };
     if (before.filter !== state.filter) chosen = new Set();
-    for (const view of ["table", "slot", "cards", "events"]) show(`view-${view}`, view === state.view);
+    for (const view of VIEWS) show(`view-${view}`, view === state.view);
     for (const link of document.querySelectorAll("nav a")) {
       if (link.dataset.view === state.view) link.setAttribute("aria-current", "page");
       else link.removeAttribute("aria-current");
@@ -69,7 +71,7 @@
     offline: () => show("offline", true),
     login: () => {
       followed = "";
-      for (const view of ["table", "slot", "cards", "events"]) show(`view-${view}`, false);
+      for (const view of VIEWS) show(`view-${view}`, false);
       show("head", false);
       show("login", true);
       byId("code").focus();
@@ -103,6 +105,13 @@
     if (summary.dataset.told !== JSON.stringify([head.states, head.nodes, head.tflops, head.totals])) {
       summary.dataset.told = JSON.stringify([head.states, head.nodes, head.tflops, head.totals]);
       summary.replaceChildren(nodes, ...chips, ...others);
+    }
+    const alerts = byId("alerts"), told = JSON.stringify(head.alerts);
+    if (alerts.dataset.told !== told) {
+      alerts.dataset.told = told;
+      alerts.replaceChildren(...head.alerts.map((alert) => make("li", {}, make("details", {},
+        put(make("summary", { className: "chip" }), alert.words),
+        ...[...(alert.subjects.length > 1 ? [alert.subjects.join(", ")] : []), alert.text, alert.what_to_do].map((text) => make("p", { textContent: text }))))));
     }
     byId("notices").replaceChildren(...head.notices.map((text) => make("li", { textContent: text })));
     drawCommands();
@@ -171,10 +180,11 @@
     drawnAt = performance.now();
     const mine = ++drawing, { view, slot } = state;
     try {
-      const told = await { slot: () => source.slot(slot), cards: source.cards, events: source.events }[view]?.();
+      const told = await { slot: () => source.slot(slot), cards: source.cards, events: source.events, summary: source.summary }[view]?.();
       if (mine !== drawing || !told) return;
       if (view === "cards") drawGrid(byId("cards"), told.titles, told.rows);
       if (view === "events" && now) { byId("events").replaceChildren(); drawEvents(byId("events"), told, EVENTS); }
+      if (view === "summary") drawSummary(told);
       if (view === "slot") await drawSlot(told, () => mine === drawing);
     } catch (error) {
       if (error.status === 401) on.login(); else if (error.status) on.problem(error.message); else throw error;
@@ -205,15 +215,21 @@
     drawEvents(byId("slot-events"), told.events.slice(-50), 50);
     show("error", Boolean(told.traceback));
     byId("traceback").textContent = told.traceback || "";
-    const field = state.field || told.charts[0] || told.fields[0][0];
+    const field = state.field || told.charts[0] || told.fields[0]?.[0];
     if (byId("field").childElementCount !== told.fields.length) byId("field").replaceChildren(...told.fields.map(([key, label]) => make("option", { value: key, textContent: label })));
     byId("field").value = field;
     for (const button of byId("ranges").children) button.setAttribute("aria-pressed", button.dataset.range === state.range);
     if (!told.sampled) return byId("charts").replaceChildren();
     const [first, last] = told.sampled, from = state.range ? Math.max(first, last - Number(state.range)) : first;
-    const fields = [field, ...told.charts.filter((key) => key !== field)].slice(0, 4);
+    const fields = [field, ...told.charts.filter((key) => key !== field)].slice(0, source.charts);
     const found = await Promise.all(fields.map((key) => source.history(told.slot, key, from, Math.max(last, from + 1))));
     if (isStill()) charts.draw(byId("charts"), found.filter(Boolean), told, [from, Math.max(last, from + 1)]);
+  };
+  const drawSummary = (told) => {
+    byId("missed").replaceChildren(...told.missed.map((text) => make("li", { textContent: text })));
+    drawGrid(byId("figures"), told.figures.titles, told.figures.rows);
+    if (told.figures.slots) drawGrid(byId("by-slot"), told.figures.slots.titles, told.figures.slots.rows);
+    charts.draw(byId("run-charts"), told.charts, told, [told.from, told.to]);
   };
   // ---- Commands: each names its slots, and asks before it is sent.
 

@@ -1,6 +1,7 @@
 "use strict";
-// Draws the course of sampled values with uPlot: the mean as a line, from the least to the most as a band, and the states
-// of the slot as a coloured strip below. All charts show the same time.
+// Draws the course of sampled values with uPlot: the mean as a line, from the least to the most as a band, another course
+// beside it as a dashed line. The states of the slot are a coloured strip below, other events marks above. All charts show
+// the same time.
 const charts = (() => {
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
   const strip = (plot) => {
@@ -9,6 +10,10 @@ const charts = (() => {
       const [left, right] = [span.from, span.to].map((at) => Math.min(end, Math.max(bbox.left, plot.valToPos(at, "x", true))));
       ctx.fillStyle = colour(span.state[1]);
       if (right > left) ctx.fillRect(left, bbox.top + bbox.height - high, right - left, high);
+    }
+    for (const mark of marks.filter(({ at_unix_s: at }) => between[0] <= at && at <= between[1])) {
+      ctx.fillStyle = colour(mark.tone || "quiet");
+      ctx.fillRect(plot.valToPos(mark.at_unix_s, "x", true), bbox.top, devicePixelRatio, 2 * high);
     }
   };
   const times = [
@@ -21,7 +26,7 @@ const charts = (() => {
     const known = t.filter((_, at) => mean[at] !== null), apart = known.slice(1).map((at, index) => at - known[index]);
     return 2.5 * (apart.sort((one, other) => one - other)[apart.length >> 1] || 0);
   };
-  const options = (width, isFirst) => {
+  const options = (width, isFirst, beside) => {
     const axis = {
       stroke: colour("quiet"), grid: { stroke: colour("rule"), width: 1 }, ticks: { stroke: colour("rule") }, font: "12px system-ui",
     };
@@ -40,15 +45,17 @@ const charts = (() => {
       hooks: { drawAxes: [strip] },
       series: [
         { value: "{YYYY}-{MM}-{DD} {HH}:{mm}:{ss}" }, { ...edge, label: "max" }, { ...edge, label: "min" }, { stroke: colour("line"), width: 1.5, label: "mean", gaps },
+        ...(beside ? [{ stroke: colour("warn"), width: 1.5, dash: [6, 4], label: beside, gaps }] : []),
       ],
       bands: [{ series: [1, 2], fill: `${colour("line")}33` }],
     };
   };
 
-  let plots = [], spans = [], between = [0, 1], offset = 0, drawn = "";
+  let plots = [], spans = [], marks = [], between = [0, 1], offset = 0, drawn = "";
   const draw = (node, found, slot, from_to) => {
     [spans, between, offset] = [slot.spans, from_to, slot.utc_offset_s];
-    const shape = JSON.stringify([found.map((each) => each.field), node.clientWidth, colour("text")]);
+    marks = slot.events.filter((event) => event.event !== "state" && event.at_unix_s);
+    const shape = JSON.stringify([node.id, found.map((each) => [each.label, each.beside_label]), node.clientWidth, colour("text")]);
     if (drawn !== shape) {
       for (const plot of plots) plot.destroy();
       node.replaceChildren(...found.map((each) => {
@@ -57,12 +64,12 @@ const charts = (() => {
         box.append(caption);
         return box;
       }));
-      plots = found.map((_, at) => new uPlot(options(node.children[at].clientWidth, at === 0), null, node.children[at]));
+      plots = found.map((each, at) => new uPlot(options(node.children[at].clientWidth, at === 0, each.beside_label), null, node.children[at]));
       drawn = shape;
     }
     found.forEach((each, at) => {
       plots[at].longest = longest(each);
-      plots[at].setData([each.t, each.max, each.min, each.mean]);
+      plots[at].setData([each.t, each.max || each.mean, each.min || each.mean, each.mean, ...(each.beside ? [each.beside] : [])]);
     });
   };
   return { draw };

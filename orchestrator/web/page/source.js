@@ -1,6 +1,7 @@
 "use strict";
 // Where the data comes from: a server that goes on telling, or, in a file, what is frozen in it. Both give the same object:
 // table(query, on) follows a view until the function that it returns is called; slot, history, events and cards are asked.
+// charts is how many are drawn of a slot. Only a file has a summary.
 const openSource = () => {
   const RETRY_MS = 1000;
 
@@ -38,6 +39,7 @@ const openSource = () => {
       return () => { over = true; close(); document.removeEventListener("visibilitychange", open); };
     };
     return {
+      charts: 4,
       table,
       slot: (name) => get("slot", { name }),
       history: (slot, field, from, to) => get("history", { slot, field, from, to, buckets: 300 }),
@@ -81,11 +83,25 @@ const openSource = () => {
       return () => {};
     };
     return {
+      charts: 12,
+      hint: "filter, as in: state:backoff !pc1",
       table,
-      slot: async (name) => data.slots[name],
-      history: async (slot, field) => { const found = data.history[slot]?.[field]; return found && { t: data.times, ...found }; },
+      slot: async (name) => {
+        const drawn = data.history[name] || {}, cells = data.table.rows.find((row) => row.slot === name)?.cells || [];
+        const facts = data.table.columns.slice(0, -1).map(({ title }, at) => [title.join(" ").trim(), cells[at]]);
+        return data.slots[name] && {
+          slot: name, ...data.every_slot, ...data.slots[name],
+          facts: [...facts.filter(([, cell]) => cell !== data.missing), ...data.slots[name].more],
+          charts: data.charts.filter((key) => key in drawn), fields: Object.keys(drawn).map((key) => [key, data.labels[key]]),
+        };
+      },
+      history: async (slot, field) => {
+        const drawn = data.history[slot]?.[field], [key, label] = data.beside[field] || [], beside = data.history[slot]?.[key]?.mean;
+        return drawn && { t: data.times, label: data.labels[field], ...drawn, beside, beside_label: beside && label };
+      },
       events: async () => data.events,
       cards: async () => data.cards,
+      summary: data.summary && (async () => data.summary),
     };
   };
 

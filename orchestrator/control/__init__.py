@@ -1,0 +1,1 @@
+"""Commands to a running run: the socket of its head, and how others send to it."""

@@ -1,0 +1,79 @@
+"""Commands to a run with real workers: typed, sent by the page, and kept by the next head."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.cluster.conftest import SMALL, Head, Starter
+from tests.scene import ROOT, orchestrator
+from tests.web.scene import serving
+from workers.units import MIB
+
+pytestmark = pytest.mark.ray
+
+#: It never saves by itself.
+TRAINING = ("--workload", "train", "--set", "train.save_every_s=36000", "--set", "train.steps=1000000")
+
+
+def typed(head: Head, *arguments: str) -> tuple[int, str]:
+    done = orchestrator(*arguments, "--run-dir", str(head.runs), cwd=ROOT)
+    return done.returncode, done.stdout + done.stderr
+
+
+def wait_for_state(head: Head, state: str, *slots: str) -> None:
+    head.wait(lambda: {head.rows()[slot]["state"] for slot in slots} == {state}, f"{slots} {state}")
+
+
+def sent_by_page(head: Head, do: str, *slots: str) -> int:
+    async def scene() -> int:
+        async with serving(head.folder(), control=True) as server:
+            told = {"id": "of the page", "do": do, "slots": list(slots)}
+            return (await server.ask("/api/v1/commands", "POST", "control", json=told)).status
+
+    return asyncio.run(scene())
+
+
+def test_slots_are_held_capped_and_saved_as_typed_and_the_next_head_goes_on_so(start: Starter) -> None:
+    head = start("--rehearse", "--duration", "10m", *SMALL, *TRAINING)
+    head.wait_until_running(3)
+    budget_bytes = head.rows()["pc1/0"]["budget_bytes"]
+    assert typed(head, "pause", "pc2/0") == (
+        0,
+        "pc2/0: held when its last slice ends; its process and its memory stay\n",
+    )
+    assert typed(head, "drain", "pc1/1")[0] == 0
+    assert typed(head, "cap", "pc1/0", f"{3 * budget_bytes // 4 // MIB}MiB") == (
+        0,
+        "pc1/0: capped from its next slice on\n",
+    )
+    assert typed(head, "save", "pc1/0")[0] == 0
+    code, said = typed(head, "save", "pc2/0")
+    assert (code, "pc2/0 is held and gets no slice to save in: `resume pc2/0` first; nothing was changed" in said) == (
+        2,
+        True,
+    )
+    wait_for_state(head, "HELD", "pc1/1", "pc2/0")
+    head.wait(lambda: (head.rows()["pc1/0"]["saved_step"] or 0) > 0, "a saved state")
+    rows = head.rows()
+    assert (rows["pc2/0"]["reserved_bytes"] is None, rows["pc1/1"]["reserved_bytes"]) == (False, None)
+    assert all(rows[slot]["saved_step"] > 0 for slot in ("pc1/1", "pc2/0")), "what rests has saved"
+    steps = {slot: rows[slot]["steps_ok"] for slot in ("pc1/1", "pc2/0")}
+    head.process.kill()
+    head.process.wait()
+
+    code, said = typed(head, "resume", "pc2/0", "--run", "latest")
+    assert (code, "run --resume" in said) == (2, True)
+    before = len(head.events())
+    again = start("--resume", head.folder().name, "--json", runs=head.runs)
+    again.wait_until_running(1, after=before)
+    trained = again.rows()["pc1/0"]["train_step"]
+    again.wait(lambda: again.rows()["pc1/0"]["train_step"] > trained + 5, "more training")
+    rows = again.rows()
+    assert {slot: rows[slot]["steps_ok"] for slot in steps} == steps
+    assert [rows[slot]["state"] for slot in steps] == ["HELD", "HELD"]
+    assert rows["pc1/0"]["cap_bytes"] == 3 * budget_bytes // 4 // MIB * MIB
+    assert sent_by_page(again, "resume", "pc1/1", "pc2/0") == 200
+    wait_for_state(again, "RUNNING", "pc1/1", "pc2/0")
+    again.interrupt_when(lambda: all(again.rows()[slot]["steps_ok"] > steps[slot] for slot in steps), "more steps")

@@ -1,0 +1,166 @@
+"""The socket of a head and its client: real sockets, in a run folder of any depth, for this user alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from orchestrator.control.client import send
+from orchestrator.control.ears import CONNECTIONS_MOST, Ears
+from orchestrator.control.place import short_name
+from orchestrator.control.wire import LINE_MOST_BYTES, Answer, command_of
+from tests.scene import wait_for
+
+OTHER_USER = 65_534
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a run folder so deep that its path does not fit into the address of a socket."""
+    deep = tmp_path / ("deep" * 20) / ("deeper" * 20)
+    deep.mkdir(parents=True)
+    return deep
+
+
+@pytest.fixture
+def ears(folder: Path) -> Iterator[Ears]:
+    with closing(Ears(folder)) as listening:
+        assert listening.problem is None
+        yield listening
+
+
+def connected(path: Path) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(10)
+    with short_name(path) as name:
+        connection.connect(name)
+    return connection
+
+
+def answers(ears: Ears) -> int:
+    """Answer all that has come in; return how much that was."""
+    heard = ears.heard()
+    for connection, line in heard:
+        command = command_of(line)
+        ears.answer(connection, Answer(ok=True, id=command.id, effect=f"{command.do} {' '.join(command.slots)}"))
+    return len(heard)
+
+
+def sent(folder: Path, poll: Callable[[], object]) -> Answer:
+    """Send a command from another thread, while the head polls."""
+    got: list[Answer] = []
+    sender = threading.Thread(target=lambda: got.append(send(folder, "pause", ["pc1/3"], by="test", timeout_s=20)))
+    sender.start()
+    wait_for(lambda: (poll(), got)[1], "answer")
+    sender.join()
+    return got[0]
+
+
+def test_a_command_reaches_the_head_of_a_folder_of_any_depth_and_its_answer_comes_back(
+    ears: Ears, folder: Path
+) -> None:
+    path = folder / "control.sock"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    answer = sent(folder, lambda: answers(ears))
+    assert (answer.ok, answer.effect) == (True, "pause pc1/3")
+    ears.close()
+    assert not path.exists()
+
+
+def test_a_lost_answer_is_asked_for_again_under_the_same_id(ears: Ears, folder: Path) -> None:
+    ids: list[str] = []
+
+    def poll() -> None:
+        for connection, line in ears.heard():
+            ids.append(command_of(line).id)
+            if len(ids) == 1:
+                connection.socket.close()
+            else:
+                ears.answer(connection, Answer(ok=True, id=ids[-1], effect="held"))
+
+    assert sent(folder, poll).effect == "held"
+    assert len(ids) == 2
+    assert len(set(ids)) == 1
+
+
+def test_a_head_takes_the_place_of_one_that_was_killed(ears: Ears, folder: Path) -> None:
+    with closing(Ears(folder)) as next_one:
+        assert next_one.problem is None
+        assert sent(folder, lambda: answers(next_one)).ok
+
+
+def test_where_the_file_system_has_no_sockets_the_users_own_folder_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sysfs = Path("/sys/kernel")
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    with closing(Ears(sysfs)) as deaf:
+        assert "this run takes no commands: /sys/kernel/control.sock cannot be made" in str(deaf.problem)
+        assert deaf.heard() == []
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with closing(Ears(sysfs)) as ears:
+        assert ears.problem is None
+        assert sent(sysfs, lambda: answers(ears)).ok
+
+
+def test_a_line_without_an_end_is_refused_and_one_that_does_not_come_is_given_up(folder: Path) -> None:
+    now_s = 0.0
+    with closing(Ears(folder, lambda: now_s)) as ears:
+        too_long, silent, left = (connected(folder / "control.sock") for _ in range(3))
+        left.close()
+        too_long.sendall(b"x" * (LINE_MOST_BYTES + 1))
+        assert ears.heard() == []
+        assert json.loads(too_long.recv(1000))["error"] == f"a line has at most {LINE_MOST_BYTES} bytes"
+        silent.sendall(b"{")
+        now_s = 1.5
+        assert ears.heard() == []
+        assert silent.recv(1000) == b""
+        for each in (too_long, silent):
+            each.close()
+
+
+def test_more_connections_than_are_served_at_a_time_wait_for_their_turn(folder: Path) -> None:
+    now_s = 0.0
+    with closing(Ears(folder, lambda: now_s)) as ears:
+        silent = [connected(folder / "control.sock") for _ in range(CONNECTIONS_MOST)]
+        assert ears.heard() == []
+        asking = connected(folder / "control.sock")
+        asking.sendall(b'{"v":1,"id":"a","do":"pause","slots":["pc1/0"],"by":"test"}\n')
+        assert ears.heard() == []
+        now_s = 1.5
+        assert ears.heard() == [], "the silent ones are dropped"
+        assert answers(ears) == 1
+        for each in (*silent, asking):
+            each.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+def test_another_user_is_refused() -> None:
+    # Not in pytest's own folder, which no other user may enter.
+    with tempfile.TemporaryDirectory() as place, closing(Ears(Path(place))) as ears:
+        path = Path(place) / "control.sock"
+        Path(place).chmod(0o755)
+        path.chmod(0o666)
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.setuid(OTHER_USER)
+            with connected(path) as connection:
+                connection.sendall(b"{}\n")
+                os.write(write, connection.recv(1000))
+            os._exit(0)
+        os.close(write)
+        with os.fdopen(read, "rb") as told:
+            os.set_blocking(read, False)
+            answer = wait_for(lambda: ears.heard() or told.read(), "answer")
+        os.waitpid(child, 0)
+    assert json.loads(answer)["error"] == "this run belongs to another user"

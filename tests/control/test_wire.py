@@ -1,0 +1,81 @@
+"""Lines of the socket: what is a command, and that no line is anything else than a command or a sentence."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from orchestrator.control.wire import Answer, WireError, answer_line, answer_of, command_line, command_of
+from orchestrator.core.user_commands import Command, Do
+
+PAUSE = {"v": 1, "id": "a1", "do": "pause", "slots": ["pc1/3", "pc2/0"], "by": "top"}
+WITHOUT = object()
+
+
+def line(**changes: Any) -> bytes:  # noqa: ANN401 - anything may come
+    told = {key: value for key, value in {**PAUSE, **changes}.items() if value is not WITHOUT}
+    return json.dumps(told).encode() + b"\n"
+
+
+def test_a_command_and_an_answer_come_through_as_they_were() -> None:
+    paused = Command(id="a1", do=Do.PAUSE, slots=("pc1/3", "pc2/0"), by="top")
+    assert command_of(line()) == paused == command_of(command_line(paused))
+    capped = Command(id="x", do=Do.CAP, slots=("pc1/0",), by="web", amount_bytes=2**31)
+    assert command_of(command_line(capped)) == capped
+    for answer in (Answer(ok=True, id="x", effect="held"), Answer(ok=False, id="", error="no such slot")):
+        assert answer_of(answer_line(answer)) == answer
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"v": 2}, "different versions"),
+        ({"do": "stop"}, "pause, resume, drain, reinstate, cap, save"),
+        ({"do": ["pause"]}, "must be one of"),
+        ({"slots": []}, "names each slot"),
+        ({"slots": "pc1/3"}, "names each slot"),
+        ({"slots": ["pc1/3", 7]}, "`slots` must be a printable text"),
+        ({"id": "x" * 201}, "`id` must be a printable text of 1 to 200"),
+        ({"by": "a\x1b[2J"}, "`by` must be"),
+        ({"by": WITHOUT}, "`by` must be"),
+        ({"all": True}, "no key 'all'"),
+        ({"amount_bytes": 5}, "no other command has it"),
+        ({"do": "cap"}, "`cap` needs `amount_bytes`"),
+        ({"do": "cap", "amount_bytes": 2.5}, "whole number"),
+        ({"do": "cap", "amount_bytes": True}, "whole number"),
+    ],
+)
+def test_what_is_no_command_is_refused_with_what_would_be_one(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(WireError, match=words):
+        command_of(line(**changes))
+
+
+def test_a_command_with_more_slots_than_fit_is_refused_before_it_is_sent() -> None:
+    many = Command(id="x", do=Do.SAVE, slots=tuple(f"pc1/{index}" for index in range(9_000)), by="web")
+    with pytest.raises(WireError, match="name fewer of them at a time"):
+        command_line(many)
+
+
+def test_whatever_a_line_holds_it_is_a_command_or_a_sentence() -> None:
+    luck = random.Random(7)  # noqa: S311 - repeatable is what is wanted
+    whole, pieces = (
+        line(do="cap", amount_bytes=2**31),
+        [b"[" * 30_000, b'"\\ud800"', b"9" * 5_000, b"NaN", b"null", b"{}"],
+    )
+    taken = 0
+    for _ in range(100_000):
+        content = bytearray(whole)
+        for _ in range(luck.randrange(4)):
+            at = luck.randrange(len(content) + 1)
+            piece = luck.choice(pieces) if luck.random() < 0.01 else bytes([luck.randrange(256)])
+            content[at : at + luck.randrange(3)] = piece
+        try:
+            command = command_of(bytes(content))
+        except WireError:
+            continue
+        taken += 1
+        assert command_of(command_line(command)) == command
+    assert taken > 10_000, "lines that hardly differ from a command are among them"

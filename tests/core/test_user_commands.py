@@ -1,0 +1,216 @@
+"""Which commands a slot takes in which state, and what a command does to it beyond the invariants of the machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from orchestrator.core.fleet import SliceFailure
+from orchestrator.core.placement import Target, plan_slots
+from orchestrator.core.slot import (
+    Abandon,
+    Event,
+    Forget,
+    HeadState,
+    Held,
+    Hold,
+    NodeJoined,
+    NodeLeft,
+    Phase,
+    Place,
+    Reinstated,
+    Restart,
+    SaveAsked,
+    Tick,
+    Unheld,
+)
+from orchestrator.core.user_commands import Command, Do, RefusedError, events_of
+from tests.core.scene import MIB, REFERENCE, Scene, submits
+from workers.messages import Progress, Verdict, WorkerState
+
+PLANS = {plan.reservation.slot: plan for plan in plan_slots(REFERENCE, Target(device="cuda"))}
+BUDGET_MIB = PLANS["pc1/0"].spec.budget_bytes // MIB
+
+
+def slot_in(state: str) -> Scene:
+    scene = Scene(max_deaths=1 if state == "quarantined" else 6)
+    if state == "absent":
+        return scene
+    scene.work(progress=Progress(train_step=1) if state == "training" else None)
+    if state == "held":
+        hold(scene, Hold.PAUSE)
+    if state in {"quarantined", "restarting"}:
+        scene.feed(scene.failure())
+    if state == "done":
+        scene.feed(scene.report(verdict=Verdict.DONE, state=WorkerState.DONE))
+    return scene
+
+
+def hold(scene: Scene, how: Hold) -> list[object]:
+    """Hold a slot, and let what it was sent end; return the commands of the end."""
+    scene.feed(Held(hold=how))
+    commands: list[object] = []
+    while scene.slot.in_flight:
+        commands = list(scene.deeds(scene.report(steps_ok=3), later_s=1))
+    return commands
+
+
+def event_for(state: str, do: Do, *, amount_mib: int | None = None, ending: bool = False) -> Event:
+    amount_bytes = None if amount_mib is None else amount_mib * MIB
+    command = Command(id="a", do=do, slots=("pc1/0", "pc1/0"), by="test", amount_bytes=amount_bytes)
+    slots = {"pc1/0": slot_in(state).slot}
+    ((name, event),) = events_of(command, slots, PLANS, ["pc1"], is_ending=ending)
+    assert name == "pc1/0"
+    return event
+
+
+#: Each command in each state: how the refusal goes on after the slot's name, or `None` where it is taken.
+REFUSALS: dict[Do, dict[str, str | None]] = {
+    Do.PAUSE: {"quarantined": "is QUARANTINED: `reinstate pc1/0` starts it again", "done": "has finished its work"},
+    Do.DRAIN: {"quarantined": "is QUARANTINED: `reinstate", "done": "has finished its work"},
+    Do.RESUME: {
+        "absent": "is STARTING, and not held",
+        "running": "is RUNNING, and not held",
+        "training": "is RUNNING, and not held",
+        "restarting": "is RESTARTING, and not held",
+        "quarantined": "is QUARANTINED: `reinstate",
+        "done": "has finished its work",
+    },
+    Do.REINSTATE: {
+        "absent": "is STARTING, not QUARANTINED",
+        "running": "is RUNNING, not QUARANTINED: it needs no reinstating",
+        "training": "is RUNNING, not QUARANTINED",
+        "restarting": "is RESTARTING, not QUARANTINED",
+        "held": "is HELD, not QUARANTINED: `resume pc1/0` sends it work",
+        "done": "has finished its work",
+    },
+    Do.CAP: {"done": "has finished its work"},
+    Do.SAVE: {
+        "absent": "has no process at work .STARTING.: wait until it runs",
+        "running": "keeps no state that could be saved",
+        "restarting": "has no process at work .RESTARTING.",
+        "held": "is held and gets no slice to save in: `resume pc1/0` first",
+        "quarantined": "is QUARANTINED: `reinstate",
+        "done": "has finished its work",
+    },
+}
+STATES = ("absent", "running", "training", "restarting", "held", "quarantined", "done")
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("do", Do)
+def test_a_command_is_taken_or_refused_with_what_to_type_instead(do: Do, state: str) -> None:
+    amount_mib = 512 if do is Do.CAP else None
+    words = REFUSALS[do].get(state)
+    if words is not None:
+        with pytest.raises(RefusedError, match=f"^pc1/0 {words}.*; nothing was changed$"):
+            event_for(state, do, amount_mib=amount_mib)
+        return
+    scene = slot_in(state)
+    scene.feed(event_for(state, do, amount_mib=amount_mib))  # which the table allows
+    with pytest.raises(RefusedError, match="the run is ending"):
+        event_for(state, do, amount_mib=amount_mib, ending=True)
+
+
+def test_a_cap_is_within_the_budget_and_the_whole_budget_lifts_it() -> None:
+    assert event_for("running", Do.CAP, amount_mib=1).cap_bytes == MIB  # type: ignore[union-attr]
+    assert event_for("running", Do.CAP, amount_mib=BUDGET_MIB).cap_bytes is None  # type: ignore[union-attr]
+    with pytest.raises(RefusedError, match=f"has a budget of {BUDGET_MIB} MiB: type an amount from 1MiB"):
+        event_for("running", Do.CAP, amount_mib=BUDGET_MIB + 1)
+    classic = {"pc1/0": replace(PLANS["pc1/0"], spec=replace(PLANS["pc1/0"].spec, policy="classic"))}
+    command = Command(id="a", do=Do.CAP, slots=("pc1/0",), by="test", amount_bytes=MIB)
+    with pytest.raises(RefusedError, match="policy classic: run with --policy adaptive"):
+        events_of(command, {"pc1/0": slot_in("running").slot}, classic, [])
+
+
+def test_one_slot_that_is_wrong_or_unknown_keeps_the_others_as_they_are() -> None:
+    slots = {"pc1/0": slot_in("running").slot, "pc1/1": replace(slot_in("quarantined").slot, slot="pc1/1")}
+    for name, words in (("pc1/1", "pc1/1 is QUARANTINED"), ("pc9/1", "no slot 'pc9/1'; .*top --once")):
+        command = Command(id="a", do=Do.PAUSE, slots=("pc1/0", name), by="test")
+        with pytest.raises(RefusedError, match=words):
+            events_of(command, slots, PLANS, ["pc1"])
+
+
+def test_a_paused_slot_goes_on_in_its_process_and_a_drained_one_in_another() -> None:
+    paused, drained = slot_in("running"), slot_in("running")
+    assert hold(paused, Hold.PAUSE) == []
+    assert [sent.incarnation for sent in submits(paused.deeds(Unheld()))] == [0, 0]
+    assert (paused.slot.phase, paused.slot.state) == (Phase.WORKING, WorkerState.RUNNING)
+    assert hold(drained, Hold.DRAIN) == [Abandon()]
+    place, first = drained.deeds(Unheld())
+    assert isinstance(place, Place)
+    assert [(sent.incarnation, sent.step_limit) for sent in submits([first])] == [(1, 1)]
+    assert (drained.slot.restarts, drained.slot.steps_lost_upper_bound, drained.slot.counts.steps_ok) == (0, 0, 6)
+
+
+def test_a_slot_that_was_to_be_held_and_is_resumed_at_once_has_its_pipeline_full_again() -> None:
+    scene = slot_in("running")
+    scene.feed(Held(hold=Hold.PAUSE))
+    assert submits(scene.feed(scene.report())) == []
+    assert len(submits(scene.feed(Unheld()))) == 1
+    assert len(scene.slot.in_flight) == 2
+
+
+@pytest.mark.parametrize(
+    ("how", "commands"), [(Hold.PAUSE, [Forget(), Restart()]), (Hold.DRAIN, [Forget(), Restart(), Abandon()])]
+)
+def test_a_process_that_hangs_before_it_is_held_is_ended_and_not_replaced(how: Hold, commands: list[object]) -> None:
+    scene = slot_in("running")
+    scene.feed(Held(hold=how))
+    assert scene.deeds(Tick(), later_s=1000) == commands
+    assert (scene.slot.phase, scene.slot.restarts) == (Phase.HELD, 1)
+    assert [sent.incarnation for sent in submits(scene.deeds(Unheld()))] == [1]
+
+
+def test_a_pause_between_two_processes_lasts_until_the_slot_is_resumed() -> None:
+    scene = slot_in("restarting")
+    scene.feed(Held(hold=Hold.PAUSE))
+    assert scene.deeds(Tick(), later_s=1000) == []
+    assert [sent.step_limit for sent in submits(scene.deeds(Unheld()))] == [1]
+
+
+def test_a_held_slot_stays_held_while_its_node_comes_and_goes() -> None:
+    scene = slot_in("held")
+    scene.feed(NodeLeft())
+    assert (scene.slot.state, scene.slot.reason) == (
+        HeadState.HELD,
+        "it gets no work until `resume`; its node has left the cluster",
+    )
+    assert scene.deeds(NodeJoined(), later_s=100) == []
+    assert scene.slot.phase is Phase.HELD
+    scene.feed(NodeLeft())
+    scene.feed(Unheld())
+    assert (scene.slot.phase, scene.slot.state) == (Phase.ABSENT, HeadState.LOST)
+    assert [sent.incarnation for sent in submits(scene.deeds(NodeJoined()))] == [1]
+
+
+def test_the_time_for_which_a_slot_is_held_counts_as_worked_once_the_run_counts() -> None:
+    scene = slot_in("held")
+    assert scene.slot.held_since_s is not None
+    worked_s, scene.ends_at_s = scene.slot.worked_s, 1e6
+    scene.now_s = scene.slot.held_since_s + 400
+    scene.feed(Unheld())
+    assert scene.slot.worked_s == worked_s + 400
+    assert scene.slot.held_since_s is None
+
+
+def test_a_quarantine_ends_a_hold_and_is_lifted_with_one_step_first_and_a_clean_record() -> None:
+    scene = Scene.working(max_deaths=2)
+    scene.die()
+    scene.feed(Held(hold=Hold.PAUSE))
+    scene.feed(scene.failure())
+    assert (scene.slot.phase, scene.slot.orders.hold) == (Phase.QUARANTINED, None)
+    place, first = scene.deeds(Reinstated(node_is_there=True))
+    assert isinstance(place, Place)
+    assert [(sent.incarnation, sent.step_limit) for sent in submits([first])] == [(2, 1)]
+    scene.feed(scene.report())
+    scene.feed(scene.failure(SliceFailure.DIED))
+    assert scene.slot.phase is Phase.PAUSING, "the deaths of before count no more"
+
+
+def test_the_next_slice_alone_is_asked_to_save() -> None:
+    scene = slot_in("training")
+    scene.feed(SaveAsked())
+    told = [sent.save for _ in range(3) for sent in submits(scene.feed(scene.report()))]
+    assert told == [True, False, False]

@@ -1,0 +1,282 @@
+"""Commands to a running run: sent over its real socket to the real supervisor, with the real store, in virtual time."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+from orchestrator.control.client import send
+from orchestrator.control.place import short_name
+from orchestrator.core.run_outcome import outcome_of
+from orchestrator.core.slot import HeadState
+from orchestrator.run.commands import answers_before
+from orchestrator.run.resume import past_of
+from orchestrator.run.terminal import Interrupts
+from orchestrator.watch.archive import read_run
+from tests.run.conftest import RunMaker
+from tests.run.scene import Run, events_in
+from tests.run.scripted_fleet import STEPS_PER_S
+from tests.scene import MIB, ROOT, python
+from workers.messages import Directive, Progress, WorkerState
+
+
+class Asked:
+    """A command that is sent while a run goes on; the answer is read after the run."""
+
+    def __init__(self, run: Run, after_s: float, do: str, *slots: str, **more: Any) -> None:  # noqa: ANN401 - of a line
+        told = {"v": 1, "id": f"{do} at {after_s}", "do": do, "slots": list(slots), "by": "test", **more}
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(10)
+        self._line = json.dumps(told).encode() + b"\n"
+        run.fleet.at(after_s, lambda: self._send(run.folder / "control.sock"))
+
+    def _send(self, path: Path) -> None:
+        with short_name(path) as name:
+            self._socket.connect(name)
+        self._socket.sendall(self._line)
+
+    def answer(self) -> dict[str, Any]:
+        return dict(json.loads(self._socket.recv(2**16)))
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+Ask: TypeAlias = Callable[..., Asked]
+
+
+@pytest.fixture
+def ask() -> Iterator[Ask]:
+    """Send commands; see `Asked`."""
+    with ExitStack() as stack:
+        yield lambda *arguments, **more: stack.enter_context(closing(Asked(*arguments, **more)))
+
+
+def sent_between(run: Run, slot: str) -> Callable[[float, float], list[Directive]]:
+    """Note when each directive of a slot is sent."""
+    at: list[tuple[float, Directive]] = []
+
+    def note(name: str, directive: Directive) -> None:
+        if name == slot:
+            at.append((run.clock.now_s - run.fleet.began_s, directive))
+
+    run.fleet.on_submit = note
+    return lambda from_s, to_s: [directive for at_s, directive in at if from_s < at_s < to_s]
+
+
+def shown_at(run: Run, slot: str, after_s: float) -> Any:  # noqa: ANN401 - a row
+    """Return the row of a slot in the first snapshot from then on."""
+    from_s = run.began_unix_s + after_s
+    snapshot = next(shown for shown in run.recorder.shown if shown.now_unix_s >= from_s)
+    return next(row for row in snapshot.rows if row.slot == slot)
+
+
+def outcome(run: Run) -> str:
+    return outcome_of(run.supervisor.shortfalls(), interrupted=False)[0]
+
+
+def test_a_paused_slot_gets_nothing_and_keeps_its_process_until_it_is_resumed(ask: Ask, new_run: RunMaker) -> None:
+    run = new_run(duration="40s")
+    between = sent_between(run, "pc1/0")
+    pause, resume = ask(run, 5, "pause", "pc1/0"), ask(run, 30, "resume", "pc1/0")
+    rows = run.finish()
+    assert pause.answer()["effect"] == "held when its last slice ends; its process and its memory stay"
+    assert resume.answer() == {"ok": True, "id": "resume at 30", "effect": "gets work again"}
+    assert (between(5.3, 30), len(between(30, 33)) > 2) == ([], True)
+    assert run.states("pc1/0") == ["RUNNING", "HELD", "RUNNING"]
+    row = shown_at(run, "pc1/0", 20)
+    assert (row.state, row.heartbeat_age_s, row.reserved_bytes is None) == (HeadState.HELD, None, False)
+    assert (run.fleet.placed, run.fleet.restarts, run.fleet.abandoned) == (["pc1/0", "pc2/0"], [], [])
+    assert rows["pc2/0"].counts.steps_ok == pytest.approx(40 * STEPS_PER_S, rel=0.1), "the other one works on"
+    assert rows["pc1/0"].counts.steps_ok == pytest.approx(16 * STEPS_PER_S, rel=0.2)
+    assert outcome(run) == "good", "it was held for more than half of its time"
+    first, second = run.events("command")
+    told = {"id": "pause at 5", "do": "pause", "slots": ["pc1/0"], "slot": "pc1/0", "by": "test"}
+    assert first.items() >= {**told, "effect": pause_effect(first)}.items()
+    assert second["do"] == "resume"
+
+
+def pause_effect(event: dict[str, Any]) -> str:
+    assert event["effect"].startswith("held")
+    return str(event["effect"])
+
+
+def test_a_drained_slot_has_no_process_and_gets_another_when_it_is_resumed(ask: Ask, new_run: RunMaker) -> None:
+    run = new_run(duration="40s")
+    ask(run, 5, "drain", "pc1/0")
+    ask(run, 20, "resume", "pc1/0")
+    rows = run.finish()
+    assert (run.fleet.abandoned, run.fleet.placed) == (["pc1/0"], ["pc1/0", "pc2/0", "pc1/0"])
+    row = shown_at(run, "pc1/0", 15)
+    assert (row.state, row.reserved_bytes) == (HeadState.HELD, None)
+    assert {sent.incarnation for sent in run.fleet.directives["pc1/0"]} == {0, 1}
+    assert (rows["pc1/0"].restarts, rows["pc1/0"].state) == (0, WorkerState.RUNNING)
+    assert run.stored().steps_lost_upper_bound == 0
+    assert outcome(run) == "good"
+
+
+@pytest.mark.parametrize("do", ["pause", "drain"])
+def test_a_run_whose_slots_are_all_held_goes_on_until_its_time_is_up(ask: Ask, new_run: RunMaker, do: str) -> None:
+    run = new_run()
+    ask(run, 5, do, "pc1/0", "pc2/0")
+    rows = run.finish()
+    assert run.clock.now_s - run.fleet.began_s == pytest.approx(22, abs=1)
+    assert {row.state for row in rows.values()} == {HeadState.HELD}
+    assert outcome(run) == "good"
+
+
+def test_a_run_whose_slots_are_all_held_ends_with_ctrl_c(ask: Ask, new_run: RunMaker) -> None:
+    interrupts = Interrupts()
+    run = new_run(interrupts=interrupts)
+    ask(run, 5, "pause", "pc1/0", "pc2/0")
+    run.fleet.at(10, lambda: setattr(interrupts, "asked", True))
+    run.finish()
+    assert run.clock.now_s - run.fleet.began_s == pytest.approx(10, abs=0.5)
+
+
+def test_a_command_that_comes_while_the_run_ends_changes_nothing(ask: Ask, new_run: RunMaker) -> None:
+    interrupts = Interrupts()
+    run = new_run(interrupts=interrupts)
+    ask(run, 5, "pause", "pc1/0")
+    run.fleet.at(10, lambda: setattr(interrupts, "asked", True))
+    late = ask(run, 10.5, "resume", "pc1/0")
+    assert run.finish()["pc1/0"].state is HeadState.HELD
+    assert late.answer()["error"] == "the run is ending: nothing can be changed any more"
+
+
+def test_a_card_that_was_given_up_works_again_once_all_its_slots_are_reinstated(ask: Ask, new_run: RunMaker) -> None:
+    run = new_run(duration="60s", pc1=2, max_deaths=5)
+    slots = ("pc1/0", "pc1/1")
+    run.fleet.at(5, lambda: run.fleet.dies_at_once.update(slots))
+    run.fleet.at(5, lambda: [run.fleet.kill(slot) for slot in slots])
+    run.fleet.at(40, run.fleet.dies_at_once.clear)
+    between = sent_between(run, "pc1/1")
+    ask(run, 41, "reinstate", *slots)
+    rows = run.finish()
+    assert len(run.events("card_quarantined")) == 1
+    assert [sent.step_limit for sent in between(41, 42)] == [1]
+    assert [rows[slot].state for slot in slots] == [WorkerState.RUNNING] * 2
+    assert len(run.events("state", to_state="QUARANTINED")) == 2
+
+
+def test_a_cap_travels_with_each_slice_until_it_is_lifted_also_to_the_next_process(ask: Ask, new_run: RunMaker) -> None:
+    run = new_run(duration="30s")
+    between = sent_between(run, "pc1/0")
+    budget_bytes = 2 * 1024 * MIB
+    ask(run, 5, "cap", "pc1/0", amount_bytes=512 * MIB)
+    run.fleet.at(10, lambda: run.fleet.kill("pc1/0"))
+    ask(run, 20, "cap", "pc1/0", amount_bytes=budget_bytes)
+    run.finish()
+    leases = [{sent.lease_bytes for sent in between(*span)} for span in ((0, 5), (6, 20), (21, 30))]
+    assert leases == [{None}, {512 * MIB}, {None}]
+    assert {sent.incarnation for sent in between(6, 20)} == {0, 1}
+    assert {sent.lease_bytes for sent in run.fleet.directives["pc2/0"]} == {None}
+
+
+def test_the_next_slice_of_a_training_saves_and_what_trains_nothing_is_refused(ask: Ask, new_run: RunMaker) -> None:
+    run = new_run()
+    run.fleet.says["pc1/0"] = {"progress": Progress(train_step=1)}
+    ask(run, 5, "save", "pc1/0")
+    refused = ask(run, 6, "save", "pc1/0", "pc2/0")
+    run.finish()
+    asked = [sent.save for sent in run.fleet.directives["pc1/0"]]
+    assert (asked.count(True), asked[-1]) == (2, True), "when it was asked to, and once more as the run ends"
+    assert not any(sent.save for sent in run.fleet.directives["pc2/0"])
+    words = "pc2/0 keeps no state that could be saved: only a training does; nothing was changed"
+    assert refused.answer() == {"ok": False, "id": "save at 6", "effect": "", "error": words}
+    (event,) = run.events("command", refused=words)
+    assert event["slots"] == ["pc1/0", "pc2/0"]
+
+
+def test_a_command_that_comes_twice_is_obeyed_once_and_a_line_that_is_none_changes_nothing(
+    ask: Ask, new_run: RunMaker
+) -> None:
+    run = new_run(duration="30s")
+    ask(run, 5, "pause", "pc1/0", id="one")
+    ask(run, 10, "resume", "pc1/0")
+    again = ask(run, 15, "pause", "pc1/0", id="one")
+    noise = ask(run, 16, "explode", "pc1/0")
+    run.finish()
+    assert again.answer()["effect"].startswith("held when its last slice ends")
+    assert noise.answer()["error"].startswith("`do` must be one of")
+    assert run.states("pc1/0") == ["RUNNING", "HELD", "RUNNING"]
+    assert len(run.events("command")) == 2
+
+
+#: A head that is killed when a command was stored, and before anything that follows from it.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.run.scene import Run
+from tests.run.test_commands import Asked as ask
+
+run = Run(Path(sys.argv[1]), duration="40s")
+commit = run.store.commit
+
+def commit_and_die():
+    has_command = bool(run.store._commands)
+    commit()
+    if has_command:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+run.store.commit = commit_and_die
+run.fleet.says["pc2/0"] = {"progress": __import__("workers.messages").messages.Progress(train_step=1)}
+ask(run, 5, *sys.argv[2:], id="once", **({"amount_bytes": 2**29} if sys.argv[2] == "cap" else {}))
+run.finish()
+"""
+
+
+def after_the_kill(folder: Path, new_run: RunMaker, do: str, *slots: str) -> Run:
+    """Let a head be killed between storing a command and performing it; return the next head's run."""
+    folder.mkdir()
+    done = python("-c", KILLED, str(folder), do, *slots, cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    (folder / "control.sock").stat()
+    past = replace(past_of(read_run(folder)), answers=answers_before(folder))
+    return new_run(duration="40s", folder=folder, past=past)
+
+
+def test_a_hold_that_was_stored_and_not_performed_is_obeyed_by_the_next_head_once(
+    ask: Ask, new_run: RunMaker, tmp_path: Path
+) -> None:
+    run = after_the_kill(tmp_path / "killed", new_run, "drain", "pc1/0")
+    again, resume = ask(run, 20, "drain", "pc1/0", id="once"), ask(run, 15, "resume", "pc1/0")
+    between = sent_between(run, "pc1/0")
+    rows = run.finish()
+    assert (again.answer()["ok"], resume.answer()["ok"]) == (True, True)
+    assert (between(0, 15), between(20, 30) != []) == ([], True)
+    assert rows["pc1/0"].state is WorkerState.RUNNING, "the same id again changes nothing"
+    assert [event["do"] for event in events_in(run.folder, "command")] == ["drain", "resume"]
+    assert run.fleet.placed == ["pc2/0", "pc1/0"], "it is placed when it is resumed"
+
+
+def test_a_cap_and_a_save_that_were_stored_and_not_performed_are_obeyed_by_the_next_head(
+    new_run: RunMaker, tmp_path: Path
+) -> None:
+    capped = after_the_kill(tmp_path / "capped", new_run, "cap", "pc1/0")
+    capped.finish()
+    assert {sent.lease_bytes for sent in capped.fleet.directives["pc1/0"]} == {2**29}
+    saved = after_the_kill(tmp_path / "saved", new_run, "save", "pc2/0")
+    saved.finish()
+    assert saved.fleet.directives["pc2/0"][0].save
+
+
+def test_a_run_without_a_head_says_how_it_goes_on_or_that_it_is_over(new_run: RunMaker, tmp_path: Path) -> None:
+    run = after_the_kill(tmp_path / "killed", new_run, "pause", "pc1/0")
+    run.commands.close()
+    killed = send(run.folder, "resume", ["pc1/0"], by="test")
+    assert "has no head any more (interrupted): `python -m orchestrator run --resume 2026" in str(killed.error)
+    run.finish()
+    assert str(send(run.folder, "pause", ["pc1/0"], by="test").error).endswith(
+        "has no head any more (good); it is over"
+    )
+    assert "holds no record of a run" in str(send(tmp_path, "pause", ["pc1/0"], by="test").error)
+    assert "no command 'stop'; valid: pause, resume" in str(send(tmp_path, "stop", ["pc1/0"], by="test").error)
