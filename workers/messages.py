@@ -268,6 +268,10 @@ class Progress:
     by all of the slot's."""
     data_wait_pct: float | None = None
     """Share of the time in which the device waited for data."""
+    copies_pct: float | None = None
+    """Share of the time in which batches were copied from the host to the device."""
+    optimizer_pct: float | None = None
+    """Share of the time that clipping and the update of the weights took."""
     mfu_pct: float | None = None
     """Operations of the model, of what the card is rated for at its present clock; the head fills it in."""
     eta_s: float | None = None

@@ -28,7 +28,7 @@ _counters_of = attrgetter(*StepCounts.__slots__)
 _OF_REPORT = ("size", "batch", "claim_bytes")
 _OF_MEMORY = tuple(name for name in MemoryInfo.__slots__ if name in Row.__slots__)
 #: What progress tells of a process at work.
-_SPEEDS = ("samples_per_s", "tokens_per_s", "data_wait_pct", "mfu_pct", "eta_s")
+_SPEEDS = ("samples_per_s", "tokens_per_s", "data_wait_pct", "copies_pct", "optimizer_pct", "mfu_pct", "eta_s")
 
 _OF_SENSORS = tuple(name for name in SensorReading.__slots__ if name in Row.__slots__)
 

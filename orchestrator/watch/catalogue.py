@@ -215,6 +215,20 @@ _TRAINING = (
     _field(
         "data_wait_pct", "wait", "%", metric=_gauge("slot_train_data_wait_ratio", "Share of time without data.", 0.01)
     ),
+    _field(
+        "copies_pct",
+        None,
+        "%",
+        sampled=False,
+        metric=_gauge("slot_train_copies_ratio", "Share of time in copies.", 0.01),
+    ),
+    _field(
+        "optimizer_pct",
+        None,
+        "%",
+        sampled=False,
+        metric=_gauge("slot_train_optimizer_ratio", "Share of time in updates.", 0.01),
+    ),
     _field("mfu_pct", "mfu", "%", metric=_gauge("slot_train_mfu_ratio", "Operations, of the rating.", 0.01)),
     _field("eta_s", "eta", "s", sampled=False),
     _field("weights_sha256", None, "", "sha256", sampled=False),

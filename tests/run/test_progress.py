@@ -50,7 +50,15 @@ def test_what_dead_processes_had_told_of_and_not_saved_is_counted_as_redone(new_
 def test_without_a_process_there_is_no_speed(new_run: RunMaker) -> None:
     scene = new_run(pc2=0)
     told = Progress(
-        train_step=5, samples_per_s=3.0, tokens_per_s=3.0, eta_s=9.0, mfu_pct=1.0, data_wait_pct=1.0, loss=2.0
+        train_step=5,
+        samples_per_s=3.0,
+        tokens_per_s=3.0,
+        eta_s=9.0,
+        mfu_pct=1.0,
+        data_wait_pct=1.0,
+        copies_pct=1.0,
+        optimizer_pct=1.0,
+        loss=2.0,
     )
     scene.fleet.says["pc1/0"] = {"progress": told}
     scene.fleet.at(9.0, lambda: scene.fleet.leave("pc1"))

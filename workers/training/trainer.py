@@ -35,6 +35,7 @@ from workers.training.settings import Precision, TrainSettings
 from workers.training.snapshots.identity import Identity, Lever
 from workers.training.snapshots.tensor_bytes import weights_sha256
 from workers.training.tasks import TrainTask, part_of, trained_parameters
+from workers.training.time_shares import Part, TimeShares
 
 _STATE_VERSION: Final = 1
 
@@ -81,6 +82,7 @@ class Trainer:
         self._update = Update(optimizer, self._average)
         self._scaler = precision.LossScaler(enabled=settings.precision == "fp16")
         self._parking = Parking(device)
+        self._shares = TimeShares(device)
         self._last = MicroBatch(rows=0, level=0, updated=False)
         self._accumulation = 0
         self.course = Course()
@@ -163,6 +165,8 @@ class Trainer:
             memory_level=self._last.level,
             redone_steps=self.redone_steps,
             data_wait_pct=100 * self._feed.waiting_share(),
+            copies_pct=self._shares.pct(Part.COPIES),
+            optimizer_pct=self._shares.pct(Part.OPTIMIZER),
         )
 
     def probe(self, sizes: Sequence[int], scale: float = 1.0) -> dict[str, Tensor]:
@@ -332,7 +336,9 @@ class Trainer:
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Compute loss and gradients of the samples `first` to `first + rows - 1` of the batch; changes nothing."""
         self.checkpointing.level = level
-        part = on_device(part_of(self._feed.batch, first, rows), self.device, non_blocking=self.settings.non_blocking)
+        with self._shares.timing(Part.COPIES):
+            samples = part_of(self._feed.batch, first, rows)
+            part = on_device(samples, self.device, non_blocking=self.settings.non_blocking)
         self._dropouts.key(self.course.samples_used + first, rows, self.device)
         with precision.autocast(arithmetic, self.device):
             loss = self.task.loss(self.model, part)
@@ -343,9 +349,10 @@ class Trainer:
     def _finish(self) -> None:
         """Update the weights with the finished effective batch. Until the update itself begins it can be run again."""
         share = schedule.learning_rate(self.step, highest=1, steps=self.steps, warmup_steps=self.settings.warmup_steps)
-        loss, updated = self._accumulator.finish(
-            self._update, self._scaler, step=self.step, clip=self.settings.clip, rate_share=share
-        )
+        with self._shares.timing(Part.OPTIMIZER):
+            loss, updated = self._accumulator.finish(
+                self._update, self._scaler, step=self.step, clip=self.settings.clip, rate_share=share
+            )
         self.course.finished_step(loss, self._parts, updated=updated)
         self._accumulation = len(self._parts)
         self._feed.batch = None
