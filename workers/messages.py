@@ -343,5 +343,7 @@ class Report:
     """`None` of a workload without an end, and of a slice that failed before it could be asked."""
     snapshot: SnapshotPiece | None = None
     """Of the state that the head is to keep, too."""
+    save_due: bool = False
+    """Whether the workload was asked to save its state, and has not been able to since."""
     learned: StoredLimit | None = None
     """What a later run under the same circumstances could start from; `None` if the policy learns nothing."""

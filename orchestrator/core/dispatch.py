@@ -7,7 +7,7 @@ from dataclasses import replace
 from orchestrator.core import step_accounting
 from orchestrator.core.leak_detector import NO_WATCH
 from orchestrator.core.slot import Command, Flight, Moment, Phase, Rules, Slot, Transition, changed
-from workers.messages import Directive
+from workers.messages import STARVED, Directive
 
 #: Slices under way in a working slot.
 _PIPELINE = 2
@@ -46,6 +46,16 @@ def fill(slot: Slot, moment: Moment) -> Transition:
         slot, command = _send(slot, duration_s, moment)
         commands.append(command)
     return slot, tuple(commands)
+
+
+def is_to_save(slot: Slot) -> bool:
+    """Say whether a slot that is to rest or to end has to save first what it trains, and can.
+
+    One that lacks the memory for any step and has not saved is in the middle of an optimiser step that may never end.
+    """
+    report = slot.report
+    is_due = report is not None and report.save_due and report.state not in STARVED
+    return slot.orders.save or is_due
 
 
 def last(slot: Slot, moment: Moment) -> Transition:

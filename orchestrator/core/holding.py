@@ -103,7 +103,7 @@ def save_asked(slot: Slot, _: SaveAsked, __: Moment) -> Transition:
 
 
 def saved_before_rest(slot: Slot) -> Slot:
-    """Have a slot that trains anything save it in one more slice, before it rests or ends."""
+    """Have a slot that trains anything save it before it rests or ends."""
     trains = slot.report is not None and slot.report.progress is not None
     return _to_save(slot) if trains else slot
 

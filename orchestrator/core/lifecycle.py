@@ -22,7 +22,7 @@ Rules:
 7. A slot whose workload is finished is done: it gets no slice and no process any more, also not by `run --resume`.
 8. A held slot gets no slice, whatever happens to its process or its node, until the user undoes that. What was sent
    before runs to its end. `Held`, `Unheld`, `Reinstated`, `Capped` and `SaveAsked` are the user's (`user_commands.py`).
-9. A training that is to rest or to end gets one slice more, in which it saves.
+9. A training that is to rest or to end gets slices until it has saved: that is possible between two optimiser steps.
 
 Every pair of phase and event is in `_TABLE`: handled, ignored for a reason, or illegal. An illegal one means that the
 supervisor or the membership is wrong about what it does, and `advance` raises `IllegalEventError`.

@@ -149,7 +149,8 @@ def _go_on(slot: Slot, moment: Moment) -> Transition:
         is_running = slot.state is WorkerState.RUNNING
         reason = f"LEAK: {restart_policy.leak_words(told_bytes)}" if is_running else slot.reason
         slot = changed(slot, leak_told=True, reason=reason)
-    if slot.orders.save and not slot.in_flight and (slot.draining or slot.orders.hold is not None):
+    rests = slot.draining or slot.orders.hold is not None
+    if rests and not slot.in_flight and dispatch.is_to_save(slot):
         slot, commands = dispatch.last(slot, moment)
         return slot, (*notes, *commands)
     if slot.draining:

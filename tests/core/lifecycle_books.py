@@ -39,7 +39,7 @@ from orchestrator.core.slot import (
     Unheld,
 )
 from tests.core.scene import report_of
-from workers.messages import NO_COUNTS, Directive, Progress
+from workers.messages import NO_COUNTS, STARVED, Directive, Progress
 
 FINAL = {Phase.QUARANTINED, Phase.STOPPED, Phase.DONE}
 
@@ -199,8 +199,10 @@ class Books(RuleBasedStateMachine):
         assert self.placed
         assert not self.abandoned
         rests = self.drained or self.slot.orders.hold is not None
-        is_last = rests and self.save_waits and not self.under_way
-        assert not self.drained or is_last, "after Drain nothing is submitted but the slice that saves"
+        report = self.slot.report
+        save_due = report is not None and report.save_due and report.state not in STARVED
+        is_last = rests and (self.save_waits or save_due) and not self.under_way
+        assert not self.drained or is_last, "after Drain nothing is submitted but slices that save"
         assert self.slot.phase is not Phase.DONE, "what is done is not begun again"
         assert self.slot.orders.hold is None or is_last, "what is held gets no work"
         assert self.node_is_there

@@ -163,6 +163,7 @@ class LifecycleMachine(Books):
         verdict=st.sampled_from([Verdict.OK] * 14 + [Verdict.CONTEXT_CORRUPTED] * 3 + [Verdict.INCOMPATIBLE]),
         error=st.sampled_from([None] * 5 + ["Traceback …"]),
         share=st.floats(0, 1),
+        save_due=st.booleans(),
     )
     def slice_is_reported(
         self,
@@ -173,13 +174,15 @@ class LifecycleMachine(Books):
         verdict: Verdict,
         error: str | None,
         share: float,
+        save_due: bool,
     ) -> None:
         """Report any slice under way, the queued one before the running one too; it must count."""
         if verdict is Verdict.INCOMPATIBLE and self.ends_at_s is None and self.slot.report is None:
             return  # see run_can_never_work
         name = data.draw(st.sampled_from(self.under_way))
         self.do_steps(name, share)
-        self.accepted(name, counts, resume=resume, state=state, verdict=verdict, error=error)
+        is_due = save_due and self.trains
+        self.accepted(name, counts, resume=resume, state=state, verdict=verdict, error=error, save_due=is_due)
 
     @precondition(lambda self: self.under_way)
     @rule(data=st.data(), counts=sums, is_finished=seldom, share=st.floats(0, 1))

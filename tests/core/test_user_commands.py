@@ -10,6 +10,7 @@ from orchestrator.core.fleet import SliceFailure
 from orchestrator.core.placement import Target, plan_slots
 from orchestrator.core.slot import (
     Abandon,
+    Drain,
     Event,
     Forget,
     HeadState,
@@ -214,3 +215,17 @@ def test_the_next_slice_alone_is_asked_to_save() -> None:
     scene.feed(SaveAsked())
     told = [sent.save for _ in range(3) for sent in submits(scene.feed(scene.report()))]
     assert told == [True, False, False]
+
+
+@pytest.mark.parametrize(("event", "phase"), [(Held(hold=Hold.PAUSE), Phase.HELD), (Drain(), Phase.STOPPED)])
+def test_a_training_gets_slices_until_it_has_saved_or_has_no_memory_to_end_its_step(event: Event, phase: Phase) -> None:
+    for last in ({"save_due": False}, {"save_due": True, "state": WorkerState.PARKED}):
+        scene = slot_in("training")
+        trains = {"progress": Progress(train_step=1)}
+        scene.feed(event)
+        while len(scene.slot.in_flight) > 1:
+            assert submits(scene.feed(scene.report(**trains))) == []
+        told = [sent.save for _ in range(3) for sent in submits(scene.feed(scene.report(**trains, save_due=True)))]
+        assert told == [True, False, False]
+        assert submits(scene.feed(scene.report(**trains, **last))) == []
+        assert scene.slot.phase is phase

@@ -157,3 +157,15 @@ def test_a_folder_that_cannot_be_written_costs_no_step(in_child: InChild, tmp_pa
     assert report.progress.saved_step is None
     assert any("Not a directory" in event.detail["reason"] for event in events(report, "snapshot_failed"))
     assert "restored" not in names(report)
+
+
+def test_a_training_asked_to_save_is_due_until_it_is_between_two_optimiser_steps(
+    in_child: InChild, tmp_path: Path
+) -> None:
+    quarters = spec(micro=2, save_every_s=36000)  # an optimiser step is four parts
+    parts = [{}, {"save": True}, {}, {}, {"save": True}]
+    reports = in_child(trained, str(tmp_path), quarters, parts)
+    assert [report.save_due for report in reports] == [False, True, True, False, False]
+    assert [report.progress.saved_step for report in reports] == [None, None, None, 1, 1], (
+        "asked between two steps, too"
+    )

@@ -118,6 +118,7 @@ class Engine:
             report,
             events=(*report.events, *session.told.taken()),
             snapshot=session.pieces.next(session.workload.saved),
+            save_due=session.workload.save_due,
             # After every failure too: without it the head takes an out-of-memory for a card that is full.
             device=session.device.info,
             sensors=session.thermal.reading,

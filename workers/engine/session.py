@@ -120,6 +120,8 @@ class Session:
         self.lease_bytes = directive.lease_bytes
         if directive.save:
             self.workload.save_soon()
+        if self.workload.save_due:
+            self.workload.save()  # the last slice ended at the moment for it, or no step follows
         if self.chaos is not None:
             self.chaos.begin_slice(stats)
         self.thermal.sample(stats)

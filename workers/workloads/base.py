@@ -76,6 +76,10 @@ class Workload(ABC):
     #: slice and after each step; a class may make it a property. The slot is then DONE, and its process is ended.
     finished: bool = False
 
+    #: Whether `save_soon` was called, and `save` has not been able to write since: a slot that is to rest or to end
+    #: gets another slice then. A class may make it a property.
+    save_due: bool = False
+
     #: The newest file with its state, which reports then carry to the head piece by piece; `None`: it stays here.
     saved: Path | None = None
 
@@ -138,7 +142,8 @@ class Workload(ABC):
     def save(self) -> None:  # noqa: B027 - by default there is nothing to save
         """Write the state down if that is due. Called after each good step; what it takes does not count as the step's.
 
-        On a CPU that is so for host memory; on a card the cap holds here too.
+        While `save_due` says so, a slice begins with it, also while the state waits in host memory. On a CPU what it
+        takes of host memory does not count; on a card the cap holds here too.
         """
 
     def save_soon(self) -> None:  # noqa: B027 - as above

@@ -69,6 +69,11 @@ class Train(Workload):
         return self._sha256 is not None
 
     @property
+    def save_due(self) -> bool:  # type: ignore[override]
+        """Whether a snapshot was asked for, and there was no moment between two optimiser steps since."""
+        return self._save_soon and self._trainer is not None and self._snapshots is not None
+
+    @property
     def notice(self) -> str:  # type: ignore[override]
         """What went wrong with the last snapshot."""
         return (self._snapshots.report.failure if self._snapshots is not None else None) or ""
