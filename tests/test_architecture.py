@@ -29,6 +29,7 @@ PLANTED = {
         ("orchestrator/run/terminal.py", "orchestrator.burn.phases"),
         ("orchestrator/burn/phases.py", "orchestrator.doctor.finding"),
         ("orchestrator/notify/digest.py", "orchestrator.burn.phases"),
+        ("orchestrator/advise/shares.py", "orchestrator.doctor.finding"),
         ("orchestrator/web/guard.py", "orchestrator.notify.digest"),
         ("orchestrator/top/view.py", "orchestrator.html_report.facts"),
         ("orchestrator/web/guard.py", "orchestrator.html_report.page"),
@@ -63,12 +64,14 @@ PLANTED = {
     ],
     "What watches a run from outside never imports what makes it": [
         ("orchestrator/notify/verb.py", "orchestrator.run.clock"),
+        ("orchestrator/advise/collect.py", "orchestrator.run.clock"),
         ("orchestrator/notify/digest.py", "torch"),
         ("orchestrator/web/page_data.py", "orchestrator.cluster.connect"),
         ("orchestrator/control/ears.py", "orchestrator.cluster.connect"),
     ],
     "alerts, core, policy and wire are pure: no clock, randomness, I/O or torch": [
         ("orchestrator/control/wire.py", "socket"),
+        ("orchestrator/advise/shares.py", "time"),
         ("orchestrator/alerts/judge.py", "time"),
         ("orchestrator/core/slot.py", "time"),
         ("workers/policy/base.py", "random"),

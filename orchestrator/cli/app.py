@@ -14,7 +14,7 @@ from pathlib import Path
 
 import typer
 
-from orchestrator.cli import commands
+from orchestrator.cli import commands, levers
 from orchestrator.cli import options as opt
 from orchestrator.cli.loading import config_of, duration_s, print_text
 from orchestrator.config.load import load_config
@@ -373,6 +373,7 @@ def init(output: opt.Output = "cluster.yaml", force: opt.Force = False) -> None:
         typer.echo(line)
 
 
+levers.add_to(app)
 commands.add_to(app)
 
 

@@ -95,7 +95,7 @@ OfRun = Annotated[
     str, Option("--run", help="As `runs` shows it, or its end. Default: the newest that runs.", metavar="RUN_ID")
 ]
 
-# Of `report`, `limits` and `init`.
+# Of `report`, `advise`, `limits` and `init`.
 RunId = Annotated[str, Argument(help="As `runs` shows it, or its end. Default: the newest.", metavar="RUN_ID")]
 OtherRun = Annotated[Text, Argument(help="With --html: another run to compare with.", metavar="OTHER")]
 AsText = Annotated[bool, Option("--text", help="In words: this is the default.")]

@@ -1,0 +1,163 @@
+"""From causes to advice: which key to change, what that may bring, who says so, and what to type. Pure.
+
+An expected gain is at most what the run's own counters allow: time that is no longer lost. Does not print it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from orchestrator.advise.causes import CardAnswer, Found
+from orchestrator.advise.facts import RunFacts
+from orchestrator.advise.shares import Cause
+
+_RUN: Final = "python -m orchestrator run"
+#: Who says what a change may bring.
+FROM_COUNTERS: Final = "the counters of this run; an upper bound"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """One thing to do."""
+
+    text: str
+    """One sentence."""
+    cause: Cause | None = None
+    """`None`: it is not about a loss of time, but a gain that was measured elsewhere."""
+    key: str | None = None
+    """Of cluster.yaml, such as `train.loader_workers`; `None`: no key does it."""
+    value: str | None = None
+    """What to set it to, as YAML."""
+    gain_low: float | None = None
+    """Expected speed, of the present one."""
+    gain_high: float | None = None
+    source: str
+    command: str
+    """Does it, or measures what it brings."""
+
+
+def advice(run: RunFacts, answers: Iterable[CardAnswer]) -> tuple[Advice, ...]:
+    """Return what to do about the causes of all cards, the largest share of time first, each thing once."""
+    found = sorted((each for answer in answers for each in answer.causes), key=lambda each: -each.share)
+    made: dict[tuple[str | None, str], Advice] = {}
+    for each in found:
+        one = _WHAT_TO_DO[each.cause](each, run)
+        made.setdefault((one.key, one.command), one)
+    return tuple(made.values())
+
+
+def _loading(found: Found, run: RunFacts) -> Advice:
+    workers = run.key("train", "loader_workers", 0)
+    if workers == 0:
+        return _set(
+            found, "train.loader_workers", "2", "Prepare data in processes of their own, while the card computes."
+        )
+    if isinstance(workers, int):
+        return _set(found, "train.loader_workers", str(2 * workers), "Prepare data in more processes.")
+    return _set(found, "train.prefetch", "4", "Prepare more batches in advance.")
+
+
+def _copying(found: Found, run: RunFacts) -> Advice:
+    if run.key("train", "non_blocking", default=True) is False:
+        return _set(found, "train.non_blocking", "true", "Copy data to the card while it computes.")
+    if run.key("train", "pin", "auto") is False:
+        return _set(found, "train.pin", "true", "Keep batches in pinned memory, from which copies are fast.")
+    return _plain(
+        found,
+        "Send fewer bytes: small number types that become floats on the card, and larger parts of a batch.",
+        "nvidia-smi -q -d PCI",
+    )
+
+
+def _updating(found: Found, run: RunFacts) -> Advice:
+    if run.key("train", "states_on_host", 0) not in {0, None}:
+        return _set(found, "train.states_on_host", "0", "Keep the optimiser's states on the card, if they fit.")
+    if run.key("train", "optimizer", "adamw-fused") != "adamw-fused":
+        return _set(found, "train.optimizer", "adamw-fused", "Update all weights in one kernel.")
+    batch = run.key("train", "batch", 16)
+    larger = str(2 * batch) if isinstance(batch, int) else "32"
+    return _set(found, "train.batch", larger, "Update less often: this changes the training itself.")
+
+
+def _lacking_memory(found: Found, run: RunFacts) -> Advice:
+    del run
+    workers = str(max(1, len(found.card.slots) - 1))
+    key = f"nodes.{found.card.node}.workers"
+    return _set(found, key, workers, "Start fewer workers, and give each more memory.")
+
+
+def _waiting_for_slices(found: Found, run: RunFacts) -> Advice:
+    slice_s = run.key("run", "slice_s", 1.0)
+    longer = f"{2 * slice_s:g}" if isinstance(slice_s, int | float) else "2.0"
+    return _set(found, "run.slice_s", longer, "Report less often, and plan no more workers than cores.")
+
+
+def _sharing(found: Found, run: RunFacts) -> Advice:
+    del run
+    return _plain(found, f"End the other program on {found.card.node}, or plan with less of the card.", "nvidia-smi")
+
+
+def _typing(text: str, command: str) -> Callable[[Found, RunFacts], Advice]:
+    """Return advice that changes no key; in the command, `{node}` and `{slots}` are those that it is about."""
+
+    def made(found: Found, run: RunFacts) -> Advice:
+        states = {Cause.HELD: "HELD", Cause.QUARANTINED: "QUARANTINED"}
+        slots = " ".join(found.slots_in(states.get(found.cause, "")))
+        return _plain(found, text, command.format(node=found.card.node, slots=slots, run=run.run_id))
+
+    return made
+
+
+def _set(found: Found, key: str, value: str, text: str) -> Advice:
+    return _with_gain(found, text, f"{_RUN} --set {key}={value}", key, value)
+
+
+def _plain(found: Found, text: str, command: str) -> Advice:
+    return _with_gain(found, text, command)
+
+
+def _with_gain(found: Found, text: str, command: str, key: str | None = None, value: str | None = None) -> Advice:
+    """Return advice that gains at most the time that its cause took: 1 / (1 - share)."""
+    most = None if found.share >= 1 else 1 / (1 - found.share)
+    return Advice(
+        text=text,
+        cause=found.cause,
+        key=key,
+        value=value,
+        gain_low=1.0,
+        gain_high=most,
+        source=FROM_COUNTERS,
+        command=command,
+    )
+
+
+_WHAT_TO_DO: Final[Mapping[Cause, Callable[[Found, RunFacts], Advice]]] = MappingProxyType(
+    {
+        Cause.DATA: _loading,
+        Cause.COPIES: _copying,
+        Cause.OPTIMIZER: _updating,
+        Cause.GAPS: _typing("Give the card more work at once: larger steps, or compiled ones.", f"{_RUN} --debug"),
+        Cause.DUTY: lambda found, _: _set(
+            found, f"nodes.{found.card.node}.gpu_share", "1.0", "Let its workers use all of their time."
+        ),
+        Cause.HEAT: _typing(
+            "Check dust, airflow and fan curve; then lower its power limit, which costs less than pauses.",
+            "python -m orchestrator doctor",
+        ),
+        Cause.NEIGHBOUR: _sharing,
+        Cause.SLOW: _typing(
+            "Look for other programs and low clocks on that PC.", "nvidia-smi -q -d CLOCK,PERFORMANCE,PIDS"
+        ),
+        Cause.MEMORY: _lacking_memory,
+        Cause.RESTARTS: _typing("See why processes ended.", "python -m orchestrator report {run}"),
+        Cause.LOST: _typing(
+            "Keep that PC in the cluster: type this there.", "python -m orchestrator up {node} --exec --stay"
+        ),
+        Cause.HELD: _typing("Let them work again.", "python -m orchestrator resume {slots}"),
+        Cause.QUARANTINED: _typing("Read why, then start them again.", "python -m orchestrator reinstate {slots}"),
+        Cause.HEAD: _waiting_for_slices,
+    }
+)

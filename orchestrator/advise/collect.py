@@ -1,0 +1,162 @@
+"""Reads the facts of a run: its store, the course of its values, and the cards of this machine.
+
+Decides nothing, starts nothing, and asks no other machine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Final
+
+import psutil
+import yaml
+
+from orchestrator.advise.facts import CardFacts, Keys, RunFacts, SlotFacts
+from orchestrator.core.slot import HeadState, SlotState, slot_state
+from orchestrator.watch import history
+from orchestrator.watch.archive import read_run
+from orchestrator.watch.history import Buckets, Span
+from orchestrator.watch.model import Row
+from workers.host.facts import Holder
+from workers.host.gpu_facts import look_at_cards
+from workers.messages import WorkerState
+
+_COURSES: Final = (
+    *("duty_measured", "baseline_pct", "utilisation_pct", "throttle_pct", "sm_clock_mhz", "temperature_c"),
+    "device_used_bytes",
+)
+#: Into so many parts the time of a run is divided.
+_PARTS: Final = 120
+#: In these a slot has nothing to do.
+_OVER: Final = frozenset({WorkerState.DONE, WorkerState.STOPPED})
+#: A slot's time begins after these.
+_BEFORE: Final = frozenset({HeadState.STARTING, WorkerState.WARMING})
+
+_Course = Mapping[str, Buckets]
+
+
+def facts_of(folder: Path) -> RunFacts:
+    """Return what is known of the run in a run folder; `ArchiveError` if it cannot be read."""
+    run = read_run(folder)
+    between = history.sampled_between(folder)
+    courses: Mapping[str, _Course] = {}
+    if between is not None:
+        courses = history.courses(folder, _COURSES, between[0], between[1] + 0.001, _PARTS)
+    spans = history.all_state_spans(folder)
+    ends_unix_s = between[1] if run.updated_at_unix_s is None and between is not None else run.updated_at_unix_s
+    holders = _holders()
+    by_card: defaultdict[tuple[str, str | None], list[Row]] = defaultdict(list)
+    for row in run.snapshot().rows:
+        by_card[row.node, row.gpu_uuid].append(row)
+    cards = tuple(
+        _card(rows, courses, {row.slot: _states(spans.get(row.slot, ()), ends_unix_s) for row in rows}, holders)
+        for rows in by_card.values()
+    )
+    return RunFacts(run_id=run.facts.run_id, cards=cards, keys=_keys(run.facts.config_yaml))
+
+
+def _keys(text: str) -> Keys:
+    """Return the run's own configuration; nothing where it cannot be read."""
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _card(
+    rows: Sequence[Row],
+    courses: Mapping[str, _Course],
+    states: Mapping[str, Mapping[SlotState, float]],
+    holders: Mapping[str, tuple[Holder, ...]],
+) -> CardFacts:
+    first = rows[0]
+    of_slots = [courses.get(row.slot, {}) for row in rows]
+    is_card = first.gpu_uuid is not None
+    clocks = [value for course in of_slots for value in _known(course, "sm_clock_mhz")]
+    return CardFacts(
+        node=first.node,
+        name=first.gpu_name or "CPU",
+        uuid=first.gpu_uuid,
+        slots=tuple(_slot(row, courses.get(row.slot, {}), states[row.slot]) for row in rows),
+        utilisation=_share(_mean(of_slots, "utilisation_pct")),
+        slowed=_share(_mean(of_slots, "throttle_pct")) if is_card else None,
+        clock=fmean(clocks) / max(clocks) if clocks and max(clocks) > 0 else None,
+        hottest_c=max((value for course in of_slots for value in _known(course, "temperature_c")), default=None),
+        used_bytes=_whole(_mean(of_slots, "device_used_bytes")) if is_card else None,
+        total_bytes=first.device_total_bytes,
+        holders=holders.get(first.gpu_uuid or "", ()),
+    )
+
+
+def _slot(row: Row, course: _Course, states_s: Mapping[SlotState, float]) -> SlotFacts:
+    told = row.progress
+    own = None
+    if row.reserved_bytes is not None and row.budget_bytes is not None and row.cap_bytes is not None:
+        own = row.reserved_bytes + max(0, row.budget_bytes - row.cap_bytes)  # the rest of the budget is the context
+    return SlotFacts(
+        slot=row.slot,
+        states_s=states_s,
+        duty_asked=row.duty_requested,
+        duty_got=_mean([course], "duty_measured"),
+        data_wait=_share(told.data_wait_pct),
+        copies=_share(told.copies_pct),
+        optimizer=_share(told.optimizer_pct),
+        of_best=_share(_mean([course], "baseline_pct")),
+        own_bytes=own,
+    )
+
+
+def _states(spans: Iterable[Span], ends_unix_s: float | None) -> dict[SlotState, float]:
+    """Return the seconds in each state, from the first report on."""
+    seconds: defaultdict[SlotState, float] = defaultdict(float)
+    has_begun = False
+    for span in spans:
+        try:
+            state = slot_state(span.state)
+        except ValueError:
+            continue  # of a later version
+        has_begun = has_begun or state not in _BEFORE
+        until = span.to_unix_s if span.to_unix_s is not None else ends_unix_s
+        if has_begun and state not in _OVER and until is not None and until > span.from_unix_s:
+            seconds[state] += until - span.from_unix_s
+    return dict(seconds)
+
+
+def _known(course: _Course, key: str) -> list[float]:
+    return [value for value in course[key].mean if value is not None] if key in course else []
+
+
+def _mean(courses: Iterable[_Course], key: str) -> float | None:
+    values = [value for course in courses for value in _known(course, key)]
+    return fmean(values) if values else None
+
+
+def _share(pct: float | None) -> float | None:
+    return None if pct is None else pct / 100
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else round(value)
+
+
+def _holders() -> dict[str, tuple[Holder, ...]]:
+    """Return who else holds the cards of this machine now, by UUID: neither this run's workers nor this process."""
+    found = {}
+    for card in look_at_cards().cards:
+        others = (each for each in card.holders if each.pid != os.getpid() and not _is_of_ray(each))
+        found[card.uuid] = tuple(sorted(others, key=lambda each: -(each.used_bytes or 0)))
+    return found
+
+
+def _is_of_ray(holder: Holder) -> bool:
+    if (holder.name or "").startswith("ray::"):
+        return True
+    try:
+        return any(part.startswith("ray::") for part in psutil.Process(holder.pid).cmdline())
+    except psutil.Error:
+        return False

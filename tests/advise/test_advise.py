@@ -1,0 +1,141 @@
+"""`advise` on run folders that the product's own store has written: the right cause first, and what to type."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from orchestrator.advise import verb
+from orchestrator.advise.facts import CardFacts, SlotFacts
+from orchestrator.advise.shares import Cause, divide
+from orchestrator.cli.app import app
+from orchestrator.core.slot import HeadState, SlotState
+from orchestrator.errors import UsageError
+from orchestrator.watch.cells import UNICODE
+from tests.advise.made_runs import BUSY, GIB, hot, make_run
+from workers.host.facts import Holder
+from workers.messages import Progress, WorkerState
+
+Worker = Callable[[int], Mapping[str, Any]] | Mapping[str, Any]
+
+
+def asked(runs_dir: Path, *more: str) -> tuple[int, Any]:
+    """Type `advise --json` and return its exit code and what it says."""
+    done = CliRunner().invoke(app, ["advise", "--json", "--run-dir", str(runs_dir), *more])
+    return done.exit_code, json.loads(done.stdout)
+
+
+def trains(**changed: float) -> dict[str, Any]:
+    """Return the progress of a training that is otherwise busy."""
+    usual = {"train_step": 40, "data_wait_pct": 1.0, "copies_pct": 1.5, "optimizer_pct": 4.0}
+    return {"progress": Progress(**{**usual, **changed})}  # type: ignore[arg-type]  # numbers of either kind
+
+
+SITUATIONS: dict[str, tuple[list[Worker], str, float, str | None]] = {
+    "starved loader": (
+        [{**trains(data_wait_pct=55.0), "utilisation_pct": 42.0}],
+        *("data", 55.0, "train.loader_workers"),
+    ),
+    "transfers": ([trains(copies_pct=38.0)], "copies", 38.0, "train.non_blocking"),
+    "heat": ([hot], "heat", 69.5, None),
+    "a neighbour": (
+        [{"baseline_pct": 45.0, "utilisation_pct": 100.0, "device_used_bytes": 11 * GIB, "duty_measured": 0.97}],
+        *("neighbour", 53.0, None),
+    ),
+    "duty": (
+        [{"duty_requested": 0.6, "duty_measured": 0.59, "utilisation_pct": 60.0}],
+        *("duty", 40.0, "nodes.pc1.gpu_share"),
+    ),
+}
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_the_right_cause_is_named_first(situation: str, tmp_path: Path) -> None:
+    workers, cause, share_pct, key = SITUATIONS[situation]
+    make_run(tmp_path, *workers, config="train: {loader_workers: 0, non_blocking: false}")
+    code, told = asked(tmp_path)
+    assert code == verb.ADVICE
+    (card,) = told["cards"]
+    assert card["causes"][0]["cause"] == cause, card
+    assert card["causes"][0]["share_pct"] == pytest.approx(share_pct, abs=3.0)
+    first = told["advice"][0]
+    assert (first["cause"], first["key"]) == (cause, key)
+    assert first["gain_high"] == pytest.approx(100 / (100 - card["causes"][0]["share_pct"]))
+    assert first["command"]
+
+
+def test_a_busy_card_needs_no_change_and_seven_workers_that_rest_in_turn_keep_one_busy(tmp_path: Path) -> None:
+    rests = {"duty_requested": 0.6, "duty_measured": 0.58, "device_used_bytes": 18 * GIB, **trains()}
+    for name, workers in {"one": [BUSY], "seven": [rests] * 7}.items():
+        make_run(tmp_path / name, *workers)
+        code, told = asked(tmp_path / name)
+        assert (code, told["advice"]) == (verb.NOTHING, [])
+        assert told["cards"][0]["busy_pct"] == pytest.approx(97, abs=3)
+
+
+def test_what_cannot_be_told_is_said_and_has_a_code_of_its_own(tmp_path: Path) -> None:
+    assert asked(tmp_path / "empty")[0] == verb.CANNOT_TELL
+    make_run(tmp_path / "short", BUSY, seconds=5)
+    code, told = asked(tmp_path / "short")
+    assert (code, told["cards"][0]["causes"]) == (verb.CANNOT_TELL, [])
+    assert "too short" in told["cards"][0]["unknown"]
+    with pytest.raises(UsageError):
+        verb.advise(tmp_path / "short", "0000", print, UNICODE, json=True)
+
+
+def test_the_text_says_share_cause_gain_source_and_what_to_type(tmp_path: Path) -> None:
+    make_run(tmp_path, trains(data_wait_pct=50.0))
+    said: list[str] = []
+    assert verb.advise(tmp_path, "latest", said.append, UNICODE, json=False) == verb.ADVICE
+    text = "\n".join(said)
+    for words in ("Why is the card not busy?", "50 %  data", "at most 2.00 x", "the counters of this run", "type: "):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "cause"),
+    [
+        # The same loss of speed: whether another program is there decides what it is called.
+        ({"used_bytes": 20 * GIB}, Cause.NEIGHBOUR),
+        ({"holders": (Holder(pid=7, name="game", used_bytes=6 * GIB),)}, Cause.NEIGHBOUR),
+        ({}, Cause.SLOW),
+    ],
+)
+def test_a_loss_of_speed_is_put_down_to_another_program_only_if_one_is_seen(
+    changed: dict[str, Any], cause: Cause
+) -> None:
+    slot = SlotFacts(slot="pc1/0", states_s={WorkerState.RUNNING: 60.0}, duty_got=1.0, of_best=0.5, own_bytes=3 * GIB)
+    card = CardFacts(node="pc1", name="card", uuid="GPU-0", slots=(slot,), used_bytes=3 * GIB, total_bytes=24 * GIB)
+    shares = divide(CardFacts(**{**{name: getattr(card, name) for name in CardFacts.__slots__}, **changed})).shares
+    assert max(shares, key=lambda each: shares[each]) is cause
+
+
+_STATES: list[SlotState] = [*WorkerState, *HeadState]
+_SHARES = st.one_of(st.none(), st.floats(0, 1))
+
+
+@given(
+    states_s=st.dictionaries(st.sampled_from(_STATES), st.floats(0, 1e5), max_size=4),
+    told=st.fixed_dictionaries(dict.fromkeys(("duty_asked", "duty_got", "data_wait", "copies", "of_best"), _SHARES)),
+    of_card=st.fixed_dictionaries(dict.fromkeys(("utilisation", "slowed", "clock"), _SHARES)),
+    uuid=st.sampled_from([None, "GPU-0"]),
+    workers=st.integers(1, 3),
+)
+def test_every_share_is_a_share(
+    states_s: dict[SlotState, float],
+    told: dict[str, float | None],
+    of_card: dict[str, float | None],
+    uuid: str | None,
+    workers: int,
+) -> None:
+    slots = tuple(SlotFacts(slot=f"pc1/{index}", states_s=states_s, **told) for index in range(workers))
+    division = divide(CardFacts(node="pc1", name="card", uuid=uuid, slots=slots, **of_card))
+    assert all(0 <= share <= 1 for share in division.shares.values())
+    assert division.busy is None or 0 <= division.busy <= 1
