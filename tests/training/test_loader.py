@@ -35,6 +35,13 @@ class Items(Dataset[torch.Tensor]):
         return torch.tensor([index, os.getpid()])
 
 
+class TwoBatches(Items):
+    """Has an end."""
+
+    def __len__(self) -> int:
+        return 2 * BATCH
+
+
 class Large(Dataset[torch.Tensor]):
     """Takes 256 MiB for each item."""
 
@@ -77,6 +84,7 @@ def _with_processes(folder: Path) -> None:
     _makes_a_failed_batch_again(2, folder)
     _replaces_a_killed_process()
     _says_what_cannot_be_sent()
+    _ends_them_with_an_epoch_if_told_so()
     wait_for(lambda: not _loader_processes(), "end of the loader's processes")
 
 
@@ -131,6 +139,16 @@ def _says_what_cannot_be_sent() -> None:
     loader = Loader(NotPicklable(), order, BATCH, LoaderSettings(workers=1))
     with pytest.raises(TaskError, match=r"cannot be sent to loader processes .*set train\.loader_workers to 0"):
         loader.next_batch()
+    loader.close()
+
+
+def _ends_them_with_an_epoch_if_told_so() -> None:
+    loader = Loader(TwoBatches(), order, BATCH, LoaderSettings(workers=1, prefetch=1, persistent=False))
+    batches = [loader.next_batch() for _ in range(6)]
+    assert [keys(each) for each in batches] == [list(order(turn * BATCH, BATCH)) for turn in range(6)]
+    makers = [int(each[0, 1]) for each in batches]
+    assert makers[0::2] == makers[1::2]
+    assert len(set(makers)) == 3
     loader.close()
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import psutil
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from workers.training import order
 from workers.training.errors import TaskError
 from workers.training.loader import Loader, LoaderSettings, should_pin
+from workers.training.loader_numbers import HostShare, LoaderNumbers, loader_numbers
+from workers.training.ram_cache import RamCache, row_bytes
 from workers.training.settings import TrainSettings
 from workers.training.tasks import Batch, TrainTask, refuse_without_data, rows_of
 
@@ -28,18 +31,23 @@ class Feed:
         self._batch_rows = settings.batch
         self._seed = seed
         pin = should_pin(device) if settings.pin == "auto" else settings.pin and device.type == "cuda"
+        numbers = self._numbers(settings, device)
         self._loader = Loader(
             cast("Dataset[Any]", task.dataset),
             self._keys,
             settings.batch,
             LoaderSettings(
-                workers=settings.loader_workers,
-                prefetch=settings.prefetch,
+                workers=numbers.workers,
+                prefetch=numbers.prefetch,
                 pin=pin,
                 start_method=settings.start_method,
+                persistent=settings.persistent,
             ),
             task.collate,
+            RamCache(len(task.dataset)) if numbers.ram_cache else None,
         )
+        self.numbers = numbers
+        """How batches are made ready; its reason is empty where the settings leave nothing open."""
         self.batch: Batch | None = None
         """`None`: none was taken since `seek`."""
         self.count = 0
@@ -73,6 +81,29 @@ class Feed:
         """End the loader's processes."""
         self._loader.close()
 
+    def _numbers(self, settings: TrainSettings, device: torch.device) -> LoaderNumbers:
+        """Decide what the settings leave open. Makes one sample, if they do."""
+        workers, prefetch, ram_cache = settings.loader_workers, settings.prefetch, settings.ram_cache
+        if workers != "auto" and prefetch != "auto" and not ram_cache:
+            return LoaderNumbers(workers=workers, prefetch=prefetch, ram_cache=False, reason="")
+        task = self._task
+        of_row = row_bytes((task.collate or default_collate)([task.dataset[self._keys(0, 1)[0]]]))
+        return loader_numbers(
+            _host_share(on_card=device.type == "cuda"),
+            workers=workers,
+            prefetch=prefetch,
+            ram_cache=ram_cache,
+            batch_bytes=settings.batch * (of_row or 0),
+            items_bytes=None if of_row is None or task.by_sample else len(task.dataset) * of_row,
+        )
+
     def _keys(self, samples_used: int, count: int) -> list[Any]:
         used = order.samples(self._seed, len(self._task.dataset), samples_used, count)
         return list(used) if self._task.by_sample else [each.index for each in used]
+
+
+def _host_share(*, on_card: bool) -> HostShare:
+    """Return what this training has of its host: torch's threads here are its share of the physical cores."""
+    physical = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
+    cores = min(torch.get_num_threads(), physical)
+    return HostShare(cores=cores, ram_bytes=psutil.virtual_memory().available * cores // physical, on_card=on_card)

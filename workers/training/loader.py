@@ -12,14 +12,15 @@ import platform
 import resource
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from workers.training.errors import TaskError
+from workers.training.ram_cache import RamCache
 
 Order: TypeAlias = Callable[[int, int], Sequence[Any]]
 """From (samples used, how many) to what the data set is asked for, one key for each sample."""
@@ -36,6 +37,8 @@ class LoaderSettings:
     pin: bool = False
     """Put them into page-locked memory, from which a card copies while it computes."""
     start_method: str = "forkserver"
+    persistent: bool = True
+    """Keep the processes from epoch to epoch; otherwise they are ended and started anew."""
 
 
 class Loader:
@@ -48,13 +51,18 @@ class Loader:
         batch: int,
         settings: LoaderSettings,
         collate: Callable[[list[Any]], Any] | None = None,
+        cache: RamCache | None = None,
     ) -> None:
-        """Start nothing yet. `collate` makes a batch of samples; by default tensors are stacked."""
+        """Start nothing yet. `collate` makes a batch of samples; by default tensors are stacked.
+
+        With a cache, `order` must give indices.
+        """
         self._dataset = dataset
         self._order = order
         self._batch = batch
         self._settings = settings
         self._collate = collate
+        self._cache = cache
         self._batches: Iterator[Any] | None = None
         self._opened_s = 0.0
         self.samples_used = 0
@@ -90,7 +98,11 @@ class Loader:
             raise
         finally:
             self.waited_s += time.perf_counter() - began_s
-        self.samples_used += self._batch
+        before, self.samples_used = self.samples_used, self.samples_used + self._batch
+        if not self._settings.persistent:
+            items = len(cast("Sized", self._dataset))
+            if before // items < self.samples_used // items:
+                self.close()
         return batch
 
     def wait_share(self) -> float:
@@ -104,9 +116,16 @@ class Loader:
         getattr(batches, "_shutdown_workers", lambda: None)()
 
     def _next(self) -> Any:  # noqa: ANN401 - whatever `collate` makes
+        cache = self._cache
+        if cache is not None and cache.complete:
+            self.close()  # nothing is left to make
+            return cache.batch(self._order(self.samples_used, self._batch), pin=self._settings.pin)
         if self._batches is None:
             self._batches = self._open()
-        return next(self._batches)
+        batch = next(self._batches)
+        if cache is not None:
+            cache.keep(self._order(self.samples_used, self._batch), batch)
+        return batch
 
     def _may_be_a_lost_process(self, failure: Exception) -> bool:
         """Whether one may have been ended from outside; torch tells that by several exceptions, and restarts none.

@@ -25,6 +25,8 @@ _FREE: Final = frozenset(
         "checkpoint",
         "loader_workers",
         "prefetch",
+        "persistent",
+        "ram_cache",
         "pin",
         "non_blocking",
         "start_method",
@@ -73,8 +75,12 @@ class TrainSettings(BaseModel):
     optimizer: Optimizer = "adamw-fused"
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of the moving average of the weights."""
-    loader_workers: Annotated[int, Field(ge=0, le=256)] = 0
-    prefetch: Annotated[int, Field(ge=1, le=64)] = 2
+    loader_workers: Literal["auto"] | Annotated[int, Field(ge=0, le=256)] = 0
+    prefetch: Literal["auto"] | Annotated[int, Field(ge=1, le=64)] = 2
+    persistent: bool = True
+    """Keep loader processes from epoch to epoch."""
+    ram_cache: bool = False
+    """Keep the data set in RAM, as it was in its batches, if it fits into half of what is free."""
     pin: Literal["auto"] | bool = "auto"
     non_blocking: bool = True
     start_method: Literal["forkserver", "fork", "spawn"] = "forkserver"

@@ -62,6 +62,7 @@ class Trainer:
             TaskError: There is nothing to train, or no data.
         """
         self._feed = Feed(task, settings, device, seed)
+        self.loader_numbers = self._feed.numbers
         precision.set_up(settings.precision, deterministic=settings.deterministic)
         self.task = task
         self.settings = settings

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Final
 
@@ -214,6 +214,8 @@ class Train(Workload):
         if self._settings.preset not in PRESETS:
             for sentence in hazards(trainer):
                 self.context.tell("hazard", reason=sentence)
+        if trainer.loader_numbers.reason:
+            self.context.tell("loader", **asdict(trainer.loader_numbers))
         self._flop_per_sample = trainer.flop_per_sample()
         self._trainer = trainer
         return trainer
