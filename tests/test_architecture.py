@@ -30,6 +30,8 @@ PLANTED = {
         ("orchestrator/burn/phases.py", "orchestrator.doctor.finding"),
         ("orchestrator/notify/digest.py", "orchestrator.burn.phases"),
         ("orchestrator/advise/shares.py", "orchestrator.doctor.finding"),
+        ("orchestrator/tuning/rows.py", "orchestrator.burn.phases"),
+        ("orchestrator/web/guard.py", "orchestrator.tuning.rows"),
         ("orchestrator/web/guard.py", "orchestrator.notify.digest"),
         ("orchestrator/top/view.py", "orchestrator.html_report.facts"),
         ("orchestrator/web/guard.py", "orchestrator.html_report.page"),

@@ -1,0 +1,127 @@
+"""How much faster one arm is than the baseline, and how sure that is. Pure.
+
+An arm is compared with the baseline of the same round only, so that a machine that becomes slower over minutes changes
+no ratio. The median is not moved by the few rounds in which something happened between two arms. Does not measure, and
+does not judge (`verdicts.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, median
+from typing import Final
+
+#: From so many rounds the distribution of the signed ranks is normal to three digits.
+_NORMAL_FROM: Final = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """An arm against the baseline. Ratios are speeds: 1.03 is 3 % faster."""
+
+    ratio: float
+    low: float
+    high: float
+    p: float
+    """Probability of a difference at least as consistent between two equal arms."""
+    rounds: int
+    """In which both were measured."""
+
+    @property
+    def half_width(self) -> float:
+        """Half of the interval."""
+        return (self.high - self.low) / 2
+
+    @property
+    def excludes_one(self) -> bool:
+        """Whether the interval lies on one side of 1.0."""
+        return self.low > 1.0 or self.high < 1.0
+
+
+def log_ratios(rounds: Sequence[Mapping[str, float]], baseline: str, arm: str) -> list[float]:
+    """Return log(speed / speed of the baseline) of each round that has both; rounds hold seconds a sample."""
+    return [math.log(each[baseline] / each[arm]) for each in rounds if baseline in each and arm in each]
+
+
+def effect_of(ratios: Sequence[float], confidence: float) -> Effect | None:
+    """Return the effect that log ratios show, with an interval of this confidence; `None` without any round."""
+    if not ratios:
+        return None
+    low, high = bootstrap_interval(ratios, confidence)
+    return Effect(
+        ratio=math.exp(median(ratios)),
+        low=math.exp(low),
+        high=math.exp(high),
+        p=signed_rank_p(ratios),
+        rounds=len(ratios),
+    )
+
+
+def effects(
+    rounds: Sequence[Mapping[str, float]], baseline: str, arms: Sequence[str], confidence: float
+) -> dict[str, Effect]:
+    """Return the effect of each arm that has a round.
+
+    The intervals are simultaneous: with the probability `confidence` all of them hold their true values. All arms share
+    the baseline's noise, so that intervals of their own would miss together.
+    """
+    each = 1 - (1 - confidence) / max(1, len(arms))
+    found = {arm: effect_of(log_ratios(rounds, baseline, arm), each) for arm in arms}
+    return {arm: effect for arm, effect in found.items() if effect is not None}
+
+
+def bootstrap_interval(values: Sequence[float], confidence: float) -> tuple[float, float]:
+    """Return the percentile bootstrap interval of the median, computed exactly instead of by drawing.
+
+    The median of n values drawn with replacement is at most the k-th smallest value if at least half of the draws are
+    among the k smallest, which is a tail of the binomial distribution (Efron, 1979). Where n is even, the lower bound
+    uses the lower of the two middle values and the upper bound the upper one.
+    """
+    ordered = sorted(values)
+    count, half = len(ordered), (len(ordered) + 1) // 2
+    tail = (1 - confidence) / 2
+    place = next(k for k in range(1, count + 1) if _at_least(half, count, k / count) > tail)
+    return ordered[min(place, half) - 1], ordered[count - min(place, half)]
+
+
+def _at_least(successes: int, count: int, chance: float) -> float:
+    """Return the probability of at least so many successes of `count`."""
+    if chance >= 1:
+        return 1.0
+    return math.fsum(math.comb(count, k) * chance**k * (1 - chance) ** (count - k) for k in range(successes, count + 1))
+
+
+def signed_rank_p(values: Sequence[float]) -> float:
+    """Return the two-sided p of Wilcoxon's signed-rank test that `values` are symmetric around 0.
+
+    Exact below 60 values (by counting the sets of ranks with each sum), otherwise by the normal approximation. Values
+    that are 0 say nothing and are left out. Equal values get ranks in their order: measured times are rarely equal.
+    """
+    nonzero = [value for value in values if value != 0]
+    count = len(nonzero)
+    if not count:
+        return 1.0
+    ranked = sorted(nonzero, key=abs)
+    positive = sum(rank for rank, value in enumerate(ranked, 1) if value > 0)
+    total = count * (count + 1) // 2
+    smaller = min(positive, total - positive)
+    if count >= _NORMAL_FROM:
+        deviation = math.sqrt(count * (count + 1) * (2 * count + 1) / 24)
+        return min(1.0, 2 * NormalDist().cdf((smaller + 0.5 - total / 2) / deviation))
+    ways = [1] + [0] * smaller
+    for rank in range(1, count + 1):
+        for reached in range(smaller, rank - 1, -1):
+            ways[reached] += ways[reached - rank]
+    return min(1.0, sum(ways) / float(2 ** (count - 1)))
+
+
+def holm(p_values: Mapping[str, float], alpha: float) -> frozenset[str]:
+    """Return the names whose effect is real; the probability of one or more errors is at most `alpha` (Holm, 1979)."""
+    real: set[str] = set()
+    for place, name in enumerate(sorted(p_values, key=lambda each: p_values[each])):
+        if p_values[name] > alpha / (len(p_values) - place):
+            break
+        real.add(name)
+    return frozenset(real)

@@ -1,0 +1,163 @@
+"""The statistics of `tune`, on simulated machines with a known truth."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from orchestrator.tuning import store
+from orchestrator.tuning.rounds import Block, disturbance, seconds_of, turns
+from orchestrator.tuning.rows import Row, Verdict
+from orchestrator.tuning.statistics import Effect, effect_of, effects, holm, log_ratios, signed_rank_p
+from orchestrator.tuning.verdicts import judge_memory, judge_speed
+
+#: From a place in the simulated time to how slow the machine is then.
+Drift = Callable[[int], float]
+
+NOISE = 0.02
+LEVERS = [f"lever-{number}" for number in range(100)]
+
+
+def steady(_: int) -> float:
+    return 1.0
+
+
+def slow_trend(place: int) -> float:
+    """Half as fast at the end of 40 rounds of 102 arms as at the beginning."""
+    return 1.0 + place / 4080
+
+
+def step(place: int) -> float:
+    """A quarter slower from the middle of a round on, and a short disturbance before."""
+    return 1.25 if place > 2010 else 1.6 if 700 < place < 712 else 1.0
+
+
+def simulated(seed: int, drift: Drift, planted: Sequence[str] = (), rounds: int = 40) -> list[Mapping[str, float]]:
+    """Seconds a sample of a baseline, an A/A arm and all levers, of which the planted ones are 3 % faster."""
+    draw = random.Random(seed)  # noqa: S311 - a simulation
+    place, found = 0, []
+    for number in range(rounds):
+        blocks = []
+        for arm in turns(["a/a", *LEVERS], seed, number):
+            seconds = drift(place) * draw.lognormvariate(0, NOISE) / (1.03 if arm in planted else 1.0)
+            blocks.append((arm, seconds))
+            place += 1
+        found.append(seconds_of(blocks))
+    return found
+
+
+def judged(rounds: Sequence[Mapping[str, float]]) -> dict[str, tuple[Effect, Verdict]]:
+    measured = effects(rounds, "baseline", ["a/a", *LEVERS], 0.95)
+    real = holm({lever: measured[lever].p for lever in LEVERS}, 0.05)
+    return {
+        lever: (measured[lever], judge_speed(measured[lever], real=lever in real, resolve=0.01).verdict)
+        for lever in LEVERS
+    }
+
+
+@pytest.mark.parametrize("drift", [steady, slow_trend, step])
+@pytest.mark.parametrize("seed", range(2))
+def test_of_a_hundred_levers_without_effect_hardly_one_seems_to_have_one(drift: Drift, seed: int) -> None:
+    found = judged(simulated(seed, drift)).values()
+    assert sum(effect.excludes_one for effect, _ in found) <= 5
+    assert sum(verdict == Verdict.CONFIRMED for _, verdict in found) <= 1
+
+
+@pytest.mark.parametrize("drift", [steady, slow_trend, step])
+def test_effects_of_3_percent_are_found_in_40_rounds(drift: Drift) -> None:
+    planted = LEVERS[:20]
+    hits = sum(
+        judged(simulated(seed, drift, planted))[lever][1] == "CONFIRMED" for seed in range(2) for lever in planted
+    )
+    assert hits >= 0.9 * 2 * len(planted)
+
+
+def test_the_interval_is_the_one_that_many_resamples_show() -> None:
+    draw = random.Random(7)  # noqa: S311 - a simulation
+    values = [draw.gauss(0.05, 0.03) for _ in range(21)]
+    medians = sorted(sorted(draw.choices(values, k=21))[10] for _ in range(20_000))
+    effect = effect_of(values, 0.95)
+    assert log_ratios([{"b": 1.0, "a": effect.low}], "a", "b") == pytest.approx([medians[500]], abs=1e-9)
+    assert log_ratios([{"b": 1.0, "a": effect.high}], "a", "b") == pytest.approx([medians[-500]], abs=1e-9)
+
+
+def test_signed_ranks_count_all_signs() -> None:
+    values = [1.0, 2.0, -3.0, 4.0, 5.0, 6.0]
+    assert signed_rank_p(values) == pytest.approx(2 * 5 / 64)  # sums of at most 3: {}, {1}, {2}, {3}, {1, 2}
+    assert signed_rank_p([0.0]) == 1.0
+
+
+def test_holm_stops_at_the_first_that_may_be_chance() -> None:
+    assert holm({"a": 0.001, "b": 0.03, "c": 0.02}, 0.05) == {"a", "c", "b"}
+    assert holm({"a": 0.001, "b": 0.03, "c": 0.03}, 0.05) == {"a"}
+
+
+def an_effect(low: float, high: float) -> Effect:
+    return Effect(ratio=(low + high) / 2, low=low, high=high, p=0.0, rounds=40)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "claim", "verdict"),
+    [
+        (1.04, 1.08, (1.05, 1.10), "CONFIRMED"),
+        (1.20, 1.30, (1.05, 1.10), "CONFIRMED"),
+        (1.02, 1.03, (1.05, 1.10), "PARTLY"),
+        (0.95, 0.97, (1.05, 1.10), "REFUTED"),
+        (0.995, 1.005, (1.05, 1.10), "NO EFFECT"),
+        (0.98, 1.06, (1.05, 1.10), "UNDECIDED"),
+        (0.995, 1.005, (1.0, 1.0), "UNDECIDED"),
+        (1.02, 1.03, None, "CONFIRMED"),
+        (0.90, 0.95, None, "REFUTED"),
+    ],
+)
+def test_a_claim_is_compared_with_the_interval(
+    low: float, high: float, claim: tuple[float, float] | None, verdict: str
+) -> None:
+    assert judge_speed(an_effect(low, high), real=True, resolve=0.01, claim=claim).verdict == verdict
+
+
+def test_a_memory_lever_is_judged_by_its_bytes() -> None:
+    assert [judge_memory(peak, 100, resolve=0.01).verdict for peak in (60, 100, 140, None)] == [
+        "CONFIRMED", "NO EFFECT", "REFUTED", "UNDECIDED",
+    ]  # fmt: skip
+
+
+def test_the_newest_result_for_a_card_is_found_again(tmp_path: Path) -> None:
+    subject = store.Subject(card="cpu", driver=None, torch="2.13.0", model="gpt-nano")
+    row = Row(lever="precision", setting="bf16", speed_ratio=1.1, verdict=Verdict.CONFIRMED, reason="faster")
+    for number in (1, 2):
+        folder = tmp_path / f"t{number}"
+        folder.mkdir()
+        store.write(
+            folder,
+            store.Result(
+                tune_id=folder.name, subject=subject, device_name="cpu", created_at=f"2026-11-0{number}T00:00:00+00:00",
+                duration_s=1.0, rounds=40, rows=(row,), chosen={"precision": "bf16"}, pareto=("precision=bf16",),
+            ),
+        )  # fmt: skip
+    (tmp_path / "t1" / "tune.json").write_text(json.dumps([]))
+    found = store.newest(subject, tmp_path)
+    assert found is not None
+    assert (found.tune_id, found.rows, found.chosen) == ("t2", (row,), {"precision": "bf16"})
+    assert store.newest(store.Subject(card="cpu", driver=None, torch="2.12.0", model="gpt-nano"), tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("blocks", "why"),
+    [
+        ([Block(arm="a", seconds_per_sample=1.0), Block(arm="b", seconds_per_sample=2.0)], None),
+        ([Block(arm="a", seconds_per_sample=1.0, throttled=True)], "throttled"),
+        (
+            [Block(arm=arm, seconds_per_sample=1.0, clock_mhz=mhz) for arm, mhz in (("a", 1700.0), ("b", 1740.0))],
+            "clock moved",
+        ),
+        ([Block(arm=arm, seconds_per_sample=1.0, clock_mhz=mhz) for arm, mhz in (("a", 1700.0), ("b", 1730.0))], None),
+        ([Block(arm="a", seconds_per_sample=1.0, neighbour_share=0.5)], "another program"),
+    ],
+)
+def test_a_disturbed_round_does_not_count(blocks: list[Block], why: str | None) -> None:
+    assert disturbance(blocks) == why
