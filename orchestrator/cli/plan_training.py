@@ -28,6 +28,11 @@ _TIMEOUT_S = 300.0
 #: So many nodes are named, the others are counted.
 _MOST_NAMES = 3
 
+#: Shown where there is something.
+_OPTIONAL = {"average_bytes", "on_host_bytes"}
+
+_ALL_PCT = 100
+
 
 def cap_about_bytes(budget: NodeBudget) -> int:
     """Return the cap of a worker, as far as it is known before one has measured its CUDA context."""
@@ -68,7 +73,7 @@ def training_lines(training: _Told) -> Iterator[str]:
         steps, names = cap["steps"], ", ".join(cap["nodes"][:_MOST_NAMES])
         if more := cap["nodes"][_MOST_NAMES:]:
             names += f" and {len(more)} more"
-        parts = [key for key in steps[0] if key.endswith("_bytes") and (key != "average_bytes" or steps[0][key])]
+        parts = [key for key in steps[0] if key.endswith("_bytes") and (key not in _OPTIONAL or steps[0][key])]
         rows = [
             ("micro x accumulation", *(f"{step['micro_batch']} x {step['accumulation']}" for step in steps)),
             ("checkpointed blocks", *(f"{step['memory_level']} of {training['blocks']}" for step in steps)),
@@ -108,6 +113,8 @@ def _judged(cap: _Told, config: Config, blocks: int) -> dict[str, str]:
     is_preset = train.preset in PRESETS
     if is_preset and train.preset.startswith("gpt") and needs_bytes - smallest["activations_bytes"] < cap["cap_bytes"]:
         cures.append("lower train.seq")
+    if needs_bytes - smallest["optimizer_bytes"] < cap["cap_bytes"] and train.states_on_host < _ALL_PCT:
+        cures.append("raise train.states_on_host")
     if smallest["micro_batch"] > 1:
         cures.append("lower train.micro")
     cures.append("take a smaller train.preset" if is_preset else "make the model smaller")

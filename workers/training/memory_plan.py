@@ -27,6 +27,7 @@ from workers.training import order, precision
 from workers.training.accumulator import Accumulator
 from workers.training.averaging import Average
 from workers.training.checkpointing import Checkpointing
+from workers.training.host_states import hosted_of, parts_of, states_of
 from workers.training.keyed import Dropouts
 from workers.training.optimizers import adamw, allocate_states
 from workers.training.rungs import offered_micro_batches
@@ -57,6 +58,7 @@ class MemoryPlan:
     gradients_bytes: int
     """Sums over the parts of a batch, in fp32."""
     optimizer_bytes: int
+    """Its states that are on the device."""
     average_bytes: int
     activations_bytes: int
     """The most that a part takes beside all that: what is kept for the backward pass, and its gradients."""
@@ -64,6 +66,8 @@ class MemoryPlan:
     """The most that the update takes, when no activations are there."""
     workspace_bytes: int
     """What libraries keep for their own use."""
+    on_host_bytes: int
+    """States of the optimiser in host memory; not a part of the total."""
 
     @property
     def state_bytes(self) -> int:
@@ -110,7 +114,13 @@ class MemoryPlanner:
             held.append(self._live.now_bytes)
         self._optimizer = optimizer
         self._state = [after - before for before, after in zip([0, *held], held, strict=False)]
-        self._update_bytes = _update_bytes(optimizer, parameters)
+        hosted = hosted_of(parameters, settings.states_on_host)
+        self._on_host_bytes = sum(self._states_bytes(each) for each in hosted)
+        here = [each for each in parameters if each not in set(hosted)]
+        coming = [
+            sum(map(self._states_bytes, part)) + _update_bytes(optimizer, part) for part in parts_of(optimizer, hosted)
+        ]
+        self._update_bytes = max(_update_bytes(optimizer, here), *coming, 0)
         self.plan = cache(self._plan)
 
     @property
@@ -141,12 +151,16 @@ class MemoryPlanner:
             level=level,
             weights_bytes=weights,
             gradients_bytes=gradients,
-            optimizer_bytes=optimizer,
+            optimizer_bytes=optimizer - self._on_host_bytes,
             average_bytes=average,
             activations_bytes=self._live.peak_bytes - before_bytes,
             update_bytes=self._update_bytes,
             workspace_bytes=self._workspace_bytes(),
+            on_host_bytes=self._on_host_bytes,
         )
+
+    def _states_bytes(self, parameter: nn.Parameter) -> int:
+        return sum(self._live.rounded(each.nbytes) for each in states_of(self._optimizer, parameter).values())
 
     def _workspace_bytes(self) -> int:
         if self._on_card:
@@ -200,11 +214,15 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # missing
                 self._count(each.untyped_storage())
         return result
 
+    def rounded(self, size: int) -> int:
+        """Return what a block of so many bytes takes."""
+        return -(-size // self._block_bytes) * self._block_bytes
+
     def _count(self, storage: torch.UntypedStorage) -> None:
         number = id(storage)  # torch keeps one Python object for a storage as long as that lives
         if number in self._known:
             return
-        size = -(-storage.nbytes() // self._block_bytes) * self._block_bytes
+        size = self.rounded(storage.nbytes())
         weakref.finalize(storage, self._forget, number, size).atexit = False
         self._known.add(number)
         self.now_bytes += size
@@ -221,7 +239,7 @@ def _of_rows(one: object, rows: int) -> object:
 
 def _update_bytes(optimizer: Optimizer, parameters: list[nn.Parameter]) -> int:
     """What torch's Adam allocates in a step (torch/optim/adam.py); of other optimisers nothing is known."""
-    sizes = [each.numel() * each.element_size() for each in parameters]
+    sizes = [0, *(each.numel() * each.element_size() for each in parameters)]
     defaults = optimizer.defaults
     if defaults.get("fused"):
         return 0

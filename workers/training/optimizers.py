@@ -6,7 +6,7 @@ The states are allocated before the first step, so that the memory of a training
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Final
 
 import torch
@@ -17,6 +17,7 @@ from workers.oom import classify
 from workers.settings import FailureKind
 from workers.training.averaging import Average
 from workers.training.errors import UpdateInterruptedError
+from workers.training.host_memory import like
 from workers.training.settings import TrainSettings
 
 _BETAS: Final = (0.9, 0.95)
@@ -37,8 +38,11 @@ def adamw(parameters: Sequence[nn.Parameter], settings: TrainSettings, lr: float
     )
 
 
-def allocate_states(optimizer: Optimizer) -> None:
-    """Allocate what an Adam would allocate in its first step. Of other optimisers nothing is known."""
+def allocate_states(optimizer: Optimizer, on_host: Set[nn.Parameter] = frozenset()) -> None:
+    """Allocate what an Adam would allocate in its first step. Of other optimisers nothing is known.
+
+    The states of `on_host` are allocated in host memory; see `host_states`.
+    """
     if not isinstance(optimizer, Adam):
         return
     for group in optimizer.param_groups:
@@ -47,8 +51,13 @@ def allocate_states(optimizer: Optimizer) -> None:
             if not optimizer.state[parameter] and parameter.requires_grad:
                 # Where torch itself keeps the number of steps: on the device only if a kernel reads it.
                 device = parameter.device if group["fused"] or group["capturable"] else None
-                state: dict[str, Tensor] = {name: torch.zeros_like(parameter) for name in names}
+                zeros = _zeros_on_host if parameter in on_host else torch.zeros_like
+                state: dict[str, Tensor] = {name: zeros(parameter) for name in names}
                 optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32, device=device), **state}
+
+
+def _zeros_on_host(parameter: Tensor) -> Tensor:
+    return like(parameter.detach()).zero_()
 
 
 def forget_states(optimizer: Optimizer) -> None:
@@ -81,8 +90,12 @@ def _alike(mine: object, value: object) -> bool:
 class Update:
     """Changes the weights, and says whether it was cut off. What was cut off is never run again."""
 
-    def __init__(self, optimizer: Optimizer, average: Average | None = None) -> None:
+    def __init__(
+        self, optimizer: Optimizer, average: Average | None = None, step: Callable[[], object] | None = None
+    ) -> None:
+        """Take an optimiser, what averages its weights, and what does its step where that is not its own."""
         self.optimizer = optimizer
+        self._step = optimizer.step if step is None else step
         self.cut = False
         """Whether weights, moments and average belong to no step: an update began and did not end."""
         self._average = average
@@ -133,7 +146,6 @@ class Update:
         if rate_share is not None:
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * rate_share
-        step: Callable[[], object] = self.optimizer.step
-        step()
+        self._step()
         if self._average is not None:
             self._average.update()

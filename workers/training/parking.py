@@ -40,10 +40,14 @@ class Parking:
         self._device = device
         self._parked: list[_Place] = []
 
-    def park(self, model: nn.Module, containers: Iterable[Container]) -> int:
-        """Move all tensors of the device to host memory, one by one; return the bytes that wait there."""
+    def park(self, model: nn.Module, containers: Iterable[Container], on_host: Iterable[Tensor] = ()) -> int:
+        """Move all tensors of the device to host memory, one by one; return the bytes that wait there.
+
+        What is `on_host` anyway stays there, also after `unpark`.
+        """
+        stay = {id(each) for each in on_host}
         for place in _places(model, containers):
-            if place.tensor().device == self._device:
+            if place.tensor().device == self._device and id(place.tensor()) not in stay:
                 place.put(like(place.tensor()).copy_(place.tensor()))
                 self._parked.append(place)
         return sum(place.tensor().nbytes for place in self._parked)

@@ -23,6 +23,7 @@ _FREE: Final = frozenset(
         "epochs",
         "micro",
         "checkpoint",
+        "states_on_host",
         "loader_workers",
         "prefetch",
         "persistent",
@@ -73,6 +74,8 @@ class TrainSettings(BaseModel):
     checkpoint: Literal["auto", "none", "all"] | Annotated[int, Field(ge=0)] = "auto"
     """How many blocks drop their activations and compute them again in the backward pass."""
     optimizer: Optimizer = "adamw-fused"
+    states_on_host: Annotated[int, Field(ge=0, le=100)] = 0
+    """Per cent of the optimiser's states that are in host memory; they come to the device for the update."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of the moving average of the weights."""
     loader_workers: Literal["auto"] | Annotated[int, Field(ge=0, le=256)] = 0

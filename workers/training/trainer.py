@@ -27,9 +27,10 @@ from workers.training.checkpointing import Checkpointing
 from workers.training.course import Course
 from workers.training.errors import StateMismatchError, TaskError
 from workers.training.feed import Feed
+from workers.training.host_states import HostStates
 from workers.training.keyed import Dropouts
 from workers.training.loader import on_device
-from workers.training.optimizers import Update, adamw, allocate_states, forget_states, load_states
+from workers.training.optimizers import Update, adamw, forget_states, load_states
 from workers.training.parking import Parking
 from workers.training.settings import Precision, TrainSettings
 from workers.training.snapshots.identity import Identity, Lever
@@ -78,9 +79,9 @@ class Trainer:
         self._accumulator = Accumulator(self.parameters)
         lr = settings.lr or task.lr
         optimizer = (task.optimizer or (lambda some: adamw(list(some), settings, lr)))(self.parameters)
-        allocate_states(optimizer)
+        self.host_states = HostStates(optimizer, self.parameters, settings.states_on_host)
         self._average = None if settings.ema_decay is None else Average(self.parameters, settings.ema_decay)
-        self._update = Update(optimizer, self._average)
+        self._update = Update(optimizer, self._average, self.host_states.step)
         self._scaler = precision.LossScaler(enabled=settings.precision == "fp16")
         self._parking = Parking(device)
         self._shares = TimeShares(device)
@@ -261,6 +262,7 @@ class Trainer:
             if self._average is not None:
                 torch._foreach_copy_(self._average.tensors, list(state["average"]))
         load_states(self._update.optimizer, state["optimizer"])
+        self.host_states.hold(self.host_states.share_pct)
         self._scaler.load(state["scaler"])
         self.course = Course(**state["course"])
         self.course.losses, self.course.splits = list(self.course.losses), [list(run) for run in self.course.splits]
@@ -285,7 +287,8 @@ class Trainer:
         self._dropouts.forget()
         states = self._update.optimizer.state.values()
         held = [*states, self._accumulator.gradients, self._accumulator.loss]
-        return self._parking.park(self.model, [*held, *([self._average.tensors] if self._average else [])])
+        average = [self._average.tensors] if self._average else []
+        return self._parking.park(self.model, [*held, *average], self.host_states.tensors)
 
     def unpark(self) -> None:
         """Move them back; if there is not memory for all of them, they stay and this can be called again."""

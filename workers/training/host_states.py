@@ -1,0 +1,136 @@
+"""States of the optimiser in host memory: those of some parameters, from none to all, changed between any two steps.
+
+For the update they come to the device, a few parameters at a time, and go back. So the update is computed where it
+always is, to the same bits, and clipping sees all gradients. Each byte of a state is copied twice in each optimiser
+step. Does not decide how many states; see `rungs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from workers.training.errors import TaskError
+from workers.training.host_memory import like
+from workers.training.optimizers import allocate_states
+from workers.units import MIB
+
+#: States that come to the device at once, unless those of a single parameter are more.
+_PART_BYTES: Final = 32 * MIB
+
+
+def hosted_of(parameters: Sequence[nn.Parameter], share_pct: int) -> list[nn.Parameter]:
+    """Return the parameters whose states are on the host: at most so many per cent, the largest that fit first."""
+    left = sum(each.nbytes for each in parameters) * share_pct // 100
+    found = []
+    for each in sorted(parameters, key=lambda each: -each.nbytes):
+        if each.nbytes <= left:
+            found.append(each)
+            left -= each.nbytes
+    return found
+
+
+def states_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """Return the states that grow with the parameter; not the number of steps, and no table that others share."""
+    states = optimizer.state.get(parameter, {})
+    return {
+        name: each
+        for name, each in states.items()
+        if isinstance(each, Tensor) and each.numel() >= parameter.numel() > 1
+    }
+
+
+def parts_of(optimizer: Optimizer, hosted: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Return the parameters that are updated together."""
+    parts: list[list[nn.Parameter]] = []
+    room = 0
+    for parameter in hosted:
+        needed = sum(each.nbytes for each in states_of(optimizer, parameter).values())
+        if not parts or needed > room:
+            parts.append([])
+            room = _PART_BYTES
+        parts[-1].append(parameter)
+        room -= needed
+    return parts
+
+
+class HostStates:
+    """Says of an optimiser's states which are where, and does its step."""
+
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], share_pct: int) -> None:
+        """Allocate all states that can be known before the first step, each where it belongs.
+
+        Raises:
+            TaskError: States are asked for on the host, and what states the optimiser has is not known.
+        """
+        self._optimizer = optimizer
+        self._parameters = parameters
+        self.share_pct = share_pct
+        hosted = hosted_of(parameters, share_pct)
+        allocate_states(optimizer, set(hosted))
+        self._hosted = {each: states_of(optimizer, each) for each in hosted}
+        if share_pct and not optimizer.state:
+            raise TaskError(
+                f"train.states_on_host is {share_pct}, and the states of {type(optimizer).__name__} are not known "
+                "before its first step; set train.states_on_host: 0, or use an optimiser of torch's Adam family"
+            )
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is in host memory."""
+        return [each for states in self._hosted.values() for each in states.values()]
+
+    def hold(self, share_pct: int) -> None:
+        """Have the states of so many per cent on the host. May run out of memory, and can then be called again."""
+        hosted = hosted_of(self._parameters, share_pct)
+        for parameter in set(self._hosted).difference(hosted):
+            self._optimizer.state[parameter].update(_copied(self._hosted[parameter], parameter.device))
+            del self._hosted[parameter]
+        for parameter in hosted:
+            states, own = states_of(self._optimizer, parameter), self._hosted.get(parameter, {})
+            moved = {name: each if own.get(name) is each else like(each).copy_(each) for name, each in states.items()}
+            self._optimizer.state[parameter].update(moved)
+            self._hosted[parameter] = moved
+        self.share_pct = share_pct
+
+    def step(self) -> None:
+        """Do the optimiser's step for what is on the device, then for the rest part by part."""
+        if not self._hosted:
+            self._optimizer.step()
+            return
+        gradients = {parameter: parameter.grad for parameter in self._hosted}
+        for parameter in self._hosted:
+            parameter.grad = None  # an optimiser leaves out what has no gradient
+        if len(gradients) < len(self._parameters):
+            self._optimizer.step()
+        for parameter in self._parameters:
+            parameter.grad = None
+        for part in parts_of(self._optimizer, self._hosted):
+            self._step(part, gradients)
+        if self._parameters[0].is_cuda:
+            # The copies to pinned memory must have ended before the host reads them, as for a snapshot.
+            torch.cuda.current_stream(self._parameters[0].device).synchronize()
+
+    def _step(self, part: Iterable[nn.Parameter], gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
+        try:
+            for parameter in part:
+                here = _copied(self._hosted[parameter], parameter.device)
+                self._optimizer.state[parameter].update(here)
+                parameter.grad = gradients[parameter]
+            self._optimizer.step()
+            for parameter in part:
+                for name, each in self._hosted[parameter].items():
+                    each.copy_(self._optimizer.state[parameter][name], non_blocking=True)
+        finally:
+            # After a failure too: what they hold then belongs to no step, and the update says that it was cut off.
+            for parameter in part:
+                self._optimizer.state[parameter].update(self._hosted[parameter])
+                parameter.grad = None
+
+
+def _copied(states: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: each.to(device, non_blocking=True, copy=True) for name, each in states.items()}
