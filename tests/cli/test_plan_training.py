@@ -100,7 +100,8 @@ def test_a_person_reads_the_parts_the_verdict_and_what_to_change(small: tuple[Co
         "pc4: does not fit: the smallest step, with all 12 blocks checkpointed, needs 2677 MiB, "
     )
     assert sentence.endswith(
-        "set nodes.pc4.vram_per_worker_gib to 3.28 or more, or lower train.seq, or take a smaller train.preset"
+        "set nodes.pc4.vram_per_worker_gib to 3.28 or more, or lower train.seq, or raise train.states_on_host, "
+        "or take a smaller train.preset"
     )
     assert max(len(line) for line in fits.splitlines() if line.startswith("  ")) <= 80
 
