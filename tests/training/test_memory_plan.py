@@ -27,6 +27,7 @@ CASES = [
     ({"preset": "gpt-nano", "batch": 64, "precision": "fp32", "dropout": 0.1, "ema_decay": 0.99}, 0),
     ({"preset": "gpt-nano", "batch": 128, "precision": "fp32"}, 4),
     ({"preset": "gpt-nano", "batch": 64, "precision": "bf16"}, 0),
+    ({"preset": "gpt-nano", "batch": 64, "precision": "fp32", "attention": "math"}, 0),
     ({"preset": "cnn-landmarks", "batch": 32, "precision": "fp32", "optimizer": "adamw-foreach"}, 0),
     ({"preset": "cnn-landmarks", "batch": 32, "precision": "bf16"}, 4),
 ]

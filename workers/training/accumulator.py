@@ -21,8 +21,10 @@ from workers.training.precision import LossScaler
 class Accumulator:
     """One effective batch after the other: sums of gradients and of losses, and how many rows are in them."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], *, set_to_none: bool = True) -> None:
+        """Allocate the sums. Without `set_to_none` an effective batch begins with zeros, as `zero_grad` would do it."""
         self._parameters = parameters
+        self._set_to_none = set_to_none
         self.gradients = [torch.zeros_like(each, dtype=_sum_type(each)) for each in parameters]
         #: A list, so that it can be parked like the gradients.
         self.loss = [torch.zeros((), dtype=torch.float64, device=parameters[0].device)]
@@ -64,7 +66,9 @@ class Accumulator:
         sums = [own for own, new in pairs if new is not None]
         summands = [new for _, new in pairs if new is not None]
         self._adding = True
-        if self.done == 0:
+        if self.done == 0 and not self._set_to_none:
+            torch._foreach_zero_([*self.gradients, *self.loss])
+        if self.done == 0 and self._set_to_none:
             torch._foreach_copy_(sums, summands)
             for own, new in pairs:
                 if new is None:

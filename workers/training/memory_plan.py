@@ -29,6 +29,7 @@ from workers.training.averaging import Average
 from workers.training.checkpointing import Checkpointing
 from workers.training.host_states import hosted_of, parts_of, states_of
 from workers.training.keyed import Dropouts
+from workers.training.model_levers import ModelLevers
 from workers.training.optimizers import adamw, allocate_states
 from workers.training.rungs import offered_micro_batches
 from workers.training.settings import TrainSettings
@@ -101,6 +102,7 @@ class MemoryPlanner:
         held = []
         with self._without_data():
             self._model = task.model().train()
+            self._levers = ModelLevers(settings, self._model, on_card=on_card)
             self._checkpointing = Checkpointing(task.blocks(self._model))
             self._dropouts = Dropouts(self._model, 0)
             held.append(self._live.now_bytes)
@@ -173,9 +175,10 @@ class MemoryPlanner:
         part = tree_map(lambda each: _of_rows(each, micro), self._batch_of_one)
         self._dropouts.key(0, micro, torch.device("cpu"))
         self._accumulator.begin(micro, 1)
-        with precision.autocast(self._settings.precision, torch.device("cpu")):
-            loss = self._task.loss(self._model, part)
-        self._accumulator.add(micro, loss.detach(), self._accumulator.gradients_of(loss))
+        with self._levers.region():
+            with precision.autocast(self._settings.precision, torch.device("cpu")):
+                loss = self._task.loss(self._model, self._levers.ordered(part))
+            self._accumulator.add(micro, loss.detach(), self._accumulator.gradients_of(loss))
 
     def _without_data(self) -> ExitStack:
         """Enter the mode in which tensors have no data, and count their bytes."""

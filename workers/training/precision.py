@@ -62,13 +62,13 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
     return torch.autocast(device.type, dtype=_HALVES[precision])
 
 
-def set_up(precision: Precision, *, deterministic: bool) -> None:
+def set_up(precision: Precision, *, deterministic: bool, cudnn_benchmark: bool = False) -> None:
     """Set what torch has for the whole process."""
+    torch.backends.cudnn.benchmark = cudnn_benchmark
     arithmetic = "tf32" if precision == "tf32" else "ieee"
     torch.backends.cuda.matmul.fp32_precision = arithmetic
     torch.backends.cudnn.conv.fp32_precision = arithmetic  # type: ignore[attr-defined]  # missing in torch's stubs
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -11,6 +11,7 @@ from typing import Annotated, Final, Literal, Self, TypeAlias
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16"]
+Attention: TypeAlias = Literal["auto", "flash", "efficient", "cudnn", "math"]
 Optimizer: TypeAlias = Literal["adamw-fused", "adamw-foreach", "adamw-loop"]
 
 #: `preset` names one of these, or the user's own `package.module:name`.
@@ -30,6 +31,7 @@ _FREE: Final = frozenset(
         "ram_cache",
         "pin",
         "non_blocking",
+        "set_to_none",
         "start_method",
         "save_every_s",
         "snapshots",
@@ -70,6 +72,16 @@ class TrainSettings(BaseModel):
     clip: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest norm of the gradient."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of each label's weight that all classes get."""
+    layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Learning rate of a block, as a share of that of the block after it."""
+    attention: Attention = "auto"
+    """The kernel of attention, where it can run."""
+    channels_last: Literal["auto"] | bool = "auto"
+    set_to_none: bool = True
+    """Replace the sums of gradients by the first part of a batch; `False`: write zeros first, and add to them."""
+    cudnn_benchmark: bool = False
     precision: Precision = "bf16"
     checkpoint: Literal["auto", "none", "all"] | Annotated[int, Field(ge=0)] = "auto"
     """How many blocks drop their activations and compute them again in the backward pass."""
@@ -97,6 +109,20 @@ class TrainSettings(BaseModel):
             raise ValueError(
                 "exact: true keeps the part of a batch that is computed at once, and micro: auto changes it; valid: "
                 f"also set train.micro to a number of samples from 1 to {self.batch}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _same_bits(self) -> Self:
+        if self.deterministic and self.cudnn_benchmark:
+            raise ValueError(
+                "cudnn_benchmark: true takes the fastest kernel, which may be another one at the next run, and "
+                "deterministic: true promises the same bits; valid: one of them"
+            )
+        if self.deterministic and self.attention == "cudnn":
+            raise ValueError(
+                "attention: cudnn is not deterministic, and deterministic: true promises the same bits; "
+                "valid: auto, flash, efficient, math"
             )
         return self
 

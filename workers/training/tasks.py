@@ -7,7 +7,7 @@ batch nor how it is split.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeAlias, cast
@@ -15,12 +15,15 @@ from typing import Any, Protocol, TypeAlias, cast
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
+from torch.utils.data import default_collate
 
+from workers.training import order
 from workers.training.errors import TaskError
-from workers.training.made_data import DrawnFaces, MadeText
+from workers.training.made_data import ITEMS, DrawnFaces, MadeText
 from workers.training.models import CNNS, GPTS, Cnn, CnnShape, Gpt, GptShape
 from workers.training.settings import TrainSettings
 from workers.training.text import TextData
+from workers.training.validation import SAMPLES, validation
 
 Batch: TypeAlias = Any
 """A tensor, or tuples, lists and mappings of tensors; the first dimension of each is the samples."""
@@ -125,6 +128,11 @@ def find_task(settings: TrainSettings, seed: int) -> TrainTask:
             f"train.preset {settings.preset!r} is a {type(task).__name__}; it must be a TrainTask of "
             "workers.training.tasks, or a function that takes the settings and returns one"
         )
+    if found is task and settings.label_smoothing:
+        raise TaskError(
+            f"train.label_smoothing is for the loss, and that of {settings.preset!r} is its own; name a function that "
+            "takes the settings and returns a TrainTask, or leave train.label_smoothing out"
+        )
     return task
 
 
@@ -132,13 +140,15 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
     seq = settings.seq or shape.seq
     if seq > shape.seq:
         raise TaskError(f"train.seq is {seq}, and {settings.preset} reads at most {shape.seq} tokens")
+    made = MadeText(seq, shape.vocabulary, seed)
     return TrainTask(
         name=settings.preset,
         model=partial(Gpt, shape, settings.dropout),
-        dataset=TextData(settings.data, seq) if settings.data else MadeText(seq, shape.vocabulary, seed),
-        loss=next_token_loss,
+        dataset=TextData(settings.data, seq) if settings.data else made,
+        loss=partial(next_token_loss, label_smoothing=settings.label_smoothing),
         count=next_tokens,
         blocks=blocks_of,
+        evaluate=None if settings.data else validation(partial(_unseen, made), next_token_loss, next_tokens),
         lr={"gpt2-small": 6e-4, "gpt2-medium": 3e-4}.get(settings.preset, 2e-3),
         items="tokens",
     )
@@ -147,20 +157,31 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
 def _cnn_task(settings: TrainSettings, shape: CnnShape, seed: int) -> TrainTask:
     if settings.data:
         raise TaskError(f"train.data is text, and {settings.preset} trains on drawn faces; leave train.data out")
+    if settings.label_smoothing:
+        raise TaskError(f"{settings.preset} finds points and has no labels to smooth; leave train.label_smoothing out")
+    faces = DrawnFaces(shape.edge, seed)
+    keys = [order.Sample(number=0, epoch=0, index=ITEMS + place) for place in range(SAMPLES)]
     return TrainTask(
         name=settings.preset,
         model=partial(Cnn, shape, settings.dropout),
-        dataset=DrawnFaces(shape.edge, seed),
+        dataset=faces,
         loss=landmark_loss,
+        evaluate=validation(lambda: (default_collate([faces[key]]) for key in keys), landmark_loss, rows_of),
         blocks=blocks_of,
         by_sample=True,
     )
 
 
-def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+def _unseen(made: MadeText) -> Iterator[Tensor]:
+    return (made[ITEMS + place][None] for place in range(SAMPLES))
+
+
+def next_token_loss(model: nn.Module, tokens: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Sum the cross-entropy of all tokens but the first of each sample."""
     logits = model(tokens[:, :-1])
-    return functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum")
+    return functional.cross_entropy(
+        logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum", label_smoothing=label_smoothing
+    )
 
 
 def next_tokens(tokens: Tensor) -> int:

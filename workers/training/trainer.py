@@ -16,26 +16,23 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from workers.messages import Progress
 from workers.training import order, precision, schedule
 from workers.training.accumulator import Accumulator
 from workers.training.averaging import Average
-from workers.training.checkpointing import Checkpointing
 from workers.training.course import Course
-from workers.training.errors import StateMismatchError, TaskError
+from workers.training.errors import StateMismatchError
 from workers.training.feed import Feed
+from workers.training.forward_pass import ForwardPass
 from workers.training.host_states import HostStates
-from workers.training.keyed import Dropouts
-from workers.training.loader import on_device
+from workers.training.layer_rates import decay_rates, depths
 from workers.training.optimizers import Update, adamw, forget_states, load_states
 from workers.training.parking import Parking
 from workers.training.settings import Precision, TrainSettings
 from workers.training.snapshots.identity import Identity, Lever
 from workers.training.snapshots.tensor_bytes import weights_sha256
-from workers.training.tasks import TrainTask, part_of, trained_parameters
+from workers.training.tasks import TrainTask, trained_parameters
 from workers.training.time_shares import Part, TimeShares
 
 _STATE_VERSION: Final = 1
@@ -64,7 +61,9 @@ class Trainer:
         """
         self._feed = Feed(task, settings, device, seed)
         self.loader_numbers = self._feed.numbers
-        precision.set_up(settings.precision, deterministic=settings.deterministic)
+        precision.set_up(
+            settings.precision, deterministic=settings.deterministic, cudnn_benchmark=settings.cudnn_benchmark
+        )
         self.task = task
         self.settings = settings
         self.device = device
@@ -74,17 +73,19 @@ class Trainer:
             self.steps = -(-settings.epochs * len(task.dataset) // settings.batch)
         self.model = self._new_model().to(device).train()
         self.parameters = trained_parameters(task, self.model)
-        self.checkpointing = Checkpointing(task.blocks(self.model))
-        self._dropouts = Dropouts(self.model, order.mixed(seed, 1))
-        self._accumulator = Accumulator(self.parameters)
+        self._shares = TimeShares(device)
+        self._forward = ForwardPass(task, settings, self.model, self._feed, self._shares, seed)
+        self.checkpointing = self._forward.checkpointing
+        self._accumulator = Accumulator(self.parameters, set_to_none=settings.set_to_none)
         lr = settings.lr or task.lr
         optimizer = (task.optimizer or (lambda some: adamw(list(some), settings, lr)))(self.parameters)
+        if settings.layer_decay < 1:
+            decay_rates(optimizer, depths(self.model, self._forward.blocks), settings.layer_decay)
         self.host_states = HostStates(optimizer, self.parameters, settings.states_on_host)
         self._average = None if settings.ema_decay is None else Average(self.parameters, settings.ema_decay)
         self._update = Update(optimizer, self._average, self.host_states.step)
         self._scaler = precision.LossScaler(enabled=settings.precision == "fp16")
         self._parking = Parking(device)
-        self._shares = TimeShares(device)
         self._last = MicroBatch(rows=0, level=0, updated=False)
         self._accumulation = 0
         self.course = Course()
@@ -178,19 +179,17 @@ class Trainer:
         is scaled by on the way; it is taken out again.
         """
         self._begin_batch()
-        buffers = [(each, each.clone()) for each in self.model.buffers()]
         try:
             self._accumulator.begin(sum(sizes), self._feed.count)
-            for rows in sizes:
-                first = self._accumulator.done
-                self._accumulator.add(rows, *self._part(first, rows, 0, "fp32", scale))
+            with self._forward.buffers_kept():
+                for rows in sizes:
+                    first = self._accumulator.done
+                    self._accumulator.add(rows, *self._part(first, rows, 0, "fp32", scale))
             names = [name for name, each in self.model.named_parameters() if each.requires_grad]
             gradients = [each.to("cpu", copy=True) / scale for each in self._accumulator.gradients]
             return dict(zip(names, gradients, strict=True))
         finally:
             self._accumulator.begin(self.settings.batch, self._feed.count)
-            for buffer, saved in buffers:
-                buffer.copy_(saved)
 
     def flop_per_sample(self) -> float:
         """Count the operations that the model takes for a sample, forward and backward, without what is repeated.
@@ -198,12 +197,15 @@ class Trainer:
         The backward pass takes twice those of the forward pass. Call it between two optimiser steps.
         """
         self._begin_batch()
-        self.checkpointing.level = 0
-        self._dropouts.key(self.course.samples_used, 1, self.device)
-        # Of the attention's kernels not all are counted, the matrix products are.
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            self.task.loss(self.model, on_device(part_of(self._feed.batch, 0, 1), self.device))
-        return 3.0 * int(counter.get_total_flops())
+        return self._forward.flop_per_sample(self.course.samples_used)
+
+    def attention_kernels(self) -> str:
+        """Return the kernels that attention really runs on, such as `flash`; empty: the model has none.
+
+        Call it between two optimiser steps.
+        """
+        self._begin_batch()
+        return self._forward.attention_kernels(self.course.samples_used)
 
     def evaluate(self) -> dict[str, float]:
         """Return the task's own figures, for the averaged weights if there are some."""
@@ -284,7 +286,7 @@ class Trainer:
         """
         for parameter in self.parameters:
             parameter.grad = None
-        self._dropouts.forget()
+        self._forward.dropouts.forget()
         states = self._update.optimizer.state.values()
         held = [*states, self._accumulator.gradients, self._accumulator.loss]
         average = [self._average.tensors] if self._average else []
@@ -339,16 +341,9 @@ class Trainer:
         self, first: int, rows: int, level: int, arithmetic: Precision, scale: float
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Compute loss and gradients of the samples `first` to `first + rows - 1` of the batch; changes nothing."""
-        self.checkpointing.level = level
-        with self._shares.timing(Part.COPIES):
-            samples = part_of(self._feed.batch, first, rows)
-            part = on_device(samples, self.device, non_blocking=self.settings.non_blocking)
-        self._dropouts.key(self.course.samples_used + first, rows, self.device)
-        with precision.autocast(arithmetic, self.device):
-            loss = self.task.loss(self.model, part)
-        if loss.dim():
-            raise TaskError(f"the loss of {self.task.name} has the shape {tuple(loss.shape)}; it must be one number")
-        return loss.detach(), self._accumulator.gradients_of(loss, scale)
+        with self._forward.levers.region():
+            loss = self._forward.loss(first, rows, level, arithmetic, self.course.samples_used)
+            return loss.detach(), self._accumulator.gradients_of(loss, scale)
 
     def _finish(self) -> None:
         """Update the weights with the finished effective batch. Until the update itself begins it can be run again."""

@@ -217,6 +217,8 @@ class Train(Workload):
         if trainer.loader_numbers.reason:
             self.context.tell("loader", **asdict(trainer.loader_numbers))
         self._flop_per_sample = trainer.flop_per_sample()
+        if ran := trainer.attention_kernels():
+            self.context.tell("attention", asked=self._settings.attention, ran=ran)
         self._trainer = trainer
         return trainer
 
