@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from orchestrator.advise.facts import CardFacts, RunFacts
 from orchestrator.advise.shares import LEAST_SEEN_S, LEAST_SHARE, Cause, Division, divide
-from orchestrator.watch.phrases import counted
 from workers.units import GIB
 
 
@@ -74,7 +73,7 @@ def _text(cause: Cause, card: CardFacts) -> str:  # noqa: C901, PLR0911, PLR0912
             return "it had work and ran no kernel: it waited for the host between kernels"
         case Cause.DUTY:
             asked = _range(slot.duty_asked for slot in card.slots)
-            return f"its {counted(len(card.slots), 'worker')} rested, because the duty asks for it ({asked} %)"
+            return f"its workers rested: the duty lets each of them use {asked} % of the time"
         case Cause.HEAT:
             hot = "" if card.hottest_c is None else f", up to {card.hottest_c:.0f} C"
             return f"workers paused or did less, or the card lowered its clock, because it was hot{hot}"

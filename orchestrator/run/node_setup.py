@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from orchestrator.config.schema import Config
 from orchestrator.core.fleet import Fleet
@@ -19,6 +19,16 @@ from orchestrator.watch.events import EventLog
 from workers.node_agent.protocol import AgentOrders, AgentOutcome
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardSettings:
+    """What the user wants set on the cards until the run ends."""
+
+    apply_power_limit: bool = False
+    """Each node's own `power_limit_w`."""
+    memory_offset_mhz: int | None = None
+    """On every card, as NVML counts it; `None` sets none."""
+
+
 @contextlib.contextmanager
 def kept(
     environment: Environment,
@@ -26,7 +36,7 @@ def kept(
     plans: Sequence[SlotPlan],
     *,
     run_id: str,
-    apply_power_limit: bool,
+    cards: CardSettings,
     interrupted: Callable[[], bool],
     tell: Callable[[str], None],
     events: EventLog,
@@ -38,13 +48,13 @@ def kept(
 
     Raises:
         UsageError: A power limit is to be set, and none is configured.
-        PreflightError: A power limit cannot be set; then none is.
+        PreflightError: A card cannot be set so; then none is.
         KeyboardInterrupt: The user wants to stop before all of it is done.
     """
-    orders = orders_for(environment, plans, run_id=run_id, apply_power_limit=apply_power_limit)
+    orders = orders_for(environment, plans, run_id=run_id, cards=cards)
     live = {fact.name for fact in fleet.nodes()}
     present = {node: each for node, each in orders.items() if node in live}
-    for line in left_out(environment, orders, present, apply_power_limit=apply_power_limit):
+    for line in left_out(environment, orders, present, apply_power_limit=cards.apply_power_limit):
         tell(line)
     with contextlib.ExitStack() as stack:
         outcomes: Mapping[str, AgentOutcome] = {}
@@ -70,11 +80,11 @@ def kept(
 
 
 def orders_for(
-    environment: Environment, plans: Sequence[SlotPlan], *, run_id: str, apply_power_limit: bool
+    environment: Environment, plans: Sequence[SlotPlan], *, run_id: str, cards: CardSettings
 ) -> dict[str, AgentOrders]:
     """Return the nodes' orders, in a rehearsal for fake cards only; `UsageError` if no power limit is configured."""
     config = environment.config
-    if apply_power_limit and all(node.power_limit_w is None for node in config.nodes.values()):
+    if cards.apply_power_limit and all(node.power_limit_w is None for node in config.nodes.values()):
         name = next(iter(config.nodes))
         raise UsageError(f"--apply-power-limit: no node has one; set it, such as --set nodes.{name}.power_limit_w=250")
     orders = {}
@@ -82,9 +92,11 @@ def orders_for(
         spec = next(plan.spec for plan in plans if plan.spec.node == name)
         fake = spec.fake_sensors
         has_own_cards = spec.device == "cuda" and environment.mode is not Mode.REHEARSE
-        limit_w = node.power_limit_w if apply_power_limit and (has_own_cards or fake is not None) else None
+        can_be_set = has_own_cards or fake is not None
+        limit_w = node.power_limit_w if cards.apply_power_limit and can_be_set else None
+        offset_mhz = cards.memory_offset_mhz if can_be_set else None
         mps = config.compute_share_mode == "mps" and has_own_cards
-        if mps or limit_w is not None:
+        if mps or limit_w is not None or offset_mhz is not None:
             orders[name] = AgentOrders(
                 node=name,
                 run_id=run_id,
@@ -92,6 +104,7 @@ def orders_for(
                 cards=() if fake is None else (str(spec.fake_card),),
                 mps=mps,
                 power_limit_w=limit_w,
+                memory_offset_mhz=offset_mhz,
                 fake=fake,
             )
     return orders
@@ -151,6 +164,7 @@ def _note(
                 node=name,
                 pipe_directory=outcome.pipe_directory,
                 power_limit_w=orders[name].power_limit_w if outcome.power_problem is None else None,
+                memory_offset_mhz=orders[name].memory_offset_mhz if outcome.power_problem is None else None,
                 text="; ".join(outcome.notes),
             )
         if config.compute_share_mode == "mps" and (outcome is None or outcome.pipe_directory is None):

@@ -25,8 +25,8 @@ from workers.settings import FakeSensors
 #: Another one in each process of the tests: the folder of a run's daemon is named after it.
 RUN_ID = f"20261120-120000-{os.getpid() % 0x10000:04x}"
 
-#: Asks the cards of a fake NVML for their power limits, in watts; a process has one NVML for ever.
-_LIMITS = """
+#: Asks the cards of a fake NVML; a process has one NVML for good.
+_ASK = """
 import json, sys
 import pynvml
 from workers.nvml.fake.library import load
@@ -34,7 +34,7 @@ from workers.settings import FakeSensors
 load(FakeSensors(**json.loads(sys.argv[1])))
 pynvml.nvmlInit()
 handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-print(json.dumps([pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000 for handle in handles]))
+print(json.dumps([getattr(pynvml, sys.argv[2])(handle) for handle in handles]))
 """
 
 #: Has an agent, tells what it did, and waits to be killed.
@@ -100,6 +100,9 @@ def card(number: int = 1, **changes: Any) -> dict[str, Any]:  # noqa: ANN401 - a
         "power_limit_default_w": 350,
         "power_limit_min_w": 100,
         "power_limit_max_w": 366,
+        "memory_offset_mhz": 0,
+        "memory_offset_min_mhz": -2000,
+        "memory_offset_max_mhz": 6000,
         **changes,
     }
 
@@ -147,9 +150,15 @@ class Node:
         return process
 
     def limits_w(self) -> list[float]:
-        """Ask the cards."""
-        done = python("-c", _LIMITS, json.dumps(asdict(self.fake)))
-        return list(json.loads(done.stdout))
+        """Ask the cards for their power limits, in watts."""
+        return [limit_mw / 1000 for limit_mw in self._asked("nvmlDeviceGetEnforcedPowerLimit")]
+
+    def offsets_mhz(self) -> list[int]:
+        """Ask the cards for their memory offsets."""
+        return self._asked("nvmlDeviceGetMemClkVfOffset")
+
+    def _asked(self, function: str) -> list[int]:
+        return list(json.loads(python("-c", _ASK, json.dumps(asdict(self.fake)), function).stdout))
 
     def record(self) -> dict[str, Any]:
         """Return what the one agent of this machine has written down."""

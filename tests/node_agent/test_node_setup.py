@@ -35,7 +35,7 @@ def orders(made: Environment, *, apply: bool = False, fake: bool = False) -> dic
             replace(plan, spec=replace(plan.spec, fake_sensors=FAKE, fake_card=int(plan.spec.node == "pc2")))
             for plan in plans
         )
-    return node_setup.orders_for(made, plans, run_id="r", apply_power_limit=apply)
+    return node_setup.orders_for(made, plans, run_id="r", cards=node_setup.CardSettings(apply_power_limit=apply))
 
 
 LIMIT = "nodes.pc1.power_limit_w=280"
@@ -124,7 +124,7 @@ def test_a_node_that_is_not_there_yet_is_told_and_works_by_duty() -> None:
         Bare(),  # type: ignore[arg-type]  # nothing else is asked
         made.plans,
         run_id="r",
-        apply_power_limit=True,
+        cards=node_setup.CardSettings(apply_power_limit=True),
         interrupted=lambda: False,
         tell=told.lines.append,
         events=told,  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ def test_a_limit_is_set_read_back_and_put_back_at_the_end(node: Ready) -> None:
     assert [stat.S_IMODE(each.stat().st_mode) for each in (path, pc.records)] == [0o600, 0o700]
     told = pc.record()
     assert is_alive(told["pid"], told["started"])
-    assert told["power"] == [{"uuid": card()["uuid"], "before_mw": 350_000, "set_mw": 280_500}]
+    assert told["changes"] == [{"setting": "power_limit", "uuid": card()["uuid"], "before": 350_000, "set_to": 280_500}]
     assert agent.end() == ("pc1's NVIDIA GeForce RTX 3090: power limit back at 350 W",)
     assert pc.limits_w() == [350.0, 350.0]
     assert pc.is_clean()
@@ -218,7 +218,7 @@ def test_nothing_is_changed_that_cannot_be_written_down(
 def test_what_is_no_record_is_left_alone(node: Ready) -> None:
     pc = node()
     pc.records.mkdir(parents=True)
-    for name, text in {"a": "", "b": "[]", "c": '{"schema": 2}', "d": '{"schema": 1, "power": [{}]}'}.items():
+    for name, text in {"a": "", "b": "[]", "c": '{"schema": 1}', "d": '{"schema": 2, "changes": [{}]}'}.items():
         (pc.records / f"{name}.json").write_text(text)
     agent = pc.agent(power_limit_w=280.0)
     assert agent.outcome().power_problem is None

@@ -30,6 +30,7 @@ FULL: dict[str, Any] = {
     "name": "NVIDIA H100 80GB HBM3", "uuid": UUID, "total_bytes": 85_520_809_984, "used_bytes": 3_000_000_000,
     "reserved_bytes": 0, "compute_capability": "9.0", "slowdown_c": 90, "margin_c": 23, "slowdown_tlimit_c": -2,
     "power_average_w": 498, "power_limit_default_w": 700, "power_limit_min_w": 200, "power_limit_max_w": 700,
+    "memory_offset_mhz": 0, "memory_offset_min_mhz": -2000, "memory_offset_max_mhz": 6000,
     "throttle": [[0, ["POWER_CAP", "HARDWARE_THERMAL"]]], "ecc_enabled": True, "persistence_mode": True,
     "compute_mode": 0, "processes": [{"pid": 1, "used_bytes": 5}, {"used_bytes": 2_500_000_000}], "xids": [[0, 79]],
     **SHOWN,

@@ -26,9 +26,9 @@ from typing import Final
 
 import pynvml
 
-from workers.node_agent import journal, mps, power_limits
+from workers.node_agent import card_settings, journal, mps
+from workers.node_agent.card_settings import CardSettingError
 from workers.node_agent.journal import JournalEntry
-from workers.node_agent.power_limits import PowerLimitError
 from workers.node_agent.protocol import AgentOrders, AgentOutcome, from_line, to_line
 from workers.nvml import queries
 from workers.nvml.fake.library import load
@@ -51,7 +51,7 @@ class NodeAgent:
     def do(self) -> AgentOutcome:
         """Do what the orders say, and undo what an earlier agent could not. NVML has to be open.
 
-        Never raises for what a machine has or lacks. A power limit that one card refuses is set on none.
+        Never raises for what a machine has or lacks. What one card refuses is set on none.
         """
         until_s = time.monotonic() + _OTHER_S
         try:
@@ -73,41 +73,40 @@ class NodeAgent:
 
     def _in_the_way(self) -> JournalEntry | None:
         """Return the record of a living agent that keeps what this one is to change."""
-        limited = self._orders.power_limit_w is not None
-        uuids = {card.uuid for card in self._identities()} if limited else set()
+        uuids = {card.uuid for card in self._identities()} if self._orders.card_settings else set()
         folder = self._daemon().folder if self._orders.mps else None
         with_agent = [other for other in journal.others(self._kept.nvml) if other.is_guarded]
-        by_power = (other for other in with_agent if uuids & {change.uuid for change in other.power})
+        by_card = (other for other in with_agent if uuids & {change.uuid for change in other.changes})
         by_daemon = (other for other in with_agent if other.daemon is not None and other.daemon.folder == folder)
-        return next(itertools.chain(by_power, by_daemon), None)
+        return next(itertools.chain(by_card, by_daemon), None)
 
     def _do(self, other: JournalEntry | None) -> AgentOutcome:
         pipes: str | None = None
         notes = list(undo_leftovers(self._kept.nvml))
         try:
-            if self._orders.power_limit_w is not None:
-                notes += self._set_power(self._orders.power_limit_w, other)
+            for setting, value in self._orders.card_settings.items():
+                notes += self._set_cards(setting, value, other)
             if self._orders.mps:
                 pipes, note = self._share_cards()
                 notes.append(note)
-        except PowerLimitError as error:
+        except CardSettingError as error:
             return AgentOutcome(power_problem=str(error), notes=(*notes, *_undo(self._kept)))
         except mps.MpsError as error:
             return AgentOutcome(mps_problem=str(error), notes=tuple(notes))
         return AgentOutcome(pipe_directory=pipes, notes=tuple(notes))
 
-    def _set_power(self, limit_w: float, other: JournalEntry | None) -> list[str]:
-        node = self._orders.node
-        changes = power_limits.plan_changes(node, self._cards(), limit_w)
-        if other is not None and other.power:
-            raise PowerLimitError(
-                f"{node}: another run has set a power limit on its cards (the agent is process {other.pid}); try again "
-                f"when that run has ended"
+    def _set_cards(self, setting: str, value: float, other: JournalEntry | None) -> list[str]:
+        node, known = self._orders.node, card_settings.SETTINGS[setting]
+        changes = card_settings.plan_changes(node, self._cards(), setting, value)
+        if other is not None and other.changes:
+            raise CardSettingError(
+                f"{node}: another run has set a {known.title} on its cards (the agent is process {other.pid}); try "
+                f"again when that run has ended"
             )
         if not changes:
-            return [f"{node}: power limit {limit_w:g} W, as it was"]
-        self._write(replace(self._kept, power=changes))
-        return [power_limits.apply(node, change) for change in changes]
+            return [f"{node}: {known.title} {value:g} {known.unit}, as it was"]
+        self._write(replace(self._kept, changes=(*self._kept.changes, *changes)))
+        return [card_settings.apply(node, change) for change in changes]
 
     def _share_cards(self) -> tuple[str, str]:
         """See to it that an MPS daemon runs; return its pipe directory, and what was done in words."""
@@ -159,20 +158,20 @@ def undo_leftovers(nvml: str | None = None) -> tuple[str, ...]:
 def _undo(record: JournalEntry) -> tuple[str, ...]:
     """Undo a record, last things first, and forget it unless something is still to be put back."""
     told: list[str] = []
-    pending: list[power_limits.PowerChange] = []
+    pending: list[card_settings.CardChange] = []
     if record.daemon is not None:
         mps.end(record.daemon)
         told.append(f"{record.node}: the MPS daemon of the run has ended")
-    for change in reversed(record.power):
+    for change in reversed(record.changes):
         try:
-            sentence = power_limits.restore(record.node, change)
+            sentence = card_settings.restore(record.node, change)
             told += [] if sentence is None else [sentence]
-        except PowerLimitError as error:
+        except CardSettingError as error:
             told.append(str(error))
             pending.append(change)
     try:
         if pending:
-            journal.write(replace(record, daemon=None, power=tuple(reversed(pending))))
+            journal.write(replace(record, daemon=None, changes=tuple(reversed(pending))))
         else:
             journal.remove(record)
     except OSError as error:

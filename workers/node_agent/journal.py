@@ -17,10 +17,10 @@ from typing import Final
 from workers.files import locked, read_small, replace_whole
 from workers.host.processes import is_alive, start_time
 from workers.learned_limits.store import default_path
+from workers.node_agent.card_settings import CardChange
 from workers.node_agent.mps import Daemon
-from workers.node_agent.power_limits import PowerChange
 
-_SCHEMA: Final = 1
+_SCHEMA: Final = 2
 _FOLDER: Final = "kept"
 _MOST_BYTES: Final = 2**20
 
@@ -37,7 +37,7 @@ class JournalEntry:
     """A home folder may be shared by machines."""
     nvml: str | None
     """Script of a fake NVML; `None` is the driver's."""
-    power: tuple[PowerChange, ...] = ()
+    changes: tuple[CardChange, ...] = ()
     daemon: Daemon | None = None
 
     @property
@@ -98,6 +98,6 @@ def _read(path: Path) -> JournalEntry:
     told = json.loads(read_small(path, _MOST_BYTES))
     if told.pop("schema") != _SCHEMA:
         raise ValueError("written by another version")
-    power = tuple(PowerChange(**change) for change in told.pop("power"))
+    changes = tuple(CardChange(**change) for change in told.pop("changes"))
     daemon = told.pop("daemon")
-    return JournalEntry(**told, power=power, daemon=None if daemon is None else Daemon(**daemon))
+    return JournalEntry(**told, changes=changes, daemon=None if daemon is None else Daemon(**daemon))

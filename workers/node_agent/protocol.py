@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from workers.node_agent.card_settings import MEMORY_OFFSET, POWER_LIMIT
 from workers.settings import FakeSensors
 
 
@@ -31,7 +32,7 @@ class AgentOutcome:
     mps_problem: str | None = None
     """Why MPS was asked for and is not on."""
     power_problem: str | None = None
-    """Why the power limit was not set; then it is as it was before on every card."""
+    """Why a power limit or memory offset was not set; then every card is as it was before."""
     notes: tuple[str, ...] = ()
     """What was done, and what an earlier run had left behind."""
 
@@ -51,15 +52,21 @@ class AgentOrders:
     """See to it that an MPS control daemon runs."""
     power_limit_w: float | None = None
     """Set this limit on every card, and put back what was there; `None` leaves the limits alone."""
+    memory_offset_mhz: int | None = None
+    """The same with an offset of the memory's transfer rate."""
     fake: FakeSensors | None = None
     """Instead of the driver's NVML."""
+
+    @property
+    def card_settings(self) -> dict[str, float]:
+        """What is to be set on every card, by the keys of `card_settings.SETTINGS`."""
+        asked = {POWER_LIMIT: self.power_limit_w, MEMORY_OFFSET: self.memory_offset_mhz}
+        return {setting: value for setting, value in asked.items() if value is not None}
 
     def failed(self, why: str) -> AgentOutcome:
         """Return the outcome if nothing of this was done."""
         text = f"{self.node}: {why}"
-        return AgentOutcome(
-            mps_problem=text if self.mps else None, power_problem=None if self.power_limit_w is None else text
-        )
+        return AgentOutcome(mps_problem=text if self.mps else None, power_problem=text if self.card_settings else None)
 
 
 Message = TypeVar("Message", AgentOrders, AgentOutcome)

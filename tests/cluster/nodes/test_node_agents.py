@@ -52,7 +52,7 @@ def test_a_limit_is_put_back_when_the_actor_the_run_or_the_head_ends(start: Star
 
     actor.kill()  # Ray starts it again, and it another agent, which finds what was there before the first
     second = wait_for(lambda: (found := record(state_dir)) and found["pid"] != first["pid"] and found, "agent")
-    assert second["power"] == [{**first["power"][0], "before_mw": 350_000}]
+    assert second["changes"] == [{**first["changes"][0], "before": 350_000}]
     wait_for(lambda: limit_w(head) == 280.0, "limit")
 
     head.process.send_signal(signal.SIGINT)

@@ -2,8 +2,8 @@
  * runs on machines without one.
  *
  * Covers what `workers/` asks, under the names and versions that nvidia-ml-py looks up; the layouts are those of its
- * structures. What the script does not mention is "not supported", as on a real card. A power limit that is set holds for
- * all processes alike, and longer than any of them. Knows no MIG, and is not safe with threads. The script is the flat
+ * structures. What the script does not mention is "not supported", as on a real card. What is set (a power limit, a memory
+ * offset) holds for all processes alike, and longer than any of them. Knows no MIG, and is not safe with threads. The script is the flat
  * text that `workers/nvml/fake/script.py` writes.
  */
 #define _POSIX_C_SOURCE 200809L
@@ -374,5 +374,5 @@ EXPORT int nvmlDeviceGetFieldValues(struct card *card, int count, struct field *
     return SUCCESS;
 }
 
-#include "power.h"
+#include "settings.h"
 #include "xids.h"

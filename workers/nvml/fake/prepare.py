@@ -23,7 +23,7 @@ from workers.nvml.fake.script import ANSWERS, FakeCard, Script, read_script
 from workers.settings import FakeSensors
 
 _SOURCE: Final = Path(__file__).with_name("fake_nvml.c")
-_HEADERS: Final = tuple(Path(__file__).with_name(name) for name in ("power.h", "script.h", "xids.h"))
+_HEADERS: Final = tuple(Path(__file__).with_name(name) for name in ("script.h", "settings.h", "xids.h"))
 _FLAGS: Final = ("-std=c11", "-O1", "-Wall", "-Wextra", "-shared", "-fPIC", "-fvisibility=hidden")
 _COMPILERS: Final = ("cc", "gcc", "clang")
 _TIMEOUT_S: Final = 120.0

@@ -13,13 +13,14 @@ enum {
     MAX_PATH = 4096
 };
 
-/* The keys of a card in the script; the last is nothing that is asked for, and can only fail. */
+/* The keys of a card in the script; the last two are nothing that is asked for, and can only fail. */
 #define QUESTIONS(X) \
     X(total_bytes) X(used_bytes) X(reserved_bytes) X(compute_capability) X(temperature_c) X(slowdown_c) X(margin_c) \
     X(slowdown_tlimit_c) X(memory_temperature_c) X(power_w) X(power_average_w) X(power_limit_w) \
     X(power_limit_default_w) X(power_limit_min_w) X(power_limit_max_w) X(sm_clock_mhz) X(sm_clock_max_mhz) \
     X(memory_clock_mhz) X(utilisation_pct) X(throttle) X(fan_pct) X(pcie_generation) X(pcie_lanes) X(ecc_enabled) \
-    X(ecc_errors) X(remapped_rows) X(persistence_mode) X(compute_mode) X(processes) X(xids) X(set_power_limit)
+    X(ecc_errors) X(remapped_rows) X(persistence_mode) X(compute_mode) X(memory_offset_mhz) \
+    X(memory_offset_min_mhz) X(memory_offset_max_mhz) X(processes) X(xids) X(set_power_limit) X(set_memory_offset)
 #define AS_ENUM(name) Q_##name,
 #define AS_TEXT(name) #name,
 enum question { QUESTIONS(AS_ENUM) QUESTION_COUNT };

@@ -136,6 +136,9 @@ class FakeCard(_Model):
     sm_clock_mhz: _Curve | None = None
     sm_clock_max_mhz: _Curve | None = None
     memory_clock_mhz: _Curve | None = None
+    memory_offset_mhz: _SignedCurve | None = None
+    memory_offset_min_mhz: _SignedCurve | None = None
+    memory_offset_max_mhz: _SignedCurve | None = None
     utilisation_pct: _Curve | None = None
     fan_pct: _Curve | None = None
     pcie_generation: _Curve | None = None
@@ -149,7 +152,7 @@ class FakeCard(_Model):
 
     @model_validator(mode="after")
     def _fails_what_is_asked(self) -> Self:
-        valid = (*ANSWERS, "set_power_limit")  # that is not asked for, and can fail all the same
+        valid = (*ANSWERS, "set_power_limit", "set_memory_offset")  # not asked for, and can fail all the same
         for key in self.fails:
             if key not in valid:
                 raise ValueError(f"fails: {key!r} is nothing that is asked for; valid: {', '.join(valid)}")
