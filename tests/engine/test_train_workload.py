@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,6 +63,29 @@ def test_a_run_tells_once_what_its_plan_predicted_within_a_fifth_of_what_it_meas
     assert (told.detail["micro_batch"], told.detail["memory_level"]) == (32, 0)
     assert told.detail["measured_bytes"] > 30 * MIB
     assert told.detail["predicted_bytes"] == pytest.approx(told.detail["measured_bytes"], rel=0.2)
+
+
+def test_a_pass_of_the_profiler_tells_where_the_time_went_and_changes_no_bit(
+    in_child: InChild, tmp_path: Path, undisturbed: Report
+) -> None:
+    (report,) = in_child(trained, str(tmp_path), spec(profile=2), [WHOLE])
+    assert "profile_failed" not in names(report)
+    (told,) = events(report, "profiled")
+    parts = [told.detail[f"{name}_pct"] for name in ("kernels", "copies", "synchronisations", "idle")]
+    assert sum(parts) == pytest.approx(100)
+    assert told.detail["kernels_pct"] > 5
+    assert told.detail["steps"] == 2
+    assert "aten::" in told.detail["longest"]
+    trace = Path(told.detail["trace"])
+    assert tmp_path in trace.parents
+    with gzip.open(trace, "rt") as file:
+        optimizers = [
+            each for each in json.load(file)["traceEvents"] if each.get("name") == "Optimizer.step#AdamW.step"
+        ]
+    assert len(optimizers) == 2
+    assert report.progress is not None
+    assert undisturbed.progress is not None
+    assert report.progress.weights_sha256 == undisturbed.progress.weights_sha256
 
 
 def test_another_process_goes_on_from_the_snapshot_to_the_same_bits(

@@ -33,6 +33,7 @@ _FREE: Final = frozenset(
         "non_blocking",
         "set_to_none",
         "start_method",
+        "profile",
         "save_every_s",
         "snapshots",
     }
@@ -99,6 +100,8 @@ class TrainSettings(BaseModel):
     pin: Literal["auto"] | bool = "auto"
     non_blocking: bool = True
     start_method: Literal["forkserver", "fork", "spawn"] = "forkserver"
+    profile: Annotated[int, Field(ge=0, le=100)] = 0
+    """Optimiser steps that torch.profiler looks at, once in each process."""
     save_every_s: Annotated[float, Field(gt=0)] = 60.0
     snapshots: Literal["node", "head"] = "node"
     deterministic: bool = False

@@ -25,6 +25,7 @@ from workers.training.memory_prediction import Prediction
 from workers.training.rungs import bilinear, offered_micro_batches, rungs_of
 from workers.training.settings import PRESETS, TrainSettings
 from workers.training.snapshots.store import FROM_HEAD, Snapshots
+from workers.training.step_profile import StepProfile
 from workers.training.tasks import find_task
 from workers.training.trainer import Trainer
 from workers.workloads.base import StepResult, Workload, WorkloadContext
@@ -62,6 +63,7 @@ class Train(Workload):
         self._speed: deque[tuple[float, int]] = deque()
         """Monotonic seconds, and samples computed until then."""
         self._computed = 0
+        self._profile = StepProfile(self._settings.profile, context.device, context.state_dir)
 
     @property
     def finished(self) -> bool:  # type: ignore[override]
@@ -124,6 +126,7 @@ class Train(Workload):
         try:
             if trainer.finished:
                 return StepResult()  # what follows the last step has failed, and comes again
+            self._begin_profile(trainer)
             part = trainer.micro_batch(batch, self._level)
         except NotFiniteError as error:
             raise IncompatibleError(f"{self.context.slot}: {error}; {self._last_good()}") from error
@@ -151,6 +154,7 @@ class Train(Workload):
         trainer, snapshots = self._trainer, self._snapshots
         if trainer is None or not trainer.at_boundary:
             return
+        self._end_profile(trainer)
         waits = trainer.finished or self._save_soon
         if snapshots is not None and (waits or snapshots.due()):
             if waits:
@@ -203,6 +207,22 @@ class Train(Workload):
             eta_s=left / samples_per_s if samples_per_s else None,
             weights_sha256=self._sha256,
         )
+
+    def _begin_profile(self, trainer: Trainer) -> None:
+        if trainer.at_boundary:
+            try:
+                self._profile.begin(trainer.step)
+            except Exception as error:  # noqa: BLE001 - whatever the profiler raises, the training goes on
+                self.context.tell("profile_failed", reason=f"{type(error).__name__}: {error}")
+
+    def _end_profile(self, trainer: Trainer) -> None:
+        try:
+            told = self._profile.end(trainer.step, finished=trainer.finished)
+        except Exception as error:  # noqa: BLE001 - as above
+            self.context.tell("profile_failed", reason=f"{type(error).__name__}: {error}")
+        else:
+            if told is not None:
+                self.context.tell("profiled", **told)
 
     def _opened(self) -> Trainer:
         """Return the training; the first time, and after a release, go on from the last good snapshot."""
