@@ -1,0 +1,108 @@
+"""The guides' tables with a column "here", as text and as JSON. Pure.
+
+Does not judge: it words what `claims_verdict.py` found.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from orchestrator.tuning.claims import NEEDS, QUANTITIES, Claim, Claims
+from orchestrator.tuning.claims_verdict import Facts, Here, judge
+from orchestrator.tuning.rows import Verdict
+from orchestrator.watch.cells import aligned
+
+SCHEMA = 1
+
+_HEADINGS = ("line", "the guide says", "claimed", "here", "verdict", "why")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A claim and what this machine says of it."""
+
+    claim: Claim
+    here: Here
+
+
+def judged(claims: Claims, facts: Facts) -> tuple[Judged, ...]:
+    """Return every claim with its verdict, in the order of the guides."""
+    return tuple(Judged(claim=claim, here=judge(claim, facts, NEEDS)) for claim in claims.all)
+
+
+def page_text(claims: Claims, all_judged: Sequence[Judged]) -> str:
+    """Return a table for each guide, how many claims got which verdict, and the commands that would measure more."""
+    return "\n".join(_lines(claims, all_judged)) + "\n"
+
+
+def page_json(all_judged: Sequence[Judged]) -> str:
+    """Return the same as one JSON object; the keys are a promise to scripts."""
+    rows = [_plain(each) for each in all_judged]
+    return json.dumps({"schema": SCHEMA, "claims": rows, "verdicts": _counts(all_judged)}, indent=1, allow_nan=False)
+
+
+def _lines(claims: Claims, all_judged: Sequence[Judged]) -> Iterator[str]:
+    for guide in claims.guide:
+        yield f"Guide {guide.seed}: {guide.title}"
+        mine = [each for each in all_judged if each.claim.seed == guide.seed]
+        yield from aligned([_HEADINGS, *(_cells(each) for each in mine)], set(_HEADINGS[1:2] + _HEADINGS[4:]))
+        yield ""
+    yield f"{len(all_judged)} claims: " + ", ".join(f"{count} {name}" for name, count in _counts(all_judged).items())
+    commands = Counter(each.here.command for each in all_judged if each.here.command is not None)
+    for command, count in commands.most_common():
+        yield f"python -m orchestrator {command}    # would measure {count} more"
+
+
+def _counts(all_judged: Sequence[Judged]) -> dict[str, int]:
+    found = Counter(each.here.verdict for each in all_judged)
+    return {verdict.value: found[verdict] for verdict in Verdict if found[verdict]}
+
+
+def _cells(each: Judged) -> tuple[str, ...]:
+    claim, here = each.claim, each.here
+    unit = QUANTITIES[claim.quantity][0]
+    return (
+        str(claim.line),
+        claim.says,
+        _span(claim.low, claim.high, unit),
+        _span(here.low, here.high, unit) if here.low is not None else "",
+        here.verdict.value,
+        here.reason,
+    )
+
+
+def _span(low: float | None, high: float | None, unit: str) -> str:
+    if low is None or high is None:
+        bound = f"<= {_number(high)}" if high is not None else f">= {_number(low or 0.0)}"
+        return f"{bound} {unit}".rstrip()
+    span = _number(low) if _number(low) == _number(high) else f"{_number(low)} to {_number(high)}"
+    return f"{span} {unit}".rstrip()
+
+
+def _number(value: float) -> str:
+    """Return four digits, which tells 1.795 from 1.805."""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _plain(each: Judged) -> dict[str, Any]:
+    claim, here = each.claim, each.here
+    return {
+        "seed": claim.seed,
+        "line": claim.line,
+        "claim": claim.says,
+        "how": claim.how,
+        "lever": claim.lever,
+        "setting": claim.setting,
+        "quantity": claim.quantity,
+        "low": claim.low,
+        "high": claim.high,
+        "here_low": here.low,
+        "here_high": here.high,
+        "verdict": here.verdict.value,
+        "reason": here.reason,
+        "command": here.command,
+    }

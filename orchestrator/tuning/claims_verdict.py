@@ -1,0 +1,205 @@
+"""What this machine says of a guide's claim: computed from the claim and from facts, never stored. Pure.
+
+The facts are the rows of a tuning, the memory plan, the card's data, torch's defaults, and what a run recorded. What is
+missing among them gives UNAVAILABLE (it cannot be had here) or UNDECIDED (a command would measure it), with the reason.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from orchestrator.tuning.claims import QUANTITIES, Claim, Workload
+from orchestrator.tuning.rows import Row, Verdict
+
+#: Effects of at most this share count as none, as `tune` resolves by default.
+RESOLVE: Final = 0.01
+
+_OPERATORS: Final[Mapping[type[ast.operator], Callable[[float, float], float]]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+#: What makes the recorded values of a run.
+RUN_COMMAND: Final = "burn --local"
+
+_PRESETS: Final[Mapping[Workload, str]] = {
+    "gpt": "tune --local --preset gpt2-medium",
+    "cnn": "tune --local --preset cnn-landmarks",
+    "matmul": "tune --local --workload matmul",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What is known here. All of it may be empty."""
+
+    values: Mapping[str, float] = field(default_factory=dict)
+    """By name, such as `plan.medium_fp32.total_gib`."""
+    absent: Mapping[str, str] = field(default_factory=dict)
+    """Why a name, or all names that begin so, cannot have a value here: UNAVAILABLE. A name in neither: UNDECIDED."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Where the values of a family come from, such as `run` from `run 20261123-…`."""
+    rows: Mapping[Workload, tuple[Row, ...]] = field(default_factory=dict)
+    """The newest tuning on this machine, by what was tuned."""
+    cards: frozenset[str] = frozenset()
+    """The cards of this machine, by their keys in `gpu_specs`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Here:
+    """What this machine says of one claim."""
+
+    verdict: Verdict
+    reason: str
+    low: float | None = None
+    """The value here, in the unit of the claim's quantity; with `high` a range. `None`: there is none."""
+    high: float | None = None
+    command: str | None = None
+    """What would measure it; `None` where nothing is missing, or nothing helps."""
+
+
+class _NoValueError(Exception):
+    """A name in an expression has no value."""
+
+
+def judge(claim: Claim, facts: Facts, needs: Mapping[str, str]) -> Here:
+    """Return what the facts say of a claim; `needs` says why something that a claim needs is not here."""
+    missing = [needs[need] for need in claim.needs if need in needs]
+    if missing:
+        return Here(verdict=Verdict.UNAVAILABLE, reason="; ".join(missing))
+    if claim.how == "none":
+        return Here(verdict=Verdict.UNDECIDED, reason="nothing measures it yet")
+    if claim.on is not None and claim.on not in facts.cards:
+        others = (
+            f"this machine has {', '.join(sorted(facts.cards))}" if facts.cards else "this machine has no known card"
+        )
+        return Here(verdict=Verdict.UNAVAILABLE, reason=f"it is of {claim.on}; {others}")
+    return _of_tuning(claim, facts) if claim.how == "tune" else _of_value(claim, facts)
+
+
+def span_of(expression: str, values: Mapping[str, float]) -> float:
+    """Return the value of an expression of numbers, dotted names, `+ - * /` and brackets.
+
+    Raises:
+        KeyError: A name has no value; the name is the argument.
+        ValueError: It is another kind of expression.
+        ZeroDivisionError: As it says.
+    """
+    return _computed(ast.parse(expression, mode="eval").body, values)
+
+
+def compare(claim: Claim, low: float, high: float) -> Verdict:
+    """Return the verdict on a claim, of a value between `low` and `high`.
+
+    A value that overlaps the claim confirms it. An effect (see `QUANTITIES`) may also be PARTLY there, absent, or more
+    than claimed, which confirms it as well; any other value outside the claim refutes it.
+    """
+    claimed_low = float("-inf") if claim.low is None else claim.low
+    claimed_high = float("inf") if claim.high is None else claim.high
+    if low <= claimed_high and high >= claimed_low:
+        return Verdict.CONFIRMED
+    neutral = QUANTITIES[claim.quantity][1]
+    if neutral is None:
+        return Verdict.REFUTED
+    width = RESOLVE * (abs(neutral) or 100.0)
+    if low >= neutral - width and high <= neutral + width:
+        return Verdict.NO_EFFECT
+    is_gain = claimed_low >= neutral
+    if low <= neutral <= high:
+        return Verdict.UNDECIDED
+    if (low > neutral) is not is_gain:
+        return Verdict.REFUTED
+    is_more = low > claimed_high if is_gain else high < claimed_low
+    return Verdict.CONFIRMED if is_more else Verdict.PARTLY
+
+
+def _of_value(claim: Claim, facts: Facts) -> Here:
+    try:
+        low = _value(claim.value or "", facts)
+        high = low if claim.value_high is None else _value(claim.value_high, facts)
+    except _NoValueError as error:
+        return _without(str(error), facts)
+    family = {"sum": "the guide's own numbers", "card": "the card's data", "plan": "the memory plan"}
+    reason = facts.sources.get(claim.how) or family.get(claim.how, claim.how)
+    return Here(verdict=compare(claim, low, high), reason=reason, low=low, high=high)
+
+
+def _value(expression: str, facts: Facts) -> float:
+    try:
+        return span_of(expression, facts.values)
+    except KeyError as error:
+        raise _NoValueError(error.args[0]) from None
+    except ZeroDivisionError:
+        raise _NoValueError(expression) from None
+
+
+def _without(name: str, facts: Facts) -> Here:
+    """Return what to say of a name without a value."""
+    parts = name.split(".")
+    for known in (".".join(parts[:count]) for count in range(len(parts), 0, -1)):
+        if known in facts.absent:
+            return Here(verdict=Verdict.UNAVAILABLE, reason=facts.absent[known])
+    if parts[0] == "run":
+        return Here(verdict=Verdict.UNDECIDED, reason="no run has recorded it here", command=RUN_COMMAND)
+    return Here(verdict=Verdict.UNAVAILABLE, reason=f"{name} is not known here")
+
+
+def _of_tuning(claim: Claim, facts: Facts) -> Here:
+    rows = facts.rows.get(claim.workload or "gpt", ())
+    command = _PRESETS[claim.workload or "gpt"]
+    name = f"{claim.lever}={claim.setting}"
+    row = _row(rows, claim.lever, claim.setting)
+    if row is None:
+        said = f"the newest tuning of {claim.workload} has no {name}" if rows else f"no {claim.workload} was tuned here"
+        return _unmeasured(claim, facts, said, command)
+    other = None if claim.against is None else _row(rows, claim.lever, claim.against)
+    if claim.against is not None and other is None:
+        return _unmeasured(claim, facts, f"{claim.lever}={claim.against} was not tuned", command)
+    for each in (row, *(() if other is None else (other,))):
+        if each.verdict in {Verdict.BROKEN, Verdict.UNAVAILABLE} or each.speed_low is None or each.speed_high is None:
+            return Here(verdict=each.verdict, reason=each.reason)
+    low, high = row.speed_low or 0.0, row.speed_high or 0.0
+    if other is not None:
+        low, high = low / (other.speed_high or 1.0), high / (other.speed_low or 1.0)
+    verdict = compare(claim, low, high)
+    if other is None and row.verdict is Verdict.UNDECIDED and verdict is not Verdict.CONFIRMED:
+        verdict = Verdict.UNDECIDED  # the test over all levers together did not find it real
+    return Here(verdict=verdict, reason=f"tuned: {row.reason}", low=low, high=high)
+
+
+def _unmeasured(claim: Claim, facts: Facts, said: str, command: str) -> Here:
+    if f"tune.{claim.workload}" in facts.absent:
+        return Here(verdict=Verdict.UNAVAILABLE, reason=facts.absent[f"tune.{claim.workload}"])
+    if claim.rated is not None:
+        with suppress(_NoValueError):
+            said += f"; its card's data let expect {_value(claim.rated, facts):.2f}x"
+    return Here(verdict=Verdict.UNDECIDED, reason=said, command=command)
+
+
+def _row(rows: tuple[Row, ...], lever: str | None, setting: str | None) -> Row | None:
+    return next((row for row in rows if (row.lever, row.setting.lower()) == (lever, (setting or "").lower())), None)
+
+
+def _computed(node: ast.expr, values: Mapping[str, float]) -> float:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        return float(node.value)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_computed(node.left, values), _computed(node.right, values))
+    if isinstance(node, ast.Attribute):
+        return values[_dotted(node)]
+    raise ValueError(f"an expression may hold numbers, names and + - * /, not {ast.unparse(node)!r}")
+
+
+def _dotted(node: Any) -> str:  # noqa: ANN401 - any part of an expression
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    if isinstance(node, ast.Name):
+        return node.id
+    raise ValueError(f"a name has letters and dots, not {ast.unparse(node)!r}")

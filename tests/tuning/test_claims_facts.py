@@ -1,0 +1,93 @@
+"""What this machine knows of the claims comes from the real planner, real stores and the table of cards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from orchestrator.tuning import claims_facts
+from orchestrator.tuning.claims import Claims, load
+from orchestrator.tuning.claims_facts import facts_of, workload_of
+from orchestrator.tuning.claims_page import judged
+from orchestrator.tuning.rows import Row, Verdict
+from orchestrator.tuning.store import Result, Subject, tunings_folder, write
+from workers.host.facts import CardFacts, DriverFacts
+from workers.training.plans_main import answer
+
+GIB = 2**30
+
+
+def only(*plans: str) -> Claims:
+    """Return the claims with these memory plans alone: each takes about a second."""
+    claims = load()
+    return claims.model_copy(update={"plan": {name: claims.plan[name] for name in plans}})
+
+
+def store(tune_id: str, created_at: str, speed: float, card: str = "cpu") -> None:
+    """Keep a made tuning."""
+    row = Row(
+        lever="precision", setting="bf16", speed_ratio=speed, speed_low=speed, speed_high=speed,
+        verdict=Verdict.CONFIRMED, reason="made",
+    )  # fmt: skip
+    folder = tunings_folder() / tune_id
+    folder.mkdir(parents=True)
+    subject = Subject(card=card, driver=None, torch="2.13", model="gpt-nano")
+    made = {"device_name": "CPU", "duration_s": 1.0, "rounds": 3, "rows": (row,)}
+    write(folder, Result(tune_id=tune_id, subject=subject, created_at=created_at, **made))  # type: ignore[arg-type]
+
+
+@pytest.mark.torch
+def test_without_a_card_the_planner_answers_what_gpt2_medium_takes_and_the_newest_tuning_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ORCHESTRATOR_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(claims_facts, "look_at_cards", lambda: DriverFacts(nvml_error="made"))
+    store("a", "2026-11-20T10:00:00Z", 1.0)
+    store("b", "2026-11-21T10:00:00Z", 1.7)
+    claims = only("medium_fp16")
+    here = {
+        (each.claim.seed, each.claim.line): each.here for each in judged(claims, facts_of(claims, tmp_path / "runs"))
+    }
+    # 354.8 million weights of four bytes, as many sums of gradients, and two moments (fp32 under autocast).
+    assert (here["004", 90].verdict, here["004", 91].verdict) == (Verdict.REFUTED, Verdict.REFUTED)
+    assert here["004", 90].low == pytest.approx(354.8e6 * 4 / 2**20, rel=0.001)
+    assert here["004", 91].low == pytest.approx(354.8e6 * 8 / GIB, rel=0.001)
+    assert here["002", 174].low == 0  # torch's own default
+    assert (here["003", 35].verdict, here["003", 35].low) == (Verdict.CONFIRMED, 1.7)
+    assert (here["004", 11].verdict, here["004", 14].verdict) == (Verdict.CONFIRMED, Verdict.CONFIRMED)
+    assert (here["000", 252].verdict, "no NVIDIA card" in here["000", 252].reason) == (Verdict.UNAVAILABLE, True)
+    assert here["000", 282].verdict is Verdict.UNDECIDED  # no run here
+
+
+def test_a_card_brings_its_own_figures_and_hides_the_tunings_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ORCHESTRATOR_STATE_DIR", str(tmp_path))
+    card = CardFacts(
+        index=0, name="NVIDIA GeForce RTX 3060", uuid="GPU-1", total_bytes=int(11.63 * GIB), power_limit_w=170.0
+    )
+    monkeypatch.setattr(claims_facts, "look_at_cards", lambda: DriverFacts(cards=(card,)))
+    monkeypatch.setattr(claims_facts, "_planned", lambda _plans: ({}, {}))
+    store("other", "2026-11-21T10:00:00Z", 1.7, card="GPU-2")
+    facts = facts_of(load(), tmp_path / "runs")
+    assert (facts.cards, facts.values["here.power_limit_w"], facts.rows) == (frozenset({"rtx-3060"}), 170.0, {})
+    store("mine", "2026-11-20T10:00:00Z", 1.2, card="GPU-1")
+    assert facts_of(load(), tmp_path / "runs").rows["gpt"][0].speed_ratio == 1.2
+
+
+def test_a_tuning_answers_the_claims_on_models_of_its_kind() -> None:
+    assert [workload_of(model) for model in ("gpt2-medium", "cnn-small", "matmul", "own.module:task")] == [
+        "gpt", "cnn", "matmul", None,
+    ]  # fmt: skip
+
+
+@pytest.mark.torch
+def test_a_plan_of_a_cap_finds_the_largest_part_and_a_key_that_does_not_exist_is_named() -> None:
+    whole = {"preset": "gpt-nano", "precision": "fp32", "batch": 8}
+    told = answer({"five": {**whole, "rows": 5}, "none": {**whole, "cap_gib": 0.0001}, "new": {**whole, "luck": 1}})
+    assert "train.luck" in told["plans"]["new"]["refused"]
+    assert told["plans"]["none"] == {"micro": 0}
+    fits_gib = told["plans"]["five"]["total_gib"]
+    for cap_gib, micro in ((fits_gib, 5), (fits_gib - 1e-6, 4), (1.0, 8)):
+        assert answer({"fit": {**whole, "cap_gib": cap_gib}})["plans"]["fit"]["micro"] == micro
