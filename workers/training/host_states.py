@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from workers.training.errors import TaskError
 from workers.training.host_memory import like
-from workers.training.optimizers import allocate_states
+from workers.training.optimizers import allocate_states, large
 from workers.units import MIB
 
 #: States that come to the device at once, unless those of a single parameter are more.
@@ -35,13 +35,8 @@ def hosted_of(parameters: Sequence[nn.Parameter], share_pct: int) -> list[nn.Par
 
 
 def states_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """Return the states that grow with the parameter; not the number of steps, and no table that others share."""
-    states = optimizer.state.get(parameter, {})
-    return {
-        name: each
-        for name, each in states.items()
-        if isinstance(each, Tensor) and each.numel() >= parameter.numel() > 1
-    }
+    """Return the states that can be on the host."""
+    return large(optimizer.state.get(parameter, {}), parameter)
 
 
 def parts_of(optimizer: Optimizer, hosted: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import default_collate
 
-from workers.training import order, precision
+from workers.training import eight_bit, order, precision
 from workers.training.accumulator import Accumulator
 from workers.training.averaging import Average
 from workers.training.checkpointing import Checkpointing
@@ -120,9 +120,10 @@ class MemoryPlanner:
         self._on_host_bytes = sum(self._states_bytes(each) for each in hosted)
         here = [each for each in parameters if each not in set(hosted)]
         coming = [
-            sum(map(self._states_bytes, part)) + _update_bytes(optimizer, part) for part in parts_of(optimizer, hosted)
+            sum(map(self._states_bytes, part)) + _update_bytes(optimizer, part, on_card=on_card)
+            for part in parts_of(optimizer, hosted)
         ]
-        self._update_bytes = max(_update_bytes(optimizer, here), *coming, 0)
+        self._update_bytes = max(_update_bytes(optimizer, here, on_card=on_card), *coming, 0)
         self.plan = cache(self._plan)
 
     @property
@@ -240,8 +241,10 @@ def _of_rows(one: object, rows: int) -> object:
     return one.new_empty((rows, *one.shape[1:])) if isinstance(one, Tensor) else one
 
 
-def _update_bytes(optimizer: Optimizer, parameters: list[nn.Parameter]) -> int:
-    """What torch's Adam allocates in a step (torch/optim/adam.py); of other optimisers nothing is known."""
+def _update_bytes(optimizer: Optimizer, parameters: list[nn.Parameter], *, on_card: bool) -> int:
+    """What torch's Adam allocates in a step (torch/optim/adam.py); of other optimisers little is known."""
+    if eight_bit.is_bitsandbytes(optimizer):
+        return eight_bit.update_bytes(parameters, on_card=on_card)
     sizes = [0, *(each.numel() * each.element_size() for each in parameters)]
     defaults = optimizer.defaults
     if defaults.get("fused"):

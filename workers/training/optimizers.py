@@ -15,6 +15,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from workers.oom import classify
 from workers.settings import FailureKind
+from workers.training import eight_bit
 from workers.training.averaging import Average
 from workers.training.errors import UpdateInterruptedError
 from workers.training.host_memory import like
@@ -23,14 +24,21 @@ from workers.training.settings import TrainSettings
 _BETAS: Final = (0.9, 0.95)
 
 
-def adamw(parameters: Sequence[nn.Parameter], settings: TrainSettings, lr: float) -> AdamW:
-    """Make AdamW. Only matrices decay: biases and norms have one dimension."""
+def adamw(parameters: Sequence[nn.Parameter], settings: TrainSettings, lr: float) -> Optimizer:
+    """Make AdamW. Only matrices decay: biases and norms have one dimension.
+
+    Raises:
+        TaskError: Its states shall have 8 bits, and no package for that is installed.
+    """
     groups = [
         {"params": [each for each in parameters if each.dim() > 1], "weight_decay": settings.weight_decay},
         {"params": [each for each in parameters if each.dim() <= 1], "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]
+    if settings.optimizer == "adamw-8bit":
+        return eight_bit.adamw_8bit(groups, lr, _BETAS)
     return AdamW(
-        [group for group in groups if group["params"]],
+        groups,
         lr=lr,
         betas=_BETAS,
         fused=settings.optimizer == "adamw-fused",
@@ -43,6 +51,10 @@ def allocate_states(optimizer: Optimizer, on_host: Set[nn.Parameter] = frozenset
 
     The states of `on_host` are allocated in host memory; see `host_states`.
     """
+    if eight_bit.is_bitsandbytes(optimizer):
+        for parameter, states in eight_bit.allocate(optimizer):
+            if parameter in on_host:
+                states.update({name: like(each).copy_(each) for name, each in large(states, parameter).items()})
     if not isinstance(optimizer, Adam):
         return
     for group in optimizer.param_groups:
@@ -56,6 +68,12 @@ def allocate_states(optimizer: Optimizer, on_host: Set[nn.Parameter] = frozenset
                 optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32, device=device), **state}
 
 
+def large(states: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
+    """Return the states that grow with the parameter; not the number of steps, scales, or a table that others share."""
+    least = max(2, parameter.numel())
+    return {name: each for name, each in states.items() if isinstance(each, Tensor) and each.numel() >= least}
+
+
 def _zeros_on_host(parameter: Tensor) -> Tensor:
     return like(parameter.detach()).zero_()
 
@@ -64,6 +82,8 @@ def forget_states(optimizer: Optimizer) -> None:
     """Go back to the states before the first step."""
     if not isinstance(optimizer, Adam):
         optimizer.state.clear()
+        allocate_states(optimizer)
+        return
     for state in optimizer.state.values():
         for each in state.values():
             each.zero_()
@@ -80,6 +100,7 @@ def load_states(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     else:
         # Copied: torch would go on with the very tensors that were saved, and change them.
         copies = copy.deepcopy({"state": states, "param_groups": saved["param_groups"]})
+        optimizer.state.clear()  # so that memory never holds both
         optimizer.load_state_dict(copies)
 
 
@@ -145,7 +166,10 @@ class Update:
             parameter.grad = gradient.to(parameter.dtype)  # itself, unless the weights are half precision
         if rate_share is not None:
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-                group["lr"] = rate * rate_share
+                if isinstance(group["lr"], Tensor):  # torchao compiles its step, and keeps the rate in a tensor
+                    group["lr"].fill_(rate * rate_share)
+                else:
+                    group["lr"] = rate * rate_share
         self._step()
         if self._average is not None:
             self._average.update()

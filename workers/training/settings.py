@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16"]
 Attention: TypeAlias = Literal["auto", "flash", "efficient", "cudnn", "math"]
-Optimizer: TypeAlias = Literal["adamw-fused", "adamw-foreach", "adamw-loop"]
+Optimizer: TypeAlias = Literal["adamw-fused", "adamw-foreach", "adamw-loop", "adamw-8bit"]
 
 #: `preset` names one of these, or the user's own `package.module:name`.
 PRESETS: Final = ("gpt-nano", "gpt-mini", "gpt2-small", "gpt2-medium", "cnn-small", "cnn-landmarks")

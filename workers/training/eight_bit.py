@@ -1,0 +1,69 @@
+"""AdamW whose states have 8 bits each: that of bitsandbytes, or torchao's where that is what is installed.
+
+Both keep a scale for each 256 states, and matrices of less than 4,096 numbers in fp32. bitsandbytes is preferred: it
+needs no compiler (torchao compiled for 45 s before its first step on a CPU). Does not decide whether 8 bits suffice.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+
+from workers.training.errors import TaskError
+
+#: Where an `AdamW8bit` may be.
+_MODULES: Final = ("bitsandbytes.optim", "torchao.optim")
+
+
+def adamw_8bit(groups: Sequence[dict[str, Any]], lr: float, betas: tuple[float, float]) -> Optimizer:
+    """Make the optimiser.
+
+    Raises:
+        TaskError: Neither package can be imported.
+    """
+    missing = []
+    # Tables of numbers are made here, also where a plan computes on tensors without data.
+    with _disable_current_modes():
+        for name in _MODULES:
+            try:
+                made = importlib.import_module(name).AdamW8bit
+            except Exception as error:  # noqa: BLE001 - these packages look for libraries when they are imported
+                missing.append(f"{name.partition('.')[0]}: {error}")
+            else:
+                optimizer: Optimizer = made(groups, lr=lr, betas=betas)
+                return optimizer
+    raise TaskError(
+        f"train.optimizer is adamw-8bit, and no package on this machine has it ({'; '.join(missing)}); "
+        "pip install 'bitsandbytes>=0.50' there, or set train.optimizer: adamw-fused"
+    )
+
+
+def allocate(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+    """Have bitsandbytes allocate its states as in its first step, one parameter after the other.
+
+    Yields each parameter with its states. torchao allocates in its first step only.
+    """
+    own: Any = optimizer
+    for number, group in enumerate(own.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if not own.state[parameter]:
+                own.init_state(group, parameter, number, place)
+                yield parameter, own.state[parameter]
+
+
+def is_bitsandbytes(optimizer: Optimizer) -> bool:
+    """Whether it is one of bitsandbytes."""
+    return type(optimizer).__module__.startswith("bitsandbytes.")
+
+
+def update_bytes(parameters: Sequence[Tensor], *, on_card: bool) -> int:
+    """Return what a step of bitsandbytes allocates: nothing on a card, on a CPU five fp32 copies of one parameter.
+
+    They hold both states and the gradient in fp32, a root and a quotient (bitsandbytes/backends/cpu/ops.py, 0.50).
+    """
+    return 0 if on_card else 5 * 4 * max((each.numel() for each in parameters), default=0)
