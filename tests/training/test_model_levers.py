@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
+from torch.nn import functional
 
 from tests.training.parity import STEPS, late_gap, losses, seed_noise
 from tests.training.scene import CNN, CPU, GPT, trainer
+from tests.training.test_trajectory import in_shared_memory
 from workers.training.errors import TaskError
+from workers.training.keyed import KeyedDropout, row_keys
 from workers.training.settings import TrainSettings
-from workers.training.tasks import find_task
+from workers.training.tasks import find_task, next_token_loss
 from workers.training.trainer import Trainer
 
-EXACT = [(GPT, {"set_to_none": False})]
+EXACT: list[tuple[str, dict[str, Any]]] = [
+    (GPT, {"set_to_none": False}),
+    (GPT, {"activations_on_host": True}),
+    (GPT, {"activations_on_host": True, "precision": "bf16"}),
+    (CNN, {"activations_on_host": True, "ema_on": "host"}),
+]
 NUMERIC: list[tuple[str, dict[str, Any]]] = [
     (GPT, {"attention": "math"}),
     (CNN, {"channels_last": True}),
 ]
 OBJECTIVE: list[tuple[str, dict[str, Any]]] = [
     ("gpt-nano", {"label_smoothing": 0.1}),
+    ("gpt-nano", {"r_drop": 1.0}),
     ("gpt-nano", {"layer_decay": 0.95}),
     ("cnn-small", {"layer_decay": 0.9}),
 ]
@@ -32,7 +42,13 @@ OBJECTIVE: list[tuple[str, dict[str, Any]]] = [
 def validated(preset: str, lever: str | None = None, value: float = 0.0) -> tuple[float, float]:
     """Train for a while; return the validation loss before and after."""
     settings = TrainSettings(
-        preset=preset, batch=8, steps=30, warmup_steps=5, precision="fp32", **({lever: value} if lever else {})
+        preset=preset,
+        batch=8,
+        steps=30,
+        warmup_steps=5,
+        precision="fp32",
+        dropout=0.1,
+        **({lever: value} if lever else {}),
     )
     run = Trainer(find_task(settings, 0), settings, CPU, 0)
     before = run.evaluate()["validation_loss"]
@@ -42,9 +58,13 @@ def validated(preset: str, lever: str | None = None, value: float = 0.0) -> tupl
 
 @pytest.mark.parametrize(("kind", "lever"), EXACT, ids=str)
 def test_an_exact_lever_changes_no_bit(kind: str, lever: dict[str, Any]) -> None:
-    plain, levered = trainer(kind, steps=8), trainer(kind, steps=8, **lever)
-    assert losses(plain) == losses(levered)
+    common = {"steps": 8, "precision": lever.get("precision", "fp32")}
+    plain, levered = trainer(kind, **common), trainer(kind, **(common | lever))
+    assert losses(plain) == losses(levered, level=1), "also together with a checkpointed block"
     assert plain.weights_sha256() == levered.weights_sha256()
+    assert all(
+        one.equal(other) for one, other in zip(plain.state()["average"], levered.state()["average"], strict=True)
+    )
     assert plain.identity == levered.identity, "a training may go on with it from a snapshot without it"
 
 
@@ -73,8 +93,50 @@ def test_smoothed_labels_are_those_of_the_definition() -> None:
     model, tokens = task.model(), torch.stack([task.dataset[0], task.dataset[1]])
     expected = 0.9 * plain(model, tokens) + 0.1 * uniform(model, tokens)
     torch.testing.assert_close(smoothed(model, tokens), expected)
-    with pytest.raises(TaskError, match="no labels to smooth"):
+    with pytest.raises(TaskError, match="label_smoothing is for labels"):
         find_task(TrainSettings(preset="cnn-small", label_smoothing=0.1), 0)
+
+
+def test_r_drop_adds_the_divergence_of_two_passes_and_keeps_to_rounding_when_the_micro_batch_changes() -> None:
+    chosen = TrainSettings(preset="gpt-nano", batch=4, steps=6, precision="fp32", dropout=0.2, r_drop=2.0)
+    task = find_task(chosen, 0)
+    runs = [Trainer(task, chosen, CPU, 0) for _ in range(2)]
+    whole, split = losses(runs[0], limit=4), losses(runs[1], limit=1)
+    assert whole == pytest.approx(split, rel=1e-6)
+    # Without dropout both passes are the same, so that nothing is added.
+    model, tokens = task.model().eval(), torch.stack([task.dataset[0], task.dataset[1]])
+    torch.testing.assert_close(task.loss(model, tokens), next_token_loss(model, tokens))
+    model.train()
+    for each, dropout in enumerate(each for each in model.modules() if isinstance(each, KeyedDropout)):
+        dropout.keys = row_keys(0, [each], torch.arange(2))[0]
+    logits = model(tokens[:, :-1].repeat_interleave(2, dim=0))
+    one, other = torch.log_softmax(logits, -1).view(2, 2, *logits.shape[1:]).unbind(1)
+    divergence = sum(functional.kl_div(a, b, reduction="sum", log_target=True) for a, b in ((one, other), (other, one)))
+    crossed = [
+        functional.nll_loss(each.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum") for each in (one, other)
+    ]
+    torch.testing.assert_close(task.loss(model, tokens), sum(crossed) / 2 + 2.0 * divergence / 2)
+    assert divergence > 0
+    with pytest.raises(ValidationError, match="two passes with different dropout"):
+        TrainSettings(r_drop=1.0)
+
+
+def test_a_training_with_its_average_on_the_host_is_parked_evaluated_and_resumed() -> None:
+    alone, run = trainer(steps=4), trainer(steps=4, ema_on="host")
+    losses(alone)
+    run.micro_batch(12)
+    run.park()
+    run.unpark()
+    run.load(run.state())
+    before = run.weights_sha256()
+    tokens = torch.stack([run.task.dataset[0]])
+    run.task = replace(run.task, evaluate=lambda model: {"loss": float(next_token_loss(model, tokens))})
+    alone.task = run.task
+    run.evaluate()
+    assert run.weights_sha256() == before, "the weights are back in their place"
+    losses(run)
+    assert run.evaluate() == alone.evaluate()
+    assert all(map(in_shared_memory, run.state()["average"])), "where no cap counts it"
 
 
 def test_each_block_learns_slower_than_the_one_after_it() -> None:

@@ -8,19 +8,39 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from workers.training.host_memory import like
+
 
 class Average:
-    """Holds one more copy of the weights."""
+    """Holds one more copy of the weights, on their device or in host memory.
 
-    def __init__(self, parameters: Sequence[nn.Parameter], decay: float) -> None:
+    In host memory it takes nothing of the device, and each update copies all weights there. The weights are the same to
+    the bit; the average may differ in the last bit on a card, where the host then computes it.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], decay: float, *, on_host: bool = False) -> None:
+        """Begin at the weights."""
         self._parameters = parameters
         self._decay = decay
-        self.tensors: list[Tensor] = [each.detach().clone() for each in parameters]
+        self.on_host = on_host
+        new = like if on_host else torch.empty_like
+        self.tensors: list[Tensor] = [new(each.detach()).copy_(each.detach()) for each in parameters]
+        self._staging: Tensor | None = None
+        if on_host and parameters[0].is_cuda:
+            self._staging = like(max(parameters, key=lambda each: each.nbytes).detach().flatten())
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move towards the weights. Allocates nothing."""
-        torch._foreach_lerp_(self.tensors, list(self._parameters), 1 - self._decay)
+        """Move towards the weights. Allocates nothing on the device."""
+        if self._staging is None:
+            torch._foreach_lerp_(self.tensors, list(self._parameters), 1 - self._decay)
+            return
+        for own, weight in zip(self.tensors, self._parameters, strict=True):
+            if weight.dtype == self._staging.dtype:
+                here = self._staging[: weight.numel()].as_strided(own.shape, own.stride()).copy_(weight)
+            else:
+                here = weight.to("cpu")
+            own.lerp_(here, 1 - self._decay)
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -36,6 +56,12 @@ class Average:
         finally:
             self._swap()
 
+    @torch.no_grad()
     def _swap(self) -> None:
         for place, parameter in enumerate(self._parameters):
-            self.tensors[place], parameter.data = parameter.data, self.tensors[place]
+            if self.on_host:
+                weight = like(parameter.detach()).copy_(parameter)
+                parameter.copy_(self.tensors[place])
+                self.tensors[place] = weight
+            else:
+                self.tensors[place], parameter.data = parameter.data, self.tensors[place]

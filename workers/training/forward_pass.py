@@ -40,7 +40,7 @@ class ForwardPass:
         self._feed = feed
         self._shares = shares
         self._device = device = next(model.parameters()).device
-        self.levers = ModelLevers(settings, model, on_card=device.type == "cuda")
+        self.levers = ModelLevers(settings, model, device_type=device.type, on_card=device.type == "cuda")
         self.blocks = task.blocks(model)
         self.checkpointing = Checkpointing(self.blocks)
         self.dropouts = Dropouts(model, order.mixed(seed, 1))
@@ -63,7 +63,7 @@ class ForwardPass:
             samples = part_of(self._feed.batch, first, rows)
             part = on_device(samples, self._device, non_blocking=self._settings.non_blocking)
         self.dropouts.key(samples_used + first, rows, self._device)
-        with precision.autocast(arithmetic, self._device):
+        with precision.autocast(arithmetic, self._device), self.levers.saving():
             loss = self._task.loss(self._model, self.levers.ordered(part))
         if loss.dim():
             raise TaskError(f"the loss of {self._task.name} has the shape {tuple(loss.shape)}; it must be one number")

@@ -68,7 +68,7 @@ class MemoryPlan:
     workspace_bytes: int
     """What libraries keep for their own use."""
     on_host_bytes: int
-    """States of the optimiser in host memory; not a part of the total."""
+    """States of the optimiser, averaged weights and activations in host memory; not a part of the total."""
 
     @property
     def state_bytes(self) -> int:
@@ -102,7 +102,7 @@ class MemoryPlanner:
         held = []
         with self._without_data():
             self._model = task.model().train()
-            self._levers = ModelLevers(settings, self._model, on_card=on_card)
+            self._levers = ModelLevers(settings, self._model, device_type="cpu", on_card=on_card)
             self._checkpointing = Checkpointing(task.blocks(self._model))
             self._dropouts = Dropouts(self._model, 0)
             held.append(self._live.now_bytes)
@@ -112,12 +112,16 @@ class MemoryPlanner:
             optimizer = (task.optimizer or (lambda some: adamw(list(some), settings, 1e-3)))(parameters)
             allocate_states(optimizer)
             held.append(self._live.now_bytes)
-            self._average = None if settings.ema_decay is None else Average(parameters, settings.ema_decay)
+            if settings.ema_decay is not None and settings.ema_on == "device":
+                self._average = Average(parameters, settings.ema_decay)
             held.append(self._live.now_bytes)
         self._optimizer = optimizer
         self._state = [after - before for before, after in zip([0, *held], held, strict=False)]
         hosted = hosted_of(parameters, settings.states_on_host)
-        self._on_host_bytes = sum(self._states_bytes(each) for each in hosted)
+        self._states_on_host_bytes = sum(self._states_bytes(each) for each in hosted)
+        self._average_on_host_bytes = 0
+        if settings.ema_decay is not None and settings.ema_on == "host":
+            self._average_on_host_bytes = sum(each.nbytes for each in parameters)
         here = [each for each in parameters if each not in set(hosted)]
         coming = [
             sum(map(self._states_bytes, part)) + _update_bytes(optimizer, part, on_card=on_card)
@@ -148,18 +152,20 @@ class MemoryPlanner:
         with self._without_data():
             before_bytes = self._live.begin()
             self._compute_part(micro, level)
+        waiting = self._levers.host_activations
+        waiting_bytes = 0 if waiting is None else waiting.waiting_bytes
         weights, gradients, optimizer, average = self._state
         return MemoryPlan(
             micro=micro,
             level=level,
             weights_bytes=weights,
             gradients_bytes=gradients,
-            optimizer_bytes=optimizer - self._on_host_bytes,
+            optimizer_bytes=optimizer - self._states_on_host_bytes,
             average_bytes=average,
             activations_bytes=self._live.peak_bytes - before_bytes,
             update_bytes=self._update_bytes,
             workspace_bytes=self._workspace_bytes(),
-            on_host_bytes=self._on_host_bytes,
+            on_host_bytes=self._states_on_host_bytes + self._average_on_host_bytes + waiting_bytes,
         )
 
     def _states_bytes(self, parameter: nn.Parameter) -> int:
@@ -177,7 +183,7 @@ class MemoryPlanner:
         self._dropouts.key(0, micro, torch.device("cpu"))
         self._accumulator.begin(micro, 1)
         with self._levers.region():
-            with precision.autocast(self._settings.precision, torch.device("cpu")):
+            with precision.autocast(self._settings.precision, torch.device("cpu")), self._levers.saving():
                 loss = self._task.loss(self._model, self._levers.ordered(part))
             self._accumulator.add(micro, loss.detach(), self._accumulator.gradients_of(loss))
 

@@ -32,6 +32,8 @@ _FREE: Final = frozenset(
         "pin",
         "non_blocking",
         "set_to_none",
+        "activations_on_host",
+        "ema_on",
         "start_method",
         "profile",
         "save_every_s",
@@ -77,9 +79,13 @@ class TrainSettings(BaseModel):
     """Share of each label's weight that all classes get."""
     layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Learning rate of a block, as a share of that of the block after it."""
+    r_drop: Annotated[float, Field(ge=0)] = 0.0
+    """How much two passes with different dropout must agree."""
     attention: Attention = "auto"
     """The kernel of attention, where it can run."""
     channels_last: Literal["auto"] | bool = "auto"
+    activations_on_host: bool = False
+    """Keep what the backward pass needs in host memory."""
     set_to_none: bool = True
     """Replace the sums of gradients by the first part of a batch; `False`: write zeros first, and add to them."""
     cudnn_benchmark: bool = False
@@ -91,6 +97,7 @@ class TrainSettings(BaseModel):
     """Per cent of the optimiser's states that are in host memory; they come to the device for the update."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of the moving average of the weights."""
+    ema_on: Literal["device", "host"] = "device"
     loader_workers: Literal["auto"] | Annotated[int, Field(ge=0, le=256)] = 0
     prefetch: Literal["auto"] | Annotated[int, Field(ge=1, le=64)] = 2
     persistent: bool = True
@@ -112,6 +119,15 @@ class TrainSettings(BaseModel):
             raise ValueError(
                 "exact: true keeps the part of a batch that is computed at once, and micro: auto changes it; valid: "
                 f"also set train.micro to a number of samples from 1 to {self.batch}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _two_passes(self) -> Self:
+        if self.r_drop and not self.dropout:
+            raise ValueError(
+                f"r_drop: {self.r_drop} compares two passes with different dropout, and dropout: 0.0 makes them equal; "
+                "valid: also set train.dropout, such as 0.1"
             )
         return self
 

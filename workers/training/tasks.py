@@ -128,12 +128,17 @@ def find_task(settings: TrainSettings, seed: int) -> TrainTask:
             f"train.preset {settings.preset!r} is a {type(task).__name__}; it must be a TrainTask of "
             "workers.training.tasks, or a function that takes the settings and returns one"
         )
-    if found is task and settings.label_smoothing:
+    if found is task and (lever := _lever_of_loss(settings)):
         raise TaskError(
-            f"train.label_smoothing is for the loss, and that of {settings.preset!r} is its own; name a function that "
-            "takes the settings and returns a TrainTask, or leave train.label_smoothing out"
+            f"train.{lever} changes a loss, and that of {settings.preset!r} is its own; name a function that takes the "
+            f"settings and returns a TrainTask, or leave train.{lever} out"
         )
     return task
+
+
+def _lever_of_loss(settings: TrainSettings) -> str:
+    """Return the name of a key that only the loss can obey; empty: none is set."""
+    return "label_smoothing" if settings.label_smoothing else "r_drop" if settings.r_drop else ""
 
 
 def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
@@ -145,7 +150,7 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
         name=settings.preset,
         model=partial(Gpt, shape, settings.dropout),
         dataset=TextData(settings.data, seq) if settings.data else made,
-        loss=partial(next_token_loss, label_smoothing=settings.label_smoothing),
+        loss=partial(next_token_loss, label_smoothing=settings.label_smoothing, r_drop=settings.r_drop),
         count=next_tokens,
         blocks=blocks_of,
         evaluate=None if settings.data else validation(partial(_unseen, made), next_token_loss, next_tokens),
@@ -157,8 +162,8 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
 def _cnn_task(settings: TrainSettings, shape: CnnShape, seed: int) -> TrainTask:
     if settings.data:
         raise TaskError(f"train.data is text, and {settings.preset} trains on drawn faces; leave train.data out")
-    if settings.label_smoothing:
-        raise TaskError(f"{settings.preset} finds points and has no labels to smooth; leave train.label_smoothing out")
+    if lever := _lever_of_loss(settings):
+        raise TaskError(f"train.{lever} is for labels, and {settings.preset} finds points; leave train.{lever} out")
     faces = DrawnFaces(shape.edge, seed)
     keys = [order.Sample(number=0, epoch=0, index=ITEMS + place) for place in range(SAMPLES)]
     return TrainTask(
@@ -176,12 +181,24 @@ def _unseen(made: MadeText) -> Iterator[Tensor]:
     return (made[ITEMS + place][None] for place in range(SAMPLES))
 
 
-def next_token_loss(model: nn.Module, tokens: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Sum the cross-entropy of all tokens but the first of each sample."""
-    logits = model(tokens[:, :-1])
-    return functional.cross_entropy(
-        logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum", label_smoothing=label_smoothing
+def next_token_loss(model: nn.Module, tokens: Tensor, label_smoothing: float = 0.0, r_drop: float = 0.0) -> Tensor:
+    """Sum the cross-entropy of all tokens but the first of each sample.
+
+    With `r_drop` each sample is computed twice, each time with its own dropout: the loss is the mean of both, plus
+    `r_drop` times half the two divergences (Kullback-Leibler) of their predictions (R-Drop, Liang et al., 2021).
+    """
+    passes = 2 if r_drop else 1
+    inputs, labels = (part.repeat_interleave(passes, dim=0) for part in (tokens[:, :-1], tokens[:, 1:]))
+    logits = model(inputs).float()
+    loss = functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=label_smoothing
     )
+    if not r_drop:
+        return loss
+    one, other = functional.log_softmax(logits, dim=-1).view(len(tokens), 2, *logits.shape[1:]).unbind(1)
+    # KL(p, q) + KL(q, p) = sum of (p - q) (log p - log q)
+    divergences = ((one.exp() - other.exp()) * (one - other)).sum()
+    return loss / 2 + r_drop * divergences / 2
 
 
 def next_tokens(tokens: Tensor) -> int:

@@ -82,7 +82,9 @@ class Trainer:
         if settings.layer_decay < 1:
             decay_rates(optimizer, depths(self.model, self._forward.blocks), settings.layer_decay)
         self.host_states = HostStates(optimizer, self.parameters, settings.states_on_host)
-        self._average = None if settings.ema_decay is None else Average(self.parameters, settings.ema_decay)
+        self._average = None
+        if settings.ema_decay is not None:
+            self._average = Average(self.parameters, settings.ema_decay, on_host=settings.ema_on == "host")
         self._update = Update(optimizer, self._average, self.host_states.step)
         self._scaler = precision.LossScaler(enabled=settings.precision == "fp16")
         self._parking = Parking(device)
@@ -289,7 +291,7 @@ class Trainer:
         self._forward.dropouts.forget()
         states = self._update.optimizer.state.values()
         held = [*states, self._accumulator.gradients, self._accumulator.loss]
-        average = [self._average.tensors] if self._average else []
+        average = [self._average.tensors] if self._average and not self._average.on_host else []
         return self._parking.park(self.model, [*held, *average], self.host_states.tensors)
 
     def unpark(self) -> None:

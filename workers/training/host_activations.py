@@ -1,0 +1,85 @@
+"""What the backward pass will need waits in host memory: each tensor is copied there when the forward pass saves it.
+
+It comes back when the backward pass asks for it. Copies change no bit. Weights stay where they are, and so does what a
+checkpointed block computes again. The host needs room for all activations of a part of a batch.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from workers.training.host_memory import like
+
+#: Smaller tensors stay: a page of host memory and a copy each would be worth more than they are.
+_LEAST_BYTES: Final = 4096
+
+
+class HostActivations:
+    """The activations of one model."""
+
+    def __init__(self, model: nn.Module, device_type: str) -> None:
+        self._model = model
+        self._device_type = device_type
+        self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
+        self.waiting_bytes = 0
+        """What the forward pass under way, or the last one, has put into host memory."""
+
+    def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Return the region for a forward pass."""
+        self.waiting_bytes = 0
+        weights = {each.untyped_storage()._cdata for each in self._model.parameters()}
+
+        def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
+            if (
+                tensor.nbytes < _LEAST_BYTES
+                or tensor.device.type != self._device_type
+                or tensor.untyped_storage()._cdata in weights
+            ):
+                return tensor
+            self.waiting_bytes += tensor.nbytes
+            return _planned(tensor) if isinstance(tensor, FakeTensor) else self._waiting(tensor.detach())
+
+        def unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
+            return packed if isinstance(packed, Tensor) else packed()
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def _waiting(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Copy it to the host, and return what brings it back."""
+        device = tensor.device
+        host = like(tensor) if tensor.is_cuda else self._shared(tensor)
+        # Pageable memory must be written before anything reads it; pinned memory is read in the order of the stream.
+        fast = host.is_pinned()
+        host.copy_(tensor, non_blocking=fast)
+        return lambda: host.to(device, non_blocking=fast, copy=True)
+
+    def _shared(self, tensor: Tensor) -> Tensor:
+        """Return memory that no cap counts, from blocks that stay: the kernel's highest size is then that of the rest.
+
+        On a card torch keeps its pinned blocks in the same way, by powers of two.
+        """
+        layout = torch.empty_like(tensor, device="meta")
+        size = 1 << (layout.nbytes - 1).bit_length()
+        free = self._free[size]
+        block = free.pop() if free else mmap.mmap(-1, size)
+        flat = torch.frombuffer(block, dtype=tensor.dtype, count=layout.numel())
+        host = flat.as_strided(layout.shape, layout.stride())
+        weakref.finalize(host, free.append, block).atexit = False
+        return host
+
+
+def _planned(tensor: Tensor) -> Callable[[], Tensor]:
+    """Return what takes the memory that bringing it back would take."""
+    size, dtype, device = tensor.shape, tensor.dtype, tensor.device
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:  # a part of another one, which is copied without gaps
+        return lambda: torch.empty(size, dtype=dtype, device=device)
+    stride = tensor.stride()
+    return lambda: torch.empty_strided(size, stride, dtype=dtype, device=device)
