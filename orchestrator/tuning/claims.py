@@ -51,6 +51,7 @@ NEEDS: Final[Mapping[str, str]] = {
     "guide-model": "the weights and texts of the guide's model, Gemma-1B, are not here",
     "item-key": "no key adds a second .item(): the loop reads the loss once for each optimiser step",
     "evaluation-key": "no key moves the sums of an evaluation off the card: they are made there",
+    "tripled-batch": "a tuning tries a batch half as large again and one twice as large, not one of three times",
     "person": "how long a person works on it is not measured",
     "points": "points have no unit in which they could be measured",
 }

@@ -35,6 +35,9 @@ _PRESETS: Final[Mapping[Workload, str]] = {
     "matmul": "tune --local --workload matmul",
 }
 
+#: The effective batch with which `tune` compares those that the guides compare.
+_BATCH: Final = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
@@ -48,6 +51,8 @@ class Facts:
     """Where the values of a family come from, such as `run` from `run 20261123-…`."""
     rows: Mapping[Workload, tuple[Row, ...]] = field(default_factory=dict)
     """The newest tuning on this machine, by what was tuned."""
+    plain: Mapping[Workload, Mapping[str, str]] = field(default_factory=dict)
+    """The settings of its baseline, which have no row, by lever."""
     cards: frozenset[str] = frozenset()
     """The cards of this machine, by their keys in `gpu_specs`."""
 
@@ -153,38 +158,58 @@ def _without(name: str, facts: Facts) -> Here:
 
 def _of_tuning(claim: Claim, facts: Facts) -> Here:
     rows = facts.rows.get(claim.workload or "gpt", ())
-    command = _PRESETS[claim.workload or "gpt"]
-    name = f"{claim.lever}={claim.setting}"
-    row = _row(rows, claim.lever, claim.setting)
-    if row is None:
-        said = f"the newest tuning of {claim.workload} has no {name}" if rows else f"no {claim.workload} was tuned here"
-        return _unmeasured(claim, facts, said, command)
-    other = None if claim.against is None else _row(rows, claim.lever, claim.against)
-    if claim.against is not None and other is None:
-        return _unmeasured(claim, facts, f"{claim.lever}={claim.against} was not tuned", command)
-    for each in (row, *(() if other is None else (other,))):
-        if each.verdict in {Verdict.BROKEN, Verdict.UNAVAILABLE} or each.speed_low is None or each.speed_high is None:
-            return Here(verdict=each.verdict, reason=each.reason)
-    low, high = row.speed_low or 0.0, row.speed_high or 0.0
-    if other is not None:
-        low, high = low / (other.speed_high or 1.0), high / (other.speed_low or 1.0)
+    if not rows:
+        return _unmeasured(claim, facts, f"no {claim.workload} was tuned here")
+    arms = []
+    for setting in (claim.setting, claim.against):
+        found = _arm(claim, facts, setting)
+        if found is None:
+            return _unmeasured(claim, facts, f"the newest tuning of {claim.workload} has no {claim.lever}={setting}")
+        if found.verdict in {Verdict.BROKEN, Verdict.UNAVAILABLE} or found.speed_low is None:
+            return Here(verdict=found.verdict, reason=f"{found.lever}={found.setting}: {found.reason}")
+        arms.append(found)
+    arm, other = arms
+    low = (arm.speed_low or 0.0) / (other.speed_high or 1.0)
+    high = (arm.speed_high or 0.0) / (other.speed_low or 1.0)
     verdict = compare(claim, low, high)
-    if other is None and row.verdict is Verdict.UNDECIDED and verdict is not Verdict.CONFIRMED:
+    if Verdict.UNDECIDED in {arm.verdict, other.verdict} and verdict is not Verdict.CONFIRMED:
         verdict = Verdict.UNDECIDED  # the test over all levers together did not find it real
-    return Here(verdict=verdict, reason=f"tuned: {row.reason}", low=low, high=high)
+    measured = [each for each in arms if each.reason]
+    return Here(
+        verdict=verdict,
+        reason="; ".join(f"{each.lever}={each.setting}: {each.reason}" for each in measured),
+        low=low,
+        high=high,
+    )
 
 
-def _unmeasured(claim: Claim, facts: Facts, said: str, command: str) -> Here:
+def _arm(claim: Claim, facts: Facts, setting: str | None) -> Row | None:
+    """Return the row of a setting of the claim's lever; the baseline, which has none, is 1.0 by definition."""
+    lever, wanted = claim.lever or "", (setting or "").lower()
+    plain = facts.plain.get(claim.workload or "gpt", {}).get(lever)
+    if setting is None or wanted == plain:
+        return Row(lever=lever, setting=wanted, speed_low=1.0, speed_high=1.0, verdict=Verdict.CONFIRMED, reason="")
+    for row in facts.rows.get(claim.workload or "gpt", ()):
+        # An arm that needs other keys beside its own says so: "0.5 with dropout 0.1".
+        if row.lever == lever and row.setting.lower().split(" with ")[0] == wanted:
+            return row
+    return None
+
+
+def _unmeasured(claim: Claim, facts: Facts, said: str) -> Here:
     if f"tune.{claim.workload}" in facts.absent:
         return Here(verdict=Verdict.UNAVAILABLE, reason=facts.absent[f"tune.{claim.workload}"])
     if claim.rated is not None:
         with suppress(_NoValueError):
             said += f"; its card's data let expect {_value(claim.rated, facts):.2f}x"
-    return Here(verdict=Verdict.UNDECIDED, reason=said, command=command)
+    return Here(verdict=Verdict.UNDECIDED, reason=said, command=_command(claim))
 
 
-def _row(rows: tuple[Row, ...], lever: str | None, setting: str | None) -> Row | None:
-    return next((row for row in rows if (row.lever, row.setting.lower()) == (lever, (setting or "").lower())), None)
+def _command(claim: Claim) -> str:
+    """Return what would measure it."""
+    command = _PRESETS[claim.workload or "gpt"]
+    # A tuning also tries a batch half as large again, and twice as large: 8 to 12 and to 16.
+    return f"{command} --set train.batch={_BATCH}" if claim.lever == "batch" else command
 
 
 def _computed(node: ast.expr, values: Mapping[str, float]) -> float:

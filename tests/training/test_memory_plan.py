@@ -98,6 +98,13 @@ def test_a_card_that_does_not_exist_is_planned_for_without_its_memory() -> None:
     assert planner.plan(1, planner.most_level).total_bytes < plan.total_bytes
 
 
+def test_pictures_are_planned_for_a_card_in_the_order_of_numbers_that_a_card_uses() -> None:
+    plan = planner_of(on_card=True, preset="cnn-small", batch=8, precision="bf16").plan(8, 0)
+    other = planner_of(on_card=True, preset="cnn-small", batch=8, precision="bf16", channels_last=False).plan(8, 0)
+    assert plan.state_bytes == other.state_bytes
+    assert plan.activations_bytes == pytest.approx(other.activations_bytes, rel=0.5)
+
+
 def test_the_largest_part_that_fits_is_found_and_one_more_does_not_fit() -> None:
     planner = planner_of(preset="gpt-nano", batch=23, precision="fp32")
     for micro in (1, 6, 23):  # 7 would split the batch into as many parts as 6

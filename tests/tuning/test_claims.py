@@ -101,6 +101,11 @@ def test_the_verdict_on_a_speed_follows_the_rows_of_the_tuning(claim: Claim) -> 
     else:
         alone = judge(claim, Facts(rows={claim.workload: (row(claim, middle, middle),)}), NEEDS)
         assert (alone.verdict, str(claim.against) in alone.reason) == (Verdict.UNDECIDED, True)
+        plain = Facts(
+            rows={claim.workload: (row(claim, middle, middle),)},
+            plain={claim.workload: {claim.lever or "": str(claim.against)}},
+        )
+        assert judge(claim, plain, NEEDS).verdict is Verdict.CONFIRMED
     nothing = judge(claim, Facts(), NEEDS)
     assert nothing.verdict is Verdict.UNDECIDED
     assert nothing.command is not None

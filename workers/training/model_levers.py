@@ -41,7 +41,10 @@ class ModelLevers:
         if settings.activations_on_host:
             self.host_activations = HostActivations(model, device_type)
         if self._channels_last:
-            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's stubs
+            # Not `model.to`: on tensors without data that replaces each parameter, which a memory plan cannot follow.
+            for each in (*model.parameters(), *model.buffers()):
+                if each.dim() == 4:
+                    each.data = each.data.contiguous(memory_format=torch.channels_last)
 
     def region(self) -> AbstractContextManager[object]:
         """Return the region for the forward and the backward pass of a part."""

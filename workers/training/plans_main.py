@@ -59,6 +59,10 @@ def _plan(asked: Mapping[str, Any]) -> dict[str, Any]:
         return {"refused": f"this version cannot plan it: {'; '.join(problems)}"}
     except TrainingError as error:
         return {"refused": str(error)}
+    except Exception as error:  # noqa: BLE001 - one plan that fails must not hide the others
+        return {
+            "refused": f"its memory cannot be computed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        }
 
 
 @cache
