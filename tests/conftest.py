@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 from tests.reaper import Reaper, reaper
 from tests.scene import ROOT
@@ -30,6 +31,12 @@ settings.register_profile(
     derandomize=not os.environ.get("HYPOTHESIS_FRESH"),
 )
 settings.load_profile("shared-machine")
+
+# Hypothesis also draws constants that it finds in the modules loaded so far, so that an example would depend on which
+# tests ran before it. There is no setting for that. Versions before 6.131 do not do it; `test_conftest.py` fails if a
+# later one does it under another name.
+if hasattr(providers, "_get_local_constants"):
+    providers._get_local_constants = providers.Constants
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

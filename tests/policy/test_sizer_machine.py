@@ -104,8 +104,9 @@ class SizerMachine(RuleBasedStateMachine):
         self.loop = loop
         self.looked_at = 0
         self.failed: Try | None = None
-        self.before_bytes: int | None = None
-        self.since_bytes: list[int] = []
+        self.told_bytes: int | None = None
+        self.lowest_bytes: int | None = None
+        self.risen = False
 
     # What the loop does.
 
@@ -138,7 +139,7 @@ class SizerMachine(RuleBasedStateMachine):
         self.what_happened_can_be_replayed()
         learned = sizer.learned_of(old.state)
         self.loop = Loop(old.bounds, old.workload, old.signal, old.free_bytes, old.draw, learned, old.now_s)
-        self.looked_at, self.failed, self.before_bytes = 0, None, None
+        self.looked_at, self.failed, self.told_bytes, self.lowest_bytes, self.risen = 0, None, None, None, False
 
     # What the world does.
 
@@ -236,20 +237,22 @@ class SizerMachine(RuleBasedStateMachine):
     @invariant()
     def no_size_fails_twice_without_a_release_between(self) -> None:
         """After a failure the next size is smaller. Only the smallest is tried again, after a rest or a rise."""
+        failures_s = [turn.ended_at_s for turn in self.loop.tries if turn.failed]
         for turn in self._news(forget=True):
-            if turn.told_bytes is not None:
-                self.since_bytes.append(turn.told_bytes)
+            if (told_bytes := turn.told_bytes) is not None:
+                self.risen |= self.lowest_bytes is None or told_bytes > self.lowest_bytes
+                self.lowest_bytes = told_bytes if self.lowest_bytes is None else min(self.lowest_bytes, told_bytes)
+                self.told_bytes = told_bytes
             if turn.size is None:
                 continue
             if (failed := self.failed) is not None and failed.size is not None and turn.size >= failed.size:
                 assert turn.size == failed.size == self.loop.bounds.smallest
                 rested_s = turn.at_s - failed.ended_at_s
-                risen = any(self.before_bytes is None or said > self.before_bytes for said in self.since_bytes)
-                assert risen or rested_s >= sizer._FIRST_WAIT_S - TRIFLE_S, "it failed, and nothing has changed"
-            if self.since_bytes:
-                self.before_bytes = self.since_bytes[-1]
-            self.since_bytes = []
+                lately = sum(turn.at_s - sizer.WINDOW_S < at_s <= turn.at_s for at_s in failures_s)
+                assert lately <= self.loop.bounds.failures_per_minute, "the smallest is tried too often"
+                assert self.risen or rested_s >= sizer._FIRST_WAIT_S - TRIFLE_S, "it failed, and nothing has changed"
             self.failed = turn if turn.failed else None
+            self.lowest_bytes, self.risen = self.told_bytes, False
 
     def teardown(self) -> None:
         self.what_happened_can_be_replayed()

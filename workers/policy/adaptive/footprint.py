@@ -32,6 +32,9 @@ _FADE_S: Final = 1500.0
 #: What deviates by more, as no workspace does, is a step that has changed.
 _JUMP: Final = 0.08
 
+#: While the slope is not known, peaks of one size are smoothed. One so many times as high or as low is a change.
+_OTHER: Final = 2.0
+
 #: After a failure the margin is this much of what it was; never more than this in all.
 _SURPRISED: Final = 1.3
 _LARGEST_SURPRISE: Final = 0.5
@@ -161,8 +164,9 @@ def measured(line: Footprint | None, x: float, peak_bytes: float, at_s: float) -
     # While the slope is not known, only the very same size is the same place.
     stayed = x == line.here_x or (has_slope and abs(x - line.here_x) <= _SAME_PLACE * line.here_x)
     predicted = stayed or (has_slope and not line.is_beyond(x))  # what is larger than all before is only bounded
-    if predicted and abs(deviation) > _JUMP and has_slope:
-        # The workload has changed: neither of the two points holds any more.
+    has_changed = abs(deviation) > _JUMP if has_slope else _ratio(peak_bytes, max(1.0, line.bytes_at(x))) > _OTHER
+    if predicted and has_changed:
+        # The workload has changed: no point that was measured holds any more.
         return first_footprint(x, peak_bytes, at_s)._replace(spread=line.spread)
     here_bytes, far_x, far_bytes = peak_bytes, line.far_x, line.far_bytes
     if stayed:
@@ -181,7 +185,8 @@ def measured(line: Footprint | None, x: float, peak_bytes: float, at_s: float) -
     spread = line.spread
     surprise = line.surprise * max(0.0, 1.0 - (at_s - line.at_s) / _FADE_S)
     if predicted:
-        spread = max(_LEAST_SPREAD, spread + _SPREAD_FOLLOW * (abs(deviation) - spread))
+        # One absurd peak must not widen the margin for hours.
+        spread = max(_LEAST_SPREAD, spread + _SPREAD_FOLLOW * (min(abs(deviation), _LARGEST_SURPRISE) - spread))
         if deviation > line.margin:
             surprise = min(_LARGEST_SURPRISE, deviation)
     steps = line.steps + 1 if stayed else 1

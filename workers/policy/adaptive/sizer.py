@@ -10,8 +10,9 @@ A failure that the next sample explains (memory was taken) changes nothing else;
 several times what others take (`heavy_steps.py`). An unexplained failure widens the footprint's margin. After two of
 them without a success near the allowed size, the signal is ignored until a step confirms it, or until it reports far
 more memory than at the contradiction; then earlier failures are forgotten, because they happened under little memory.
-When the permitted failures of a minute are used up, nothing is probed until the oldest is a minute ago: it goes on at a
-size that has ended well lately under no more memory (`proven_sizes.py`).
+When the permitted failures of a minute are used up, nothing is probed until the oldest is a minute ago, the smallest
+size neither: it goes on at a size that has ended well lately under no more memory (`proven_sizes.py`). Until a step
+ends well, each size is smaller than the one that failed before it.
 
 Does not know what a size means in tensors, and nothing of torch. `policy.py` makes a policy of it,
 `workers/resilience/adaptive_size.py` a class for any loop.
@@ -91,6 +92,8 @@ class Sizer(NamedTuple):
     """Failures that no sample explained, since a step came near to what was promised."""
     failures: tuple[tuple[float, int], ...] = ()
     """Failures of the last minute: when, and at which size."""
+    failed_size: int | None = None
+    """Of the step that failed last, while none has ended well since: the next one is smaller."""
     wake_s: float | None = None
     """In an emergency: when to try the smallest size again whatever the signal says."""
     wait_s: float = _FIRST_WAIT_S
@@ -146,7 +149,8 @@ def asked(state: Sizer, bounds: Bounds, at_s: float, free_bytes: int | None) -> 
         risen = state.bracket.in_row == 0  # only the line said that it does not fit
         if state.low_bytes is not None:
             risen = state.level is not None and state.level.sample_bytes > _WORTH_WAKING * state.low_bytes
-        if at_s >= state.wake_s or (promised is not None and promised >= bounds.smallest and risen):
+        is_time = at_s >= state.wake_s or (promised is not None and promised >= bounds.smallest and risen)
+        if is_time and len(state.failures) < bounds.failures_per_minute:
             return state._replace(reason="", factor=1.0), bounds.smallest
         why = "is out of memory" if state.bracket.in_row else "needs more than is free"
         return state._replace(reason=f"the smallest size ({bounds.smallest}) {why}"), None
@@ -166,14 +170,17 @@ def succeeded(state: Sizer, bounds: Bounds, at_s: float, size: int, peak_bytes: 
     else:
         heavy = heavy.passed()
     bracket = bracket.ended_well(bounds.down(size), at_s) if state.factor == 1.0 else bracket._replace(in_row=0)
+    if level is not None and not state.unsure:
+        # What a step takes that ran although it was not promised is known from its peak, else from the line.
+        taken_bytes = line.bytes_at(x) if peak_bytes is None and line is not None else peak_bytes
+        ran_against_signal = state.wake_s is not None and not _is_below(state, bounds)
+        took_more = peak_bytes is not None and peak_bytes > _ABOVE * level.likely_bytes
+        if taken_bytes is not None and (ran_against_signal or took_more):
+            doubts = min(_DOUBTS, doubts + 1)
+            contradicted_bytes = float(taken_bytes)
+        elif peak_bytes is not None and _NEAR * level.usable_bytes < peak_bytes <= level.likely_bytes:
+            doubts = 0
     if peak_bytes is not None:
-        if level is not None and not state.unsure:
-            ran_against_signal = state.wake_s is not None and not _is_below(state, bounds)
-            if peak_bytes > _ABOVE * level.likely_bytes or ran_against_signal:
-                doubts = min(_DOUBTS, doubts + 1)
-                contradicted_bytes = float(peak_bytes)
-            elif _NEAR * level.usable_bytes < peak_bytes <= level.likely_bytes:
-                doubts = 0
         line = measured(line, x, peak_bytes, at_s)
     state = state._replace(
         bracket=bracket,
@@ -182,6 +189,7 @@ def succeeded(state: Sizer, bounds: Bounds, at_s: float, size: int, peak_bytes: 
         line=line,
         doubts=doubts,
         contradicted_bytes=contradicted_bytes,
+        failed_size=None,
         wake_s=None,
         wait_s=_FIRST_WAIT_S,
         low_bytes=None,
@@ -192,12 +200,12 @@ def succeeded(state: Sizer, bounds: Bounds, at_s: float, size: int, peak_bytes: 
 
 def failed(state: Sizer, bounds: Bounds, at_s: float, size: int, at_least_bytes: int | None = None) -> Sizer:
     """Return the state after a step that ran out of memory; it would have held `at_least_bytes`, if that is known."""
-    ordinary_size = int(size * state.factor ** (1.0 / bounds.power))
-    failures = (*state.failures, (at_s, ordinary_size))[-2 * bounds.failures_per_minute :]
-    proofs = state.proofs
-    if state.factor == 1.0:
+    heavy, line, proofs, ordinary_size = state.heavy, state.line, state.proofs, size
+    if heavy.is_due:  # it says nothing of the steps between
+        ordinary_size = int(size * state.factor ** (1.0 / bounds.power))
+    else:
         proofs = refuted(proofs, size, _memory_bytes(state, unknown=math.inf))
-    heavy, line = state.heavy, state.line
+    failures = (*state.failures, (at_s, ordinary_size))[-2 * bounds.failures_per_minute :]
     x = float(max(1, size)) ** bounds.power
     shown = None if line is None or not line.predicts(x) else (at_least_bytes or 0) / line.bytes_at(x)
     is_heavy = heavy.is_due or (shown is not None and shown >= HEAVY and not heavy.failed)
@@ -210,7 +218,7 @@ def failed(state: Sizer, bounds: Bounds, at_s: float, size: int, at_least_bytes:
         heavy = heavy.met(at_s, _guess(state, bounds, size, at_least_bytes), failed=True)
     else:
         heavy = heavy.passed(failed=True)
-    state = state._replace(failures=failures, proofs=proofs, unjudged=unjudged)
+    state = state._replace(failures=failures, proofs=proofs, unjudged=unjudged, failed_size=size)
     if is_expected:
         return _regular(state, heavy)
     bracket = state.bracket.ran_out(bounds, max(1, size), at_s, cold=not state.has_worked)
@@ -321,7 +329,6 @@ def _regular(state: Sizer, heavy: HeavySteps) -> Sizer:
         contradicted_bytes=None,
         unjudged=None if state.unjudged is None else state.unjudged._replace(surprising=False),
         bracket=state.bracket.forgiven(),
-        failures=(),
     )
 
 
@@ -355,6 +362,8 @@ def _guess(state: Sizer, bounds: Bounds, size: int, at_least_bytes: int | None) 
 def _shared(state: Sizer, bounds: Bounds, size: int, factor: float) -> int:
     """Return the size no larger than this one whose step fits although it takes so many times what the line says."""
     line, level = state.line, state.level
+    if state.failed_size is not None:
+        size = min(size, bounds.down(state.failed_size - 1))
     if factor == 1.0:
         return size
     if line is None or level is None or not _believed(state):
