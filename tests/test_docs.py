@@ -64,7 +64,7 @@ OPTIONS = {
     "limits": {"--clear", "--card", "--workload", "--json", "--help"},
     "burn": {
         "--config", "-c", "--duration", "--phase", "--local", "--rehearse", "--set", "--json", "--plain", "--run-dir",
-        "--fake-sensors", "--apply-power-limit", "--help",
+        "--fake-sensors", "--apply-power-limit", "--sweep", "--help",
     },
     "doctor": {"--config", "-c", "--set", "--node", "--json", "--help"},
     "init": {"--output", "-o", "--force", "--help"},

@@ -29,6 +29,9 @@ _DENSE_SHARE = 0.25
 #: Edge of the products where the configuration's sizes are meant for another workload: large enough to heat any card.
 _SIZE = 8192
 
+#: Optimiser steps that no run of a sweep ends in its time.
+_STEPS_MANY = 1_000_000
+
 #: In the order in which they are tried.
 _TYPES = ("fp32", "tf32", "fp16", "bf16")
 
@@ -90,6 +93,23 @@ def takes(
     if Phase.FULL_LOAD in wanted:
         full = _changed(config, min(heat_s, config.run.duration_s))
         planned.append(Take(phase=Phase.FULL_LOAD, config=full))
+    return tuple(planned)
+
+
+def at_one_value(config: Config, length_s: float) -> tuple[Take, ...]:
+    """Return the runs at each value of a sweep: products that are checked, then the training, if one is configured."""
+    checked = _changed(
+        config,
+        length_s,
+        workload=_matmul(config),
+        nodes=_sized(config),
+        verify={"share": max(config.verify.share, _DENSE_SHARE)},
+        compute_share_mode="none",
+    )
+    planned = [Take(phase=Phase.CAPS, config=checked)]
+    if config.workload.name == "train":
+        trained = _changed(config, length_s, compute_share_mode="none", train={"steps": _STEPS_MANY, "epochs": None})
+        planned.append(Take(phase=Phase.FULL_LOAD, config=trained))
     return tuple(planned)
 
 

@@ -95,11 +95,16 @@ def _surveyed(environment: Environment) -> tuple[Mode, dict[str, tuple[str, ...]
 
 
 def _taken(take: Take, make_environment: MakeEnvironment, options: runs.Options, *, is_first: bool) -> Taken:
-    """Run a run and judge it. What cannot be run is an error of the verb for the first one, else of its phase."""
-    length_s = take.config.run.duration_s
+    """Say which run comes, and run it."""
     what = "" if take.dtype is None else f", {take.dtype}"
     if not options.json:
-        _say(f"Phase {take.phase.value} of 3, {take.phase.title}{what}: {format_duration(length_s)}")
+        say(f"Phase {take.phase.value} of 3, {take.phase.title}{what}: {format_duration(take.config.run.duration_s)}")
+    return run_and_judge(take, make_environment, options, is_first=is_first)
+
+
+def run_and_judge(take: Take, make_environment: MakeEnvironment, options: runs.Options, *, is_first: bool) -> Taken:
+    """Run a run and judge it. What cannot be run is an error of the verb for the first one, else of its phase."""
+    length_s = take.config.run.duration_s
     sampler = Sampler(length_s)
     code, error = 1, None
     try:
@@ -157,10 +162,11 @@ def _tell(result: BurnResult, path: Path, *, as_json: bool) -> None:
         console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
         for piece in result_lines(result, console.width, glyphs_for(sys.stdout.encoding)):
             console.print(piece)
-        _say(f"Result: {place}")
+        say(f"Result: {place}")
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """Print a line where the result is not."""
     with contextlib.suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)  # noqa: T201 - the terminal
 
@@ -215,4 +221,6 @@ def _sample(row: Row, at_s: float) -> Sample:
         # Temperatures that are hot for a card are normal for a processor.
         temperature_c=row.temperature_c if row.temperature_of == "card" else None,
         throttle_pct=row.throttle_pct,
+        power_w=row.power_w,
+        samples_per_s=row.progress.samples_per_s,
     )

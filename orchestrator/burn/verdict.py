@@ -101,6 +101,9 @@ class Sample:
     reserved_bytes: int | None = None
     temperature_c: float | None = None
     throttle_pct: float | None = None
+    power_w: float | None = None
+    samples_per_s: float | None = None
+    """Of a training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +140,11 @@ class Figures:
     tflops_cv_pct: float | None = None
     tflops_drop_pct: float | None = None
     """By how much the second half was below the first, as a share of the first; negative if it was above."""
+    power_w_mean: float | None = None
+    """Of the worker's card, once it has warmed up; so are the next two."""
+    samples_per_s_mean: float | None = None
+    tflops_settled_mean: float | None = None
+    """Of all samples, also of a run that is too short for windows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +163,8 @@ class Judged:
     figures: Figures
     findings: Mapping[Check, Finding]
     """One for each check, in their order."""
+    alarms: tuple[str, ...] = ()
+    """Names of the alarms that its card raised."""
 
 
 def judge(measured: Measured) -> Judged:
@@ -162,7 +172,7 @@ def judge(measured: Measured) -> Judged:
     figures = _figures(measured)
     opinions = {check: ask(measured, figures) for check, ask in _JUDGES.items()}
     findings = {check: Finding(_VERDICTS[is_good], text) for check, (is_good, text) in opinions.items()}
-    return Judged(row=measured.row, figures=figures, findings=findings)
+    return Judged(row=measured.row, figures=figures, findings=findings, alarms=measured.alarms)
 
 
 def verdict_of(phase: Phase, judged: Iterable[Judged], *, whole: bool = True) -> Verdict:
@@ -217,7 +227,15 @@ def _figures(measured: Measured) -> Figures:
         tflops_mean=mean,
         tflops_cv_pct=100 * pstdev(windows) / mean if mean and is_long else None,
         tflops_drop_pct=100 * (1.0 - fmean(windows[-half:]) / first) if first and is_long else None,
+        power_w_mean=_mean(sample.power_w for sample in settled),
+        samples_per_s_mean=_mean(sample.samples_per_s for sample in settled),
+        tflops_settled_mean=_mean(sample.tflops for sample in settled),
     )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def _pct_of(flags: Iterable[bool]) -> float | None:

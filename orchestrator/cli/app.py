@@ -326,9 +326,10 @@ def burn(  # noqa: PLR0913 - one parameter for each option of the command
     run_dir: opt.NewRunDir = None,
     fake_sensors: opt.FakeSensors = None,
     apply_power_limit: opt.ApplyPowerLimit = False,
+    sweep: opt.SweepOf = None,
 ) -> None:
     """Validate every card: PASS or FAIL. In three phases: caps and precision, heat, full load."""
-    from orchestrator.burn import phases, verb  # noqa: PLC0415 - `--help` should not wait
+    from orchestrator.burn import phases, sweep_verb, verb  # noqa: PLC0415 - `--help` should not wait
     from orchestrator.run import environment as environments  # noqa: PLC0415
     from orchestrator.run import runner  # noqa: PLC0415
 
@@ -347,6 +348,12 @@ def burn(  # noqa: PLR0913 - one parameter for each option of the command
         fake_sensors=fake_sensors,
         apply_power_limit=apply_power_limit,
     )
+    if sweep is not None:
+        if phase or apply_power_limit:
+            raise UsageError(
+                "--sweep sets the cards itself, and has no phases: it excludes --phase, --apply-power-limit"
+            )
+        raise typer.Exit(sweep_verb.typed(sweep, loaded, make_environment, duration_s(duration), options))
     wanted = {phases.Phase(number) for number in phase or (1, 2, 3)}
     raise typer.Exit(verb.burn(loaded, make_environment, heat_s, wanted, options))
 

@@ -54,6 +54,14 @@ Phases = Annotated[
     list[int] | None,
     Option(help="1 caps and precision, 2 heat, 3 full load. Default: all.", metavar="NUMBER", min=1, max=3),
 ]
+SweepOf = Annotated[
+    Text,
+    Option(
+        "--sweep",
+        help="As root: power=200..350:25 (watts) or memory-offset=0..500:50 (MHz), until a result is wrong.",
+        metavar="SWEEP",
+    ),
+]
 
 # Of `up`, `stop` and `doctor`.
 NodeToStart = Annotated[str, Argument(help="A key under nodes: in the configuration.")]

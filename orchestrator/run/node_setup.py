@@ -25,8 +25,13 @@ class CardSettings:
 
     apply_power_limit: bool = False
     """Each node's own `power_limit_w`."""
+    power_limit_w: float | None = None
+    """On every card, whatever the nodes have; `None` sets none."""
     memory_offset_mhz: int | None = None
     """On every card, as NVML counts it; `None` sets none."""
+
+
+NO_CARD_SETTINGS = CardSettings()
 
 
 @contextlib.contextmanager
@@ -93,7 +98,8 @@ def orders_for(
         fake = spec.fake_sensors
         has_own_cards = spec.device == "cuda" and environment.mode is not Mode.REHEARSE
         can_be_set = has_own_cards or fake is not None
-        limit_w = node.power_limit_w if cards.apply_power_limit and can_be_set else None
+        limit_w = node.power_limit_w if cards.apply_power_limit else cards.power_limit_w
+        limit_w = limit_w if can_be_set else None
         offset_mhz = cards.memory_offset_mhz if can_be_set else None
         mps = config.compute_share_mode == "mps" and has_own_cards
         if mps or limit_w is not None or offset_mhz is not None:

@@ -67,8 +67,8 @@ class Options:
     yes_really: bool = False
     fake_sensors: Path | None = None
     apply_power_limit: bool = False
-    memory_offset_mhz: int | None = None
-    """Of the memory of every card, while the run goes; only `burn --sweep` asks for it."""
+    cards: node_setup.CardSettings = node_setup.NO_CARD_SETTINGS
+    """What else is set on them; only `burn --sweep` asks for that."""
     judge: Watcher | None = None
     """A watcher that judges the run and reports on it: then `json` only means that this run prints nothing."""
 
@@ -171,9 +171,7 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
             fleet,
             plans,
             run_id=facts.run_id,
-            cards=node_setup.CardSettings(
-                apply_power_limit=record.options.apply_power_limit, memory_offset_mhz=record.options.memory_offset_mhz
-            ),
+            cards=replace(record.options.cards, apply_power_limit=record.options.apply_power_limit),
             interrupted=lambda: interrupts.asked,
             tell=record.tell,
             events=record.outlets.events,
