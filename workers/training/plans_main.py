@@ -55,8 +55,8 @@ def _plan(asked: Mapping[str, Any]) -> dict[str, Any]:
         rows = bisect_right(fitting, asked["cap_gib"] * GIB, key=lambda micro: planner.plan(micro, level).total_bytes)
         return _told(planner.plan(rows, level)) if rows else {"micro": 0}
     except ValidationError as error:
-        problems = (f"train.{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-        return {"refused": f"this version cannot plan it: {'; '.join(problems)}"}
+        told = (f"{'.'.join(['train', *map(str, each['loc'])])}: {each['msg']}" for each in error.errors())
+        return {"refused": f"this version cannot plan it: {'; '.join(told)}"}
     except TrainingError as error:
         return {"refused": str(error)}
     except Exception as error:  # noqa: BLE001 - one plan that fails must not hide the others
