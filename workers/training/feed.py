@@ -10,9 +10,11 @@ from torch.utils.data import Dataset, default_collate
 
 from workers.training import order
 from workers.training.errors import TaskError
+from workers.training.length_order import by_length, pool_samples
 from workers.training.loader import Loader, LoaderSettings, should_pin
 from workers.training.loader_numbers import HostShare, LoaderNumbers, loader_numbers
 from workers.training.ram_cache import RamCache, row_bytes
+from workers.training.sequences import Documents
 from workers.training.settings import TrainSettings
 from workers.training.tasks import Batch, TrainTask, refuse_without_data, rows_of
 
@@ -24,12 +26,20 @@ class Feed:
         """Start nothing yet.
 
         Raises:
-            TaskError: There is no data.
+            TaskError: There is no data, or there are no lengths to sort it by.
         """
         refuse_without_data(task)
         self._task = task
         self._batch_rows = settings.batch
         self._seed = seed
+        self._bucketing = settings.bucketing
+        if self._bucketing and (task.collate is None or not hasattr(task.dataset, "lengths")):
+            raise TaskError(
+                f"train.bucketing sorts samples by their lengths, and those of {task.name} have one length, or do not "
+                "tell it; set train.min_seq, or give your data set a method `lengths`, and the task a `collate`"
+            )
+        self._pool: tuple[int, list[order.Sample]] | None = None
+        """Its number, and its samples as they are used."""
         pin = should_pin(device) if settings.pin == "auto" else settings.pin and device.type == "cuda"
         numbers = self._numbers(settings, device)
         self._loader = Loader(
@@ -94,12 +104,31 @@ class Feed:
             prefetch=prefetch,
             ram_cache=ram_cache,
             batch_bytes=settings.batch * (of_row or 0),
-            items_bytes=None if of_row is None or task.by_sample else len(task.dataset) * of_row,
+            items_bytes=(
+                None if of_row is None or task.by_sample or task.shorten is not None else len(task.dataset) * of_row
+            ),
         )
 
     def _keys(self, samples_used: int, count: int) -> list[Any]:
-        used = order.samples(self._seed, len(self._task.dataset), samples_used, count)
+        used = (
+            self._bucketed(samples_used, count)
+            if self._bucketing
+            else order.samples(self._seed, len(self._task.dataset), samples_used, count)
+        )
         return list(used) if self._task.by_sample else [each.index for each in used]
+
+    def _bucketed(self, samples_used: int, count: int) -> list[order.Sample]:
+        """Return the samples of a part of the training in which each batch has similar lengths."""
+        items, size = len(self._task.dataset), pool_samples(len(self._task.dataset), self._batch_rows)
+        found: list[order.Sample] = []
+        while len(found) < count:
+            begin, within = divmod(samples_used + len(found), size)
+            if self._pool is None or self._pool[0] != begin:
+                pool = order.samples(self._seed, items, begin * size, size)
+                lengths = cast("Documents", self._task.dataset).lengths([each.index for each in pool])
+                self._pool = begin, by_length(pool, lengths, self._batch_rows, self._seed)
+            found.extend(self._pool[1][within : within + count - len(found)])
+        return found
 
 
 def _host_share(*, on_card: bool) -> HostShare:

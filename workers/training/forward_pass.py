@@ -23,7 +23,7 @@ from workers.training.keyed import Dropouts
 from workers.training.loader import on_device
 from workers.training.model_levers import ModelLevers
 from workers.training.settings import Precision, TrainSettings
-from workers.training.tasks import TrainTask, part_of
+from workers.training.tasks import TrainTask, part_of, rows_of
 from workers.training.time_shares import Part, TimeShares
 
 
@@ -60,7 +60,7 @@ class ForwardPass:
         """
         self.checkpointing.level = level
         with self._shares.timing(Part.COPIES):
-            samples = part_of(self._feed.batch, first, rows)
+            samples = self._task.shortened(part_of(self._feed.batch, first, rows))
             part = on_device(samples, self._device, non_blocking=self._settings.non_blocking)
         self.dropouts.key(samples_used + first, rows, self._device)
         with precision.autocast(arithmetic, self._device), self.levers.saving():
@@ -75,7 +75,12 @@ class ForwardPass:
         kernel = sdpa_kernel(SDPBackend.MATH)
         with self.buffers_kept(), torch.no_grad(), kernel, FlopCounterMode(display=False) as counter:
             self.loss(0, 1, 0, "fp32", samples_used)
-        return 3.0 * int(counter.get_total_flops())
+        flop = 3.0 * int(counter.get_total_flops())
+        if self._task.shorten is None:
+            return flop
+        # Lengths differ: the operations of an item are nearly the same.
+        batch = self._feed.batch
+        return flop * self._feed.count / rows_of(batch) / max(1, self._task.count(part_of(batch, 0, 1)))
 
     def attention_kernels(self, samples_used: int) -> str:
         """Return the kernels that attention really runs on, such as `flash`; empty: the model has no attention."""

@@ -22,14 +22,16 @@ ITEMS = 65_536
 
 _WORDS, _LETTERS = 128, 4
 #: The streams of random numbers.
-_DICTIONARY, _TEXT, _FACE, _PICTURE = range(4)
+_DICTIONARY, _TEXT, _FACE, _PICTURE, _LENGTH = range(5)
 
 
 class MadeText(Dataset[Tensor]):
     """Sentences of 128 made words of 4 tokens. Two tokens of a word tell the next one, so a loss falls far."""
 
-    def __init__(self, seq: int, vocabulary: int, seed: int, items: int = ITEMS) -> None:
+    def __init__(self, seq: int, vocabulary: int, seed: int, items: int = ITEMS, least_seq: int | None = None) -> None:
+        """Make no text yet. With `least_seq` a text has between so many tokens and `seq`, and one more."""
         self._seq = seq
+        self._least_seq = seq if least_seq is None else least_seq
         self._seed = seed
         self._items = items
         letters = bits(row_keys(seed, [_DICTIONARY], torch.arange(_WORDS))[0], _LETTERS)
@@ -39,7 +41,7 @@ class MadeText(Dataset[Tensor]):
         return self._items
 
     def __getitem__(self, index: int) -> Tensor:
-        """Return seq + 1 tokens."""
+        """Return seq + 1 tokens, or fewer where lengths differ."""
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
@@ -50,7 +52,17 @@ class MadeText(Dataset[Tensor]):
         words = (drawn[:, 1:].square() * _WORDS).to(torch.int64)
         begins = (drawn[:, :1] * _LETTERS).to(torch.int64)
         tokens = self._words[words].flatten(1)
-        return list(tokens.gather(1, begins + torch.arange(self._seq + 1)))
+        texts = tokens.gather(1, begins + torch.arange(self._seq + 1))
+        if self._least_seq == self._seq:
+            return list(texts)
+        return [text[:length] for text, length in zip(texts, self.lengths(indices), strict=True)]
+
+    def lengths(self, indices: Sequence[int]) -> list[int]:
+        """Return how many tokens these texts have. Short ones are more frequent."""
+        drawn = uniform(row_keys(self._seed, [_LENGTH], torch.tensor(indices))[0], 1)[:, 0]
+        more = (drawn.square() * (self._seq - self._least_seq + 1)).to(torch.int64)
+        found: list[int] = (more + self._least_seq + 1).tolist()
+        return found
 
 
 class DrawnFaces(Dataset[tuple[Tensor, Tensor]]):

@@ -96,7 +96,11 @@ class MemoryPlanner:
         self._on_card = on_card
         refuse_without_data(task)
         key = order.Sample(number=0, epoch=0, index=0)
-        self._batch_of_one = (task.collate or default_collate)([task.dataset[key if task.by_sample else 0]])
+        self._batch_of_one = (
+            (task.collate or default_collate)([task.dataset[key if task.by_sample else 0]])
+            if task.largest is None
+            else task.largest()
+        )
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._live = _LiveBytes(_CUDA_BLOCK_BYTES if on_card else 1)
         held = []

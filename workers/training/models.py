@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from workers.training.keyed import KeyedDropout
+from workers.training.sequences import own_document
 
 #: Landmarks of a face, as in the iBUG 300-W annotation.
 POINTS = 68
@@ -75,12 +76,13 @@ class Gpt(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(weight)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of each next token."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
+    def forward(self, tokens: Tensor, places: Tensor | None = None) -> Tensor:
+        """Return the logits of each next token. With `places`, a row holds several documents, each from place 0 on."""
+        seen = None if places is None else own_document(places)
+        places = torch.arange(tokens.shape[1], device=tokens.device) if places is None else places
         x = self.dropout(self.tokens(tokens) + self.places(places))
         for block in self.blocks:
-            x = block(x)
+            x = block(x) if seen is None else block(x, seen)
         return functional.linear(self.norm(x), self.tokens.weight)
 
 
@@ -99,13 +101,13 @@ class Block(nn.Module):
         self.dropout_attention = KeyedDropout(dropout)
         self.dropout_perceptron = KeyedDropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return (rows, tokens, width)."""
+    def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Return (rows, tokens, width). `seen` says which tokens each one sees; `None`: all up to itself."""
         rows, seq, width = x.shape
         parts = self.query_key_value(self.norm_attention(x)).view(rows, seq, 3, self._heads, -1)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.dropout_attention(self.merge(seen.transpose(1, 2).reshape(rows, seq, width)))
+        read = functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, is_causal=seen is None)
+        x = x + self.dropout_attention(self.merge(read.transpose(1, 2).reshape(rows, seq, width)))
         hidden = functional.gelu(self.widen(self.norm_perceptron(x)), approximate="tanh")
         added: Tensor = self.dropout_perceptron(self.shrink(hidden))
         return x + added

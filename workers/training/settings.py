@@ -69,6 +69,12 @@ class TrainSettings(BaseModel):
     """Move only what changes no bit of the result: the number of checkpointed blocks, not the micro-batch."""
     seq: Annotated[int, Field(ge=2, le=1_048_576)] | None = None
     """Tokens of a sample."""
+    min_seq: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
+    """Made text alone: documents of between so many tokens and `seq`; `None`: all have `seq`."""
+    bucketing: bool = False
+    """Batches of documents of similar length."""
+    packing: bool = False
+    """Rows of several documents, as many as `seq` tokens hold. `batch` and `micro` then count rows."""
     lr: Annotated[float, Field(gt=0)] | None = None
     warmup_steps: Annotated[int, Field(ge=0)] = 20
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
@@ -143,6 +149,19 @@ class TrainSettings(BaseModel):
                 "attention: cudnn is not deterministic, and deterministic: true promises the same bits; "
                 "valid: auto, flash, efficient, math"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _lengths(self) -> Self:
+        if self.bucketing and self.packing:
+            raise ValueError(
+                "bucketing: true sorts documents by length, and packing: true fills rows with them, so that all have "
+                "one length; valid: one of them"
+            )
+        if self.min_seq is not None and self.data is not None:
+            raise ValueError("min_seq is for made text, and data is cut into windows of one length; valid: one of them")
+        if self.min_seq is not None and self.r_drop:
+            raise ValueError("r_drop compares documents of one length, and min_seq makes others; valid: one of them")
         return self
 
     def fingerprint(self) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -21,6 +21,16 @@ from workers.training import order
 from workers.training.errors import TaskError
 from workers.training.made_data import ITEMS, DrawnFaces, MadeText
 from workers.training.models import CNNS, GPTS, Cnn, CnnShape, Gpt, GptShape
+from workers.training.sequences import (
+    PackedRows,
+    filled_up,
+    filled_up_loss,
+    filled_up_tokens,
+    longest_part,
+    packed_loss,
+    packed_tokens,
+    shortened,
+)
 from workers.training.settings import TrainSettings
 from workers.training.text import TextData
 from workers.training.validation import SAMPLES, validation
@@ -97,12 +107,20 @@ class TrainTask:
     """The modules that can be checkpointed one by one."""
     collate: Callable[[list[Any]], Batch] | None = None
     """Makes a batch of samples; `None`: tensors are stacked."""
+    shorten: Callable[[Batch], Batch] | None = None
+    """Takes off what fills up all samples of a part on the host; `None`: all samples have one shape."""
+    largest: Callable[[], Batch] | None = None
+    """Makes a part of the one sample that takes the most memory; `None`: any one does."""
     by_sample: bool = False
     """Whether the data set is asked by `Sample` (number, epoch, index) and not by index, to augment by epoch."""
     lr: float = 1e-3
     """Where the settings name none."""
     items: str = "samples"
     """What `count` counts."""
+
+    def shortened(self, part: Batch) -> Batch:
+        """Return a part on the host without what fills up all of its samples."""
+        return part if self.shorten is None else self.shorten(part)
 
 
 def find_task(settings: TrainSettings, seed: int) -> TrainTask:
@@ -111,6 +129,8 @@ def find_task(settings: TrainSettings, seed: int) -> TrainTask:
     Raises:
         TaskError: There is no such task, it fails, or it is none.
     """
+    if settings.packing and settings.preset not in GPTS:
+        raise TaskError(f"train.packing is for the GPT presets, and {settings.preset} is none; leave it out")
     if settings.preset in GPTS:
         return _gpt_task(settings, GPTS[settings.preset], seed)
     if settings.preset in CNNS:
@@ -145,8 +165,10 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
     seq = settings.seq or shape.seq
     if seq > shape.seq:
         raise TaskError(f"train.seq is {seq}, and {settings.preset} reads at most {shape.seq} tokens")
-    made = MadeText(seq, shape.vocabulary, seed)
-    return TrainTask(
+    if settings.min_seq is not None and settings.min_seq >= seq:
+        raise TaskError(f"train.min_seq is {settings.min_seq}, and a text has at most {seq} tokens; lower it")
+    made = MadeText(seq, shape.vocabulary, seed, least_seq=settings.min_seq)
+    task = TrainTask(
         name=settings.preset,
         model=partial(Gpt, shape, settings.dropout),
         dataset=TextData(settings.data, seq) if settings.data else made,
@@ -156,6 +178,27 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
         evaluate=None if settings.data else validation(partial(_unseen, made), next_token_loss, next_tokens),
         lr={"gpt2-small": 6e-4, "gpt2-medium": 3e-4}.get(settings.preset, 2e-3),
         items="tokens",
+    )
+    if settings.packing:
+        if settings.min_seq is None:
+            raise TaskError(
+                "train.packing puts several documents into a row, and all have its length; set train.min_seq"
+            )
+        return replace(
+            task,
+            dataset=PackedRows(made, seq),
+            loss=partial(packed_loss, label_smoothing=settings.label_smoothing),
+            count=packed_tokens,
+        )
+    if settings.min_seq is None:
+        return task
+    return replace(
+        task,
+        loss=partial(filled_up_loss, label_smoothing=settings.label_smoothing),
+        count=filled_up_tokens,
+        collate=filled_up,
+        shorten=shortened,
+        largest=partial(longest_part, seq),
     )
 
 

@@ -55,7 +55,7 @@ class Train(Workload):
         self._trainer: Trainer | None = None
         self._snapshots: Snapshots | None = None
         self._level = 0
-        self._flop_per_sample = 0.0
+        self._flop_per_unit = 0.0
         self._sha256: str | None = None
         self._told_failure: str | None = None
         self._save_soon = False
@@ -139,7 +139,8 @@ class Train(Workload):
                 self._prediction.note(batch, part)
             self._computed += part.rows
             return StepResult(
-                flop=self._flop_per_sample * part.rows, partial=part.rows < min(batch, self._settings.batch)
+                flop=self._flop_per_unit * self._units_per_sample(trainer) * part.rows,
+                partial=part.rows < min(batch, self._settings.batch),
             )
         raise UpdateInterruptedError(sentence)
 
@@ -236,11 +237,15 @@ class Train(Workload):
                 self.context.tell("hazard", reason=sentence)
         if trainer.loader_numbers.reason:
             self.context.tell("loader", **asdict(trainer.loader_numbers))
-        self._flop_per_sample = trainer.flop_per_sample()
+        self._flop_per_unit = trainer.flop_per_sample() / self._units_per_sample(trainer)
         if ran := trainer.attention_kernels():
             self.context.tell("attention", asked=self._settings.attention, ran=ran)
         self._trainer = trainer
         return trainer
+
+    def _units_per_sample(self, trainer: Trainer) -> float:
+        """Return what the operations of a sample go by: its items where lengths differ, else nothing."""
+        return 1.0 if self._task.shorten is None else trainer.items_per_sample
 
     def _go_on(self, trainer: Trainer, folder: Path) -> None:
         """Load the last good snapshot, unless this is the beginning of a run."""

@@ -1,0 +1,124 @@
+"""Documents of unequal lengths for a GPT: filled up to the longest one of a part, or several in a row.
+
+In a row of several documents each one sees itself alone, and its positions begin at 0. So the loss of each token is the
+same either way, to rounding, and no token that only fills up counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+from workers.training.length_order import packed
+
+#: In the place of a token that is not there, or is not to be predicted.
+NO_TOKEN: Final = -1
+
+
+class Documents(Protocol):
+    """A data set of token sequences whose lengths are known without making them."""
+
+    def __len__(self) -> int: ...
+
+    def __getitems__(self, indices: Sequence[int], /) -> list[Tensor]: ...
+
+    def lengths(self, indices: Sequence[int], /) -> list[int]:
+        """Return how many tokens each of them has."""
+
+
+class PackedRows(Dataset[Tensor]):
+    """Rows of several documents, each row of the same length: (3, seq) of inputs, labels and positions."""
+
+    def __init__(self, documents: Documents, seq: int) -> None:
+        """Decide which documents share a row; a document of n tokens takes n - 1 of it."""
+        self._documents = documents
+        self._seq = seq
+        lengths = [length - 1 for length in documents.lengths(range(len(documents)))]
+        self._rows = packed(lengths, seq)
+
+    def __len__(self) -> int:
+        """Return how many rows there are."""
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Return one row."""
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
+        """Return several rows."""
+        wanted = [self._rows[index] for index in indices]
+        made = iter(self._documents.__getitems__([document for row in wanted for document in row]))
+        return [packed_row([next(made) for _ in row], self._seq) for row in wanted]
+
+    def documents_of(self, index: int) -> list[int]:
+        """Return the documents in a row, in their order there."""
+        return list(self._rows[index])
+
+
+def packed_row(documents: Sequence[Tensor], seq: int) -> Tensor:
+    """Return a row (3, seq) of inputs, labels and positions. What is left at its end is a document without labels."""
+    left = seq - sum(len(each) - 1 for each in documents)
+    inputs = torch.cat([*(each[:-1] for each in documents), torch.zeros(left, dtype=torch.int64)])
+    labels = torch.cat([*(each[1:] for each in documents), torch.full((left,), NO_TOKEN)])
+    places = torch.cat([torch.arange(length) for length in (*(len(each) - 1 for each in documents), left)])
+    return torch.stack((inputs, labels, places))
+
+
+def filled_up(documents: Sequence[Tensor]) -> Tensor:
+    """Return the documents as rows of the longest one's length."""
+    return nn.utils.rnn.pad_sequence(list(documents), batch_first=True, padding_value=NO_TOKEN)
+
+
+def shortened(tokens: Tensor) -> Tensor:
+    """Take off what fills up all rows of a part on the host."""
+    longest = int((tokens != NO_TOKEN).sum(dim=1).max())
+    return tokens[:, :longest]
+
+
+def filled_up_loss(model: nn.Module, tokens: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Sum the cross-entropy of all tokens but the first of each row, without those that fill up."""
+    # They come last, so no other token sees them.
+    return _loss(model(tokens[:, :-1].clamp(min=0)), tokens[:, 1:], label_smoothing)
+
+
+def filled_up_tokens(tokens: Tensor) -> int:
+    """Count the tokens that are predicted."""
+    return int((tokens[:, 1:] != NO_TOKEN).sum())
+
+
+def packed_loss(model: nn.Module, rows: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Sum the cross-entropy of all labels of packed rows."""
+    inputs, labels, places = rows.unbind(dim=1)
+    return _loss(model(inputs, places), labels, label_smoothing)
+
+
+def packed_tokens(rows: Tensor) -> int:
+    """Count the tokens that are predicted."""
+    return int((rows[:, 1] != NO_TOKEN).sum())
+
+
+def own_document(places: Tensor) -> Tensor:
+    """Return a mask (rows, 1, tokens, tokens) of what each token sees: its own document, as far as itself."""
+    document = (places == 0).cumsum(dim=1)
+    seen = document[:, :, None] == document[:, None, :]
+    return seen.tril()[:, None]
+
+
+def longest_part(seq: int) -> Tensor:
+    """Return a filled-up part of one document of the greatest length, for the plan of memory."""
+    return torch.zeros((1, seq + 1), dtype=torch.int64)
+
+
+def _loss(logits: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
+    return functional.cross_entropy(
+        logits.flatten(0, 1).float(),
+        labels.flatten(),
+        reduction="sum",
+        ignore_index=NO_TOKEN,
+        label_smoothing=label_smoothing,
+    )
