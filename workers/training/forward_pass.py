@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from workers.training import order, precision
 from workers.training.attention import kernels_of
 from workers.training.checkpointing import Checkpointing
+from workers.training.compiling import Compiling
 from workers.training.errors import TaskError
 from workers.training.feed import Feed
 from workers.training.keyed import Dropouts
@@ -42,8 +43,9 @@ class ForwardPass:
         self._device = device = next(model.parameters()).device
         self.levers = ModelLevers(settings, model, device_type=device.type, on_card=device.type == "cuda")
         self.blocks = task.blocks(model)
-        self.checkpointing = Checkpointing(self.blocks)
         self.dropouts = Dropouts(model, order.mixed(seed, 1))
+        self.compiling = Compiling(settings, model, self.blocks)
+        self.checkpointing = Checkpointing(self.blocks)
 
     def loss(self, first: int, rows: int, level: int, arithmetic: Precision, samples_used: int) -> Tensor:
         """Return the summed loss of the samples `first` to `first + rows - 1` of the batch.

@@ -5,7 +5,7 @@ Decides nothing: the policy moves along the rungs. What a rung takes is told by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from workers.policy.base import Rung
@@ -22,6 +22,9 @@ _AGAIN: Final = 1 / 3
 #: No micro-batch is nearer to the one above than this share of it: a finer one would not be worth a change.
 _FINEST: Final = 1 / 16
 
+#: With torch.compile: its CUDA graphs keep memory for each size.
+_MOST_COMPILED: Final = 6
+
 #: Units are KiB: a finer difference is nothing to a policy, and whole numbers stay small.
 _UNIT_BYTES: Final = 1024
 
@@ -29,7 +32,16 @@ _UNIT_BYTES: Final = 1024
 def offered_micro_batches(settings: TrainSettings) -> list[int]:
     """Return the micro-batches that a training may use, in ascending order."""
     most = settings.batch if settings.micro == "auto" else min(settings.micro, settings.batch)
-    return [most] if settings.exact else micro_batches(settings.batch, most)
+    if settings.exact:
+        return [most]
+    found = micro_batches(settings.batch, most)
+    return found if settings.compile == "off" else thinned(found, _MOST_COMPILED)
+
+
+def thinned(micros: Sequence[int], most: int) -> list[int]:
+    """Return at most so many of them, the first and the last among them, spread evenly."""
+    last = len(micros) - 1
+    return [micros[round(place * last / (most - 1))] for place in range(most)] if last >= most else list(micros)
 
 
 def micro_batches(batch: int, most: int) -> list[int]:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import re
 from typing import Annotated, Final, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16"]
 Attention: TypeAlias = Literal["auto", "flash", "efficient", "cudnn", "math"]
+Compile: TypeAlias = Literal["off", "block", "model"]
+CompileMode: TypeAlias = Literal["default", "reduce-overhead", "max-autotune"]
 Optimizer: TypeAlias = Literal["adamw-fused", "adamw-foreach", "adamw-loop", "adamw-8bit"]
 
 #: `preset` names one of these, or the user's own `package.module:name`.
@@ -25,6 +27,8 @@ _FREE: Final = frozenset(
         "micro",
         "checkpoint",
         "states_on_host",
+        "compile",
+        "compile_mode",
         "loader_workers",
         "prefetch",
         "persistent",
@@ -48,6 +52,10 @@ def _known(preset: str) -> str:
             f"there is no preset {preset!r}; valid: {', '.join(PRESETS)}, or your own as package.module:name"
         )
     return preset
+
+
+def _off(value: object) -> object:
+    return "off" if value is False else value  # YAML reads off as false
 
 
 class TrainSettings(BaseModel):
@@ -98,6 +106,9 @@ class TrainSettings(BaseModel):
     precision: Precision = "bf16"
     checkpoint: Literal["auto", "none", "all"] | Annotated[int, Field(ge=0)] = "auto"
     """How many blocks drop their activations and compute them again in the backward pass."""
+    compile: Annotated[Compile, BeforeValidator(_off)] = "off"
+    """What torch.compile makes one graph of."""
+    compile_mode: CompileMode = "default"
     optimizer: Optimizer = "adamw-fused"
     states_on_host: Annotated[int, Field(ge=0, le=100)] = 0
     """Per cent of the optimiser's states that are in host memory; they come to the device for the update."""
@@ -139,6 +150,11 @@ class TrainSettings(BaseModel):
 
     @model_validator(mode="after")
     def _same_bits(self) -> Self:
+        if self.exact and self.compile != "off":
+            raise ValueError(
+                "exact: true promises the same bits at any memory, and where the compiler fails a training goes on "
+                "without what it compiled; valid: compile: off, or exact: false"
+            )
         if self.deterministic and self.cudnn_benchmark:
             raise ValueError(
                 "cudnn_benchmark: true takes the fastest kernel, which may be another one at the next run, and "

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -75,7 +76,7 @@ class Trainer:
         self.parameters = trained_parameters(task, self.model)
         self._shares = TimeShares(device)
         self._forward = ForwardPass(task, settings, self.model, self._feed, self._shares, seed)
-        self.checkpointing = self._forward.checkpointing
+        self.checkpointing, self.compiling = self._forward.checkpointing, self._forward.compiling
         self._accumulator = Accumulator(self.parameters, set_to_none=settings.set_to_none)
         lr = settings.lr or task.lr
         optimizer = (task.optimizer or (lambda some: adamw(list(some), settings, lr)))(self.parameters)
@@ -143,7 +144,8 @@ class Trainer:
         first = self._accumulator.done
         self._parts = self._parts if first else []
         if rows:
-            self._accumulator.add(rows, *self._part(first, rows, level, self.settings.precision, self._scaler.scale))
+            part = partial(self._part, first, rows, level, self.settings.precision, self._scaler.scale)
+            self._accumulator.add(rows, *self.compiling.run(rows, part))
             self._parts.append((rows, level))
         updated = self._accumulator.remaining == 0
         if updated:
@@ -289,6 +291,7 @@ class Trainer:
         for parameter in self.parameters:
             parameter.grad = None
         self._forward.dropouts.forget()
+        self.compiling.park()
         states = self._update.optimizer.state.values()
         held = [*states, self._accumulator.gradients, self._accumulator.loss]
         average = [self._average.tensors] if self._average and not self._average.on_host else []

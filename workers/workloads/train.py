@@ -104,7 +104,8 @@ class Train(Workload):
             self.context.tell("not_planned", reason=f"{type(error).__name__}: {error}")
             return rungs_of(micros, [0], 0, lambda micro, _: 1024.0 * micro)
         self._prediction = Prediction(planner)
-        stride = -(-most_level // _MOST_LEVELS) or 1
+        # A model that is compiled as a whole is compiled for each level.
+        stride = -(-most_level // (1 if settings.compile == "model" else _MOST_LEVELS)) or 1
         return rungs_of(micros, sorted({*range(0, most_level, stride), most_level}), most_level, told)
 
     def set_level(self, level: int) -> None:
@@ -137,6 +138,8 @@ class Train(Workload):
         else:
             if self._prediction is not None:
                 self._prediction.note(batch, part)
+            for name, figures in trainer.compiling.news():
+                self.context.tell(name, **figures)
             self._computed += part.rows
             return StepResult(
                 flop=self._flop_per_unit * self._units_per_sample(trainer) * part.rows,

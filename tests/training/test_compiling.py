@@ -1,0 +1,122 @@
+"""torch.compile: the course of the training stays, and where it fails or comes again and again it is taken back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from tests.training.scene import CPU, settings, trainer
+from tests.training.test_trajectory import gap, train
+from workers.training.compiling import Compiling
+from workers.training.errors import TaskError
+from workers.training.rungs import offered_micro_batches
+from workers.training.settings import TrainSettings
+from workers.training.tasks import TrainTask
+from workers.training.trainer import Trainer
+
+#: The compiler's own code uses what torch has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+
+
+def test_the_blocks_are_one_graph_for_all_sizes_and_levels_and_the_loss_goes_its_way() -> None:
+    drawn = random.Random(5)  # noqa: S311 - repeatable
+    plain, compiled, other_seed = trainer(steps=12), trainer(steps=12, compile="block"), trainer(steps=12, seed=8)
+    losses = train(plain, lambda: 12)
+    again = train(compiled, lambda: drawn.randint(1, 12), lambda: drawn.randint(0, 2))
+    assert gap(again, losses) < 0.1 * gap(train(other_seed, lambda: 12), losses)
+    ((name, figures),) = compiled.compiling.news()
+    assert (name, figures["unit"], figures["graphs"]) == ("compiled", "block", 1)
+    assert figures["seconds"] > 0
+    assert {rows for rows, *_ in compiled.course.splits} > {1}, "one sample alone was computed too, without a graph"
+    assert compiled.compiling.news() == []
+
+
+class Stubborn(nn.Module):
+    """What the compiler makes of it depends on a number that changes in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 1)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return one number for each sample."""
+        self.calls = self.calls + 1
+        if self.calls % 3 == 0:
+            return torch.zeros(len(x))
+        result: Tensor = self.line(x) * self.calls
+        return result
+
+
+def compiling(model: nn.Module, backend: Any) -> tuple[Compiling, Callable[[int], Tensor]]:  # noqa: ANN401 - torch's
+    """Return it, and what computes some rows."""
+    made = Compiling(settings(compile="model"), model, [], backend)
+    return made, lambda rows: made.run(rows, lambda: model(torch.ones(rows, 8)).sum())
+
+
+def test_what_would_be_compiled_in_every_step_is_taken_back() -> None:
+    made, part = compiling(Stubborn(), "eager")
+    for rows in range(2, 12):
+        part(rows)
+    *compiled, (name, figures) = made.news()
+    assert {each for each, _ in compiled} == {"compiled"}
+    assert len(compiled) == 4
+    assert name == "not_compiled"
+    assert "more than 4 times" in figures["reason"]
+
+
+def test_a_compiler_that_fails_costs_its_own_time_only() -> None:
+    def backend(*_: object) -> None:
+        raise ValueError("no such instruction")
+
+    made, part = compiling(nn.Linear(8, 1), backend)
+    assert float(part(3)) == pytest.approx(float(part(1)) * 3)
+    ((name, figures),) = made.news()
+    assert name == "not_compiled"
+    assert "no such instruction" in figures["reason"]
+
+
+def test_a_compiler_that_runs_out_of_memory_is_given_three_trials() -> None:
+    def backend(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+
+    made, part = compiling(nn.Linear(8, 1), backend)
+    for _ in range(2):
+        with pytest.raises(Exception, match="out of memory"):
+            part(3)
+    assert float(part(3)) == pytest.approx(float(part(1)) * 3)
+    assert [name for name, _ in made.news()] == ["not_compiled"]
+
+
+def test_an_error_of_the_model_itself_is_not_the_compilers() -> None:
+    wrong = TrainTask(
+        name="wrong",
+        model=lambda: nn.Linear(8, 1),
+        dataset=TensorDataset(torch.zeros(8, 8)),
+        loss=lambda model, part: model(part[0][:, :7]).sum(),
+    )
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        Trainer(wrong, TrainSettings(batch=4, precision="fp32", compile="model"), CPU, 0).micro_batch(4)
+
+
+def test_blocks_that_a_task_does_not_name_cannot_be_compiled() -> None:
+    with pytest.raises(TaskError, match=r"set train\.compile: model"):
+        Compiling(settings(compile="block"), nn.Linear(8, 1), [])
+
+
+def test_few_sizes_are_offered_to_what_is_compiled() -> None:
+    offered = offered_micro_batches(TrainSettings(batch=64, compile="block"))
+    assert (len(offered), offered[0], offered[-1]) == (6, 1, 64)
+    assert offered_micro_batches(TrainSettings(batch=4, compile="block")) == [1, 2, 4]
