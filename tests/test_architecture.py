@@ -45,6 +45,7 @@ PLANTED = {
         ("orchestrator/errors.py", "orchestrator.config.duration"),
     ],
     "Layers of the engine": [
+        ("workers/engine/duty_cycle.py", "workers.tuning.messages"),
         ("workers/node_agent/protocol.py", "workers.engine.engine"),
         ("workers/devices/common.py", "workers.node_agent.protocol"),
         ("workers/training/schedule.py", "workers.devices.common"),

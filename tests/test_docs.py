@@ -66,6 +66,10 @@ OPTIONS = {
         "--config", "-c", "--duration", "--phase", "--local", "--rehearse", "--set", "--json", "--plain", "--run-dir",
         "--fake-sensors", "--apply-power-limit", "--sweep", "--help",
     },
+    "tune": {
+        "--config", "-c", "--local", "--rehearse", "--preset", "--budget", "--levers", "--resume", "--set", "--json",
+        "--help",
+    },
     "doctor": {"--config", "-c", "--set", "--node", "--json", "--help"},
     "init": {"--output", "-o", "--force", "--help"},
 }  # fmt: skip

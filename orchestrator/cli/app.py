@@ -6,7 +6,6 @@ Does not implement the verbs, nor decide how an error reaches the user (`main.py
 from __future__ import annotations
 
 import functools
-import os
 import shutil
 import sys
 import time
@@ -16,7 +15,7 @@ import typer
 
 from orchestrator.cli import commands, levers
 from orchestrator.cli import options as opt
-from orchestrator.cli.loading import config_of, duration_s, print_text
+from orchestrator.cli.loading import config_of, duration_s, import_from_here, print_text
 from orchestrator.config.load import load_config
 from orchestrator.errors import UsageError
 from orchestrator.watch.cells import glyphs_for
@@ -81,7 +80,7 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
     more_s = duration_s(duration)
     changes = {"run.duration": duration, "workload.name": workload, "memory.policy": policy}
     loaded = config_of(config, overrides, {**changes, "run.dir": run_dir})
-    _let_workers_import_from_here()
+    import_from_here()
     if resume is not None:
         if local or rehearse or debug or overrides or workload is not None or policy is not None:
             raise UsageError(
@@ -337,7 +336,7 @@ def burn(  # noqa: PLR0913 - one parameter for each option of the command
         raise UsageError("--local and --rehearse exclude each other")
     heat_s = duration_s(duration) or phases.HEAT_S
     loaded = config_of(config, overrides, {"run.dir": run_dir})
-    _let_workers_import_from_here()
+    import_from_here()
     make_environment = environments.on_this_machine if local else environments.on_cluster
     if rehearse:
         make_environment = functools.partial(environments.in_rehearsal, scale=None)
@@ -382,9 +381,3 @@ def init(output: opt.Output = "cluster.yaml", force: opt.Force = False) -> None:
 
 levers.add_to(app)
 commands.add_to(app)
-
-
-def _let_workers_import_from_here() -> None:
-    """Make the user's own workload importable by workers: Ray hands this process's search path on to them."""
-    if os.getcwd() not in sys.path:  # noqa: PTH109 - sys.path holds strings
-        sys.path.insert(0, os.getcwd())  # noqa: PTH109

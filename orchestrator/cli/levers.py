@@ -2,18 +2,56 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import typer
 
 from orchestrator.cli import options as opt
-from orchestrator.cli.loading import config_of, print_text
+from orchestrator.cli.loading import config_of, duration_s, import_from_here, print_text
+from orchestrator.errors import UsageError
 from orchestrator.watch.cells import glyphs_for
 
 
 def add_to(app: typer.Typer) -> None:
     """Declare the verbs."""
+
+    @app.command()
+    def tune(  # noqa: PLR0913, PLR0917 - one parameter for each option; typer calls by name
+        config: opt.ConfigPath = "cluster.yaml",
+        local: opt.Local = False,
+        rehearse: opt.Rehearse = False,
+        preset: opt.Preset = None,
+        budget: opt.Budget = None,
+        levers: opt.Levers = None,
+        resume: opt.ResumeTuning = None,
+        overrides: opt.Overrides = None,
+        json_output: opt.AsJson = False,
+    ) -> None:
+        """Measure what each setting of a training brings here, and write tuned.yaml."""
+        from orchestrator.tuning import verb  # noqa: PLC0415 - `--help` should not wait
+
+        if local and rehearse:
+            raise UsageError("--local and --rehearse exclude each other")
+        import_from_here()
+        if resume is not None:
+            if local or rehearse or overrides or not (preset is budget is levers is None):
+                raise UsageError("--resume goes on with what was asked for; start a new tuning to change anything")
+            folder = verb.folder_of(resume)
+        else:
+            loaded = config_of(config, overrides, {"train.preset": preset})
+            wanted = [name.strip() for name in (levers or "").split(",") if name.strip()]
+            text = Path(config).read_text(encoding="utf-8")
+            budget_s = duration_s(budget)
+            folder = verb.begin(verb.asked_of(loaded, text, rehearse=rehearse, budget_s=budget_s, wanted=wanted))
+        progress = verb.Progress()
+        progress(f"If this is interrupted: python -m orchestrator tune --resume {folder.name}")
+        try:
+            result = verb.tune(folder, progress)
+        finally:
+            progress.close()
+        print_text(json.dumps(result.plain(), indent=2) if json_output else verb.result_text(folder, result))
 
     @app.command()
     def advise(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 
@@ -32,3 +33,9 @@ def print_text(text: str) -> None:
     """Print text that may come from a file: characters that the terminal cannot show must not stop the output."""
     encoding = sys.stdout.encoding or "utf-8"
     typer.echo(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def import_from_here() -> None:
+    """Make the user's own workload importable by workers: they get this process's search path."""
+    if os.getcwd() not in sys.path:  # noqa: PTH109 - sys.path holds strings
+        sys.path.insert(0, os.getcwd())  # noqa: PTH109

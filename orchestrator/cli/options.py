@@ -63,6 +63,14 @@ SweepOf = Annotated[
     ),
 ]
 
+# Of `tune`.
+Preset = Annotated[Text, Option(help="What is trained. Default: train.preset.", metavar="NAME")]
+Budget = Annotated[Text, Option(help="Minutes, or 30s, 2h. Default: 15 minutes; 4 in a rehearsal.", metavar="TIME")]
+Levers = Annotated[
+    Text, Option(help="Only these, such as precision,optimizer=adamw-fused. Default: all.", metavar="KEY[=VALUE],...")
+]
+ResumeTuning = Annotated[Text, Option("--resume", help="Go on with a tuning that was interrupted.", metavar="ID")]
+
 # Of `up`, `stop` and `doctor`.
 NodeToStart = Annotated[str, Argument(help="A key under nodes: in the configuration.")]
 HeadAddress = Annotated[

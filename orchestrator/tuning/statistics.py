@@ -23,7 +23,9 @@ class Effect:
 
     ratio: float
     low: float
+    """0 with too few rounds for any interval of this confidence."""
     high: float
+    """Infinite then."""
     p: float
     """Probability of a difference at least as consistent between two equal arms."""
     rounds: int
@@ -49,7 +51,11 @@ def effect_of(ratios: Sequence[float], confidence: float) -> Effect | None:
     """Return the effect that log ratios show, with an interval of this confidence; `None` without any round."""
     if not ratios:
         return None
-    low, high = bootstrap_interval(ratios, confidence)
+    # Even the whole range of n values misses the median if all of them lie on one side of it: 2 chances in 2^n.
+    if 2.0 ** (1 - len(ratios)) > 1 - confidence:
+        low, high = -math.inf, math.inf
+    else:
+        low, high = bootstrap_interval(ratios, confidence)
     return Effect(
         ratio=math.exp(median(ratios)),
         low=math.exp(low),

@@ -6,13 +6,14 @@ a lever whose aim is memory, fewer bytes. Does not measure and does not know whi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from orchestrator.tuning.rows import Verdict
 from orchestrator.tuning.statistics import Effect
 
-Aim: TypeAlias = Literal["speed", "memory"]
+Aim: TypeAlias = Literal["speed", "memory", "loss"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,9 @@ def judge_speed(
     if effect is None:
         return Judged(verdict=Verdict.UNDECIDED, reason="no round was measured")
     span = f"{effect.low:.3f} to {effect.high:.3f} over {effect.rounds} rounds"
+    if math.isinf(effect.high):
+        reason = f"{effect.ratio:.3f} in {effect.rounds} rounds, which are too few for an interval"
+        return Judged(verdict=Verdict.UNDECIDED, reason=reason)
     if effect.low >= 1 - resolve and effect.high <= 1 + resolve and not _within(claim, resolve):
         return Judged(verdict=Verdict.NO_EFFECT, reason=f"within {100 * resolve:g} % of the baseline: {span}")
     if not (real and effect.excludes_one):

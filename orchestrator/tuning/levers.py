@@ -1,0 +1,184 @@
+"""The levers that `tune` measures, as data, and the baseline they are compared with. Pure.
+
+A lever is a key of `train:` at a value. In the baseline every lever that changes no objective has its plain value, so
+that a row says what the lever alone brings. Keys that change what is trained stay as the user has them. Whether this
+version and this machine can run a lever is computed: by `TrainSettings`, by the kind of device, and by the arm itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from orchestrator.errors import UsageError, one_line
+from orchestrator.tuning.rows import ParityClass
+from orchestrator.tuning.verdicts import Aim
+from workers.training.settings import TrainSettings
+
+_EXACT, _NUMERIC, _OBJECTIVE = ParityClass.EXACT, ParityClass.NUMERIC, ParityClass.OBJECTIVE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One arm beside the baseline: some keys at other values."""
+
+    lever: str
+    setting: str
+    changes: Mapping[str, Any]
+    parity: ParityClass | None = None
+    """`None`: nothing is trained."""
+    aim: Aim = "speed"
+    needs_card: str | None = None
+    """Why it says nothing without a card."""
+    copies: int = 1
+    """Workers at once."""
+
+    @property
+    def name(self) -> str:
+        """What rounds and files call it."""
+        return f"{self.lever}={self.setting}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Lever:
+    key: str
+    values: Sequence[Any]
+    parity: ParityClass
+    aim: Aim = "speed"
+    needs_card: str | None = None
+    beside: Mapping[str, Any] | None = None
+    """Other keys without which it does nothing."""
+
+
+#: What a training has before any lever is set.
+PLAIN: Final[Mapping[str, Any]] = {
+    "precision": "fp32",
+    "attention": "auto",
+    "compile": "off",
+    "channels_last": False,
+    "cudnn_benchmark": False,
+    "optimizer": "adamw-foreach",
+    "micro": "auto",
+    "checkpoint": "none",
+    "activations_on_host": False,
+    "states_on_host": 0,
+    "set_to_none": True,
+    "bucketing": False,
+    "packing": False,
+    "loader_workers": 0,
+    "prefetch": 2,
+    "pin": False,
+    "persistent": True,
+    "non_blocking": False,
+    "ram_cache": False,
+    "deterministic": False,
+    "exact": False,
+}
+
+_COPIES: Final = "it changes copies from the host to a card, and this device is the CPU"
+
+_OF_A_CARD: Final = frozenset({"pin", "non_blocking", "cudnn_benchmark"})
+
+#: In the order of the ladder: what is stacked first stands first.
+_LEVERS: Final = (
+    _Lever("precision", ("tf32",), _NUMERIC, needs_card="tf32 is a mode of a card's matrix units"),
+    _Lever("precision", ("bf16", "fp16"), _NUMERIC),
+    _Lever("attention", ("math", "efficient", "flash"), _NUMERIC),
+    _Lever("attention", ("cudnn",), _NUMERIC, needs_card="cuDNN is a library for cards"),
+    _Lever("compile", ("block", "model"), _NUMERIC),
+    _Lever("compile_mode", ("reduce-overhead", "max-autotune"), _NUMERIC, beside={"compile": "block"}),
+    _Lever("channels_last", (True,), _NUMERIC),
+    _Lever("cudnn_benchmark", (True,), _NUMERIC, needs_card="cuDNN is a library for cards"),
+    _Lever("optimizer", ("adamw-fused", "adamw-loop"), _NUMERIC),
+    _Lever("optimizer", ("adamw-8bit",), _NUMERIC, "memory"),
+    _Lever("set_to_none", (False,), _EXACT),
+    _Lever("loader_workers", (1, 2, "auto"), _EXACT),
+    _Lever("prefetch", (4,), _EXACT, beside={"loader_workers": 1}),
+    _Lever("persistent", (False,), _EXACT, beside={"loader_workers": 1}),
+    _Lever("pin", (True,), _EXACT, needs_card=_COPIES),
+    _Lever("non_blocking", (True,), _EXACT, needs_card=_COPIES, beside={"pin": True}),
+    _Lever("ram_cache", (True,), _EXACT),
+    _Lever("bucketing", (True,), _OBJECTIVE),
+    _Lever("packing", (True,), _OBJECTIVE),
+    _Lever("deterministic", (True,), _NUMERIC),
+    _Lever("checkpoint", ("all",), _EXACT, "memory"),
+    _Lever("activations_on_host", (True,), _EXACT, "memory"),
+    _Lever("states_on_host", (50, 100), _EXACT, "memory"),
+    _Lever("ema_decay", (0.99,), _OBJECTIVE, "loss"),
+    _Lever("ema_on", ("host",), _OBJECTIVE, "memory", beside={"ema_decay": 0.99}),
+    _Lever("dropout", (0.1,), _OBJECTIVE, "loss"),
+    _Lever("label_smoothing", (0.1,), _OBJECTIVE, "loss"),
+    _Lever("r_drop", (0.5,), _OBJECTIVE, "loss", beside={"dropout": 0.1}),
+    _Lever("layer_decay", (0.9,), _OBJECTIVE, "loss"),
+    _Lever("adapter", ("lora", "dora"), _OBJECTIVE, "memory"),
+)
+
+
+def baseline_of(train: TrainSettings, *, on_card: bool) -> dict[str, Any]:
+    """Return the user's section with all levers of speed and memory at their plain values.
+
+    Without a card, keys that only a card heeds stay as they are.
+    """
+    kept = frozenset() if on_card else _OF_A_CARD
+    return {key: value if key in kept else PLAIN.get(key, value) for key, value in train.model_dump().items()}
+
+
+def train_candidates(baseline: Mapping[str, Any]) -> list[Candidate]:
+    """Return one candidate for each lever and value that is not the baseline's own."""
+    return [each for each in _all(baseline) if any(baseline.get(key) != value for key, value in each.changes.items())]
+
+
+def chosen(candidates: Sequence[Candidate], wanted: Sequence[str]) -> list[Candidate]:
+    """Return the candidates that `--levers` names, by key or by `key=value`; all if it names none.
+
+    Raises:
+        UsageError: A name fits no lever.
+    """
+    known = {name for each in candidates for name in (each.lever, each.name)}
+    if unknown := [name for name in wanted if name not in known]:
+        levers = ", ".join(dict.fromkeys(each.lever for each in candidates))
+        raise UsageError(f"--levers names {unknown[0]!r}, which is none; valid: {levers}, or one as KEY=VALUE")
+    return [each for each in candidates if not wanted or each.lever in wanted or each.name in wanted]
+
+
+def unavailable(candidate: Candidate, baseline: Mapping[str, Any], *, on_card: bool) -> str | None:
+    """Return why this version or this kind of device cannot run a candidate; `None`: only trying tells."""
+    try:
+        TrainSettings.model_validate({**baseline, **candidate.changes})
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(["train", *(str(part) for part in first["loc"][:1])])
+        if first["type"] == "extra_forbidden":
+            return f"this version has no key {key}"
+        return one_line(f"{key}: {first['msg']}")[:300]
+    if candidate.needs_card is not None and not on_card:
+        return candidate.needs_card
+    return None
+
+
+def _all(baseline: Mapping[str, Any]) -> Iterator[Candidate]:
+    batch = int(baseline["batch"])
+    for micro in dict.fromkeys((batch // 2, batch // 4)):
+        if micro:
+            yield Candidate(lever="micro", setting=str(micro), changes={"micro": micro}, parity=_EXACT, aim="memory")
+    for lever in _LEVERS:
+        for value in lever.values:
+            beside = {key: other for key, other in (lever.beside or {}).items() if baseline.get(key) != other}
+            with_ = "".join(f" with {key} {_text(other)}" for key, other in beside.items())
+            yield Candidate(
+                lever=lever.key,
+                setting=_text(value) + with_,
+                changes={**beside, lever.key: value},
+                parity=lever.parity,
+                aim=lever.aim,
+                needs_card=lever.needs_card,
+            )
+    for more in (batch + batch // 2, 2 * batch):
+        yield Candidate(lever="batch", setting=str(more), changes={"batch": more}, parity=_OBJECTIVE)
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,232 @@
+"""Runs the arms of a pass in interleaved rounds, and writes down what they took. Owns the clock of a tuning.
+
+Decides no verdict. What a killed tuning has measured is in its journal, and is not measured again.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from orchestrator.tuning.arms import Arm, ArmError, Measured
+from orchestrator.tuning.journal import Journal, PassData
+from orchestrator.tuning.levers import Candidate
+from orchestrator.tuning.rounds import BASELINE, disturbance, seconds_of, turns
+from orchestrator.tuning.statistics import effects
+from workers.tuning.messages import ArmSpec, Opened
+
+MakeSpec: TypeAlias = Callable[[str, Mapping[str, Any], int], ArmSpec]
+"""From name, changes against the baseline, and how much to add to the seed."""
+
+AGAIN: Final = "a/a=the baseline"
+"""The arm that is the baseline once more: what it seems to gain is the error of the method."""
+SEEDS: Final = ("seed 1", "seed 2")
+"""The baseline with other seeds; trained for the first steps only."""
+
+#: With fewer rounds no interval is worth a look.
+_LEAST_ROUNDS: Final = 6
+
+#: The baseline, its repetition, and one candidate are measured in any case.
+_ALWAYS: Final = 2
+
+#: Of the budget, for the first steps of all arms; and the bounds of how many steps that are.
+_OPENING_SHARE: Final = 0.12
+_FEWEST_STEPS: Final = 8
+_MOST_STEPS: Final = 100
+
+
+class BaselineError(Exception):
+    """The baseline cannot be measured, so nothing can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How a tuning measures."""
+
+    budget_s: float
+    turn_s: float
+    least_steps: int
+    resolve: float
+    """A share: the rounds end when every interval is at most so wide on either side."""
+    confidence: float
+    at_once: int
+    """Arms beside the baseline and its repetition that live at the same time."""
+    seed: int = 0
+    seeds: bool = True
+    """Whether something is trained, so that losses are compared."""
+
+
+class Clock:
+    """The time that a tuning has spent, with that of the processes that were killed."""
+
+    def __init__(self, before_s: float, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._began_s = now() - before_s
+
+    def spent_s(self) -> float:
+        """Return the seconds since the tuning began, without pauses between its processes."""
+        return self._now() - self._began_s
+
+
+class Measuring:
+    """The rounds of all passes."""
+
+    def __init__(
+        self, plan: Plan, journal: Journal, clock: Clock, make_spec: MakeSpec, say: Callable[[str], None]
+    ) -> None:
+        self._plan = plan
+        self._journal = journal
+        self._clock = clock
+        self._make_spec = make_spec
+        self._say = say
+
+    def settle_steps(self, arms: int) -> Opened:
+        """Find out how fast the baseline is, and how many first steps of each arm the budget allows.
+
+        Raises:
+            BaselineError: It cannot be measured.
+        """
+        if self._journal.steps is None:
+            probe = self._baseline("baseline, once", _FEWEST_STEPS)
+            step_s = max(probe.step_s, 1e-6)
+            steps = int(_OPENING_SHARE * self._plan.budget_s / (arms + 4) / step_s)
+            steps = min(_MOST_STEPS, max(_FEWEST_STEPS, steps)) if self._plan.seeds else _FEWEST_STEPS
+            self._journal.note("steps", self._clock.spent_s(), steps=steps)
+        if BASELINE not in self._journal.opened:
+            self._journal.note_opened(
+                BASELINE, self._baseline(BASELINE, self._journal.steps or _FEWEST_STEPS), self._clock.spent_s()
+            )
+        for number, name in enumerate(SEEDS if self._plan.seeds else (), 1):
+            if name not in self._journal.opened:
+                with suppress(ArmError):
+                    self._open_and_close(name, number)
+        return self._journal.opened[BASELINE]
+
+    def run(self, pass_name: str, candidates: Sequence[Candidate], until_s: float) -> PassData:
+        """Measure candidates against the baseline until all are resolved, or the time is over.
+
+        Raises:
+            BaselineError: The baseline has died.
+        """
+        data = self._journal.data(pass_name)
+        waves = -(-len(candidates) // self._plan.at_once)
+        size = math.ceil(len(candidates) / max(1, waves))
+        begin_s = self._clock.spent_s()
+        for number in range(waves):
+            if data.over:
+                break
+            wave = list(candidates[number * size : (number + 1) * size])
+            share = (number + 1) / waves
+            self._wave(pass_name, wave, begin_s + share * (until_s - begin_s), number)
+        if not data.over:
+            self._journal.note("over", self._clock.spent_s(), pass_name=pass_name)
+        return data
+
+    def _wave(self, pass_name: str, wave: Sequence[Candidate], until_s: float, number: int) -> None:
+        data, arms = self._journal.data(pass_name), dict[str, Arm]()
+        try:
+            for name, changes, copies in [
+                (BASELINE, {}, 1),
+                (AGAIN, {}, 1),
+                *((each.name, each.changes, each.copies) for each in wave),
+            ]:
+                too_late = self._clock.spent_s() > until_s and len(arms) > _ALWAYS
+                if name not in data.lost and not too_late:
+                    self._say(f"{pass_name}: preparing {name}, {self._left()}")
+                    self._start(pass_name, arms, name, changes, copies)
+            if BASELINE not in arms:
+                raise BaselineError(data.lost.get(BASELINE, "it did not start"))
+            self._rounds(pass_name, arms, until_s, number)
+            self._evaluate(pass_name, arms)
+        finally:
+            for arm in arms.values():
+                arm.close()
+
+    def _rounds(self, pass_name: str, arms: dict[str, Arm], until_s: float, wave: int) -> None:
+        """Run rounds; each takes about as long as the one before, and none begins that would end too late."""
+        data, took_s = self._journal.data(pass_name), 0.0
+        names = [name for name in arms if name != BASELINE]
+        counted = len([each for each in data.rounds if any(name in each for name in names)])
+        while self._clock.spent_s() + took_s <= until_s or counted + sum(data.dropped.values()) == 0:
+            began_s, measured, number = self._clock.spent_s(), list[Measured](), len(data.rounds)
+            drawn = number + sum(data.dropped.values())
+            for name in turns([each for each in names if each in arms], self._plan.seed + wave, drawn):
+                try:
+                    measured.append(arms[name].turn(self._plan.turn_s, self._plan.least_steps))
+                except ArmError as error:
+                    self._lose(pass_name, arms, name, str(error))
+                    if name == BASELINE:
+                        raise BaselineError(str(error)) from error
+            kept, dropped = len(data.rounds), sum(data.dropped.values())
+            blocks = [each.block for each in measured]
+            # On a machine that is never quiet, at most half of the time is given away for nothing.
+            why = disturbance(blocks) if dropped < kept else None
+            seconds = seconds_of((block.arm, block.seconds_per_sample) for block in blocks)
+            peaks = {each.block.arm: each.peak_bytes for each in measured}
+            detail = {"pass_name": pass_name, "seconds": dict(seconds), "peaks": peaks, "dropped": why}
+            self._journal.note("round", self._clock.spent_s(), **detail)
+            counted += why is None
+            took_s = self._clock.spent_s() - began_s
+            widest = self._widest(data, [name for name in names if name in arms])
+            told = "" if widest is None or math.isinf(widest) else f", widest ±{100 * widest:.1f} %"
+            self._say(f"{pass_name}: round {counted}, {len(names)} arms{told}, {self._left()}")
+            if counted >= _LEAST_ROUNDS and widest is not None and widest <= self._plan.resolve:
+                return
+
+    def _widest(self, data: PassData, names: Sequence[str]) -> float | None:
+        """Return the half-width of the widest interval."""
+        found = effects(data.rounds, BASELINE, names, self._plan.confidence)
+        return max((each.half_width for each in found.values()), default=None)
+
+    def _evaluate(self, pass_name: str, arms: dict[str, Arm]) -> None:
+        for name, arm in list(arms.items()):
+            try:
+                loss = arm.evaluate().validation_loss
+            except ArmError as error:
+                self._lose(pass_name, arms, name, str(error))
+                continue
+            if loss is not None and math.isfinite(loss):
+                detail: dict[str, Any] = {"pass_name": pass_name, "arm": name, "loss": loss}
+                self._journal.note("later", self._clock.spent_s(), **detail)
+
+    def _start(self, pass_name: str, arms: dict[str, Arm], name: str, changes: Mapping[str, Any], copies: int) -> None:
+        """Open an arm. What was compared before a kill is not compared again, but it has to warm up."""
+        known = name in self._journal.opened
+        arm = arms[name] = Arm(self._make_spec(name, changes, 0), copies)
+        try:
+            opened = arm.open(2 if known else self._journal.steps or _FEWEST_STEPS)
+        except ArmError as error:
+            self._lose(pass_name, arms, name, str(error))
+            return
+        if not known:
+            self._journal.note_opened(name, opened, self._clock.spent_s())
+
+    def _lose(self, pass_name: str, arms: dict[str, Arm], name: str, reason: str) -> None:
+        arms.pop(name).close()
+        self._journal.note("lost", self._clock.spent_s(), pass_name=pass_name, arm=name, reason=reason)
+
+    def _open_and_close(self, name: str, seed: int) -> None:
+        arm = Arm(self._make_spec(name, {}, seed))
+        try:
+            opened = arm.open(self._journal.steps or _FEWEST_STEPS)
+        finally:
+            arm.close()
+        self._journal.note_opened(name, opened, self._clock.spent_s())
+
+    def _baseline(self, name: str, steps: int) -> Opened:
+        self._say(f"preparing the baseline, {self._left()}")
+        arm = Arm(self._make_spec(name, {}, 0))
+        try:
+            return arm.open(steps)
+        except ArmError as error:
+            raise BaselineError(str(error)) from error
+        finally:
+            arm.close()
+
+    def _left(self) -> str:
+        seconds = max(0.0, self._plan.budget_s - self._clock.spent_s())
+        return f"{int(seconds // 60)}m{int(seconds % 60):02d}s left"
