@@ -5,14 +5,16 @@ An expected gain is at most what the run's own counters allow: time that is no l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
+from orchestrator.advise import sources
 from orchestrator.advise.causes import CardAnswer, Found
-from orchestrator.advise.facts import RunFacts
+from orchestrator.advise.facts import CardFacts, RunFacts
 from orchestrator.advise.shares import Cause
+from orchestrator.advise.sources import Known
 
 _RUN: Final = "python -m orchestrator run"
 #: Who says what a change may bring.
@@ -36,28 +38,85 @@ class Advice:
     gain_high: float | None = None
     source: str
     command: str
-    """Does it, or measures what it brings."""
+    """Does it, or says more."""
+    measure: str | None = None
+    """Measures what it brings; `None` where no command does."""
 
 
-def advice(run: RunFacts, answers: Iterable[CardAnswer]) -> tuple[Advice, ...]:
-    """Return what to do about the causes of all cards, the largest share of time first, each thing once."""
+def advice(run: RunFacts, answers: Sequence[CardAnswer], known: Known) -> tuple[Advice, ...]:
+    """Return what to do about the causes of all cards, the largest share of time first, each thing once.
+
+    Then what tunings have found to be faster than what the run had.
+    """
     found = sorted((each for answer in answers for each in answer.causes), key=lambda each: -each.share)
     made: dict[tuple[str | None, str], Advice] = {}
     for each in found:
-        one = _WHAT_TO_DO[each.cause](each, run)
+        one = _with_source(_WHAT_TO_DO[each.cause](each, run), run, each.card, known)
         made.setdefault((one.key, one.command), one)
+    for answer in answers:
+        for one in _of_tunings(run, answer.card, known):
+            if one.key not in {other.key for other in made.values()}:
+                made[one.key, one.command] = one
     return tuple(made.values())
+
+
+def notes(run: RunFacts, answers: Iterable[CardAnswer], known: Known) -> tuple[str, ...]:
+    """Return what cannot be known from what is there, and what would tell, a sentence each."""
+    told = []
+    if run.key("workload", "name") == "train":
+        told += [
+            f"What other settings bring to {run.model} on {answer.card.name} was never measured; type: "
+            f"python -m orchestrator tune --preset {run.model}"
+            for answer in answers
+            if run.model is not None and not sources.is_tuned(run, answer.card, known)
+        ]
+        if all(slot.profile is None for answer in answers for slot in answer.card.slots):
+            told.append(f"Synchronisations only show in a pass of torch.profiler; type: {_RUN} --set train.profile=10")
+    return tuple(dict.fromkeys(told))
+
+
+def _with_source(one: Advice, run: RunFacts, card: CardFacts, known: Known) -> Advice:
+    """Return advice on a key of `train:` with what was measured of it, else with what a guide claims of it."""
+    section, _, key = (one.key or "").partition(".")
+    if section != "train" or one.value is None:
+        return one
+    measure = f"python -m orchestrator tune --levers {key}"
+    gain = sources.measured(run, card, key, one.value, known)
+    if gain is not None:
+        return replace(one, gain_low=gain.low, gain_high=gain.high, source=gain.source, measure=measure)
+    claim = sources.guide(run, key, one.value, known.claims)
+    if claim is None:
+        return replace(one, measure=measure)
+    return replace(one, source=f"{one.source}; guide {claim.seed}, line {claim.line}: {claim.says}", measure=measure)
+
+
+def _of_tunings(run: RunFacts, card: CardFacts, known: Known) -> Iterator[Advice]:
+    """Yield the keys that a tuning has chosen and found faster alone; those chosen for their memory are left out."""
+    for key, value in sources.chosen(run, card, known).items():
+        gain = sources.measured(run, card, key, value, known)
+        if gain is not None and gain.low > 1.0:
+            yield Advice(
+                text="A tuning has chosen it for this model.",
+                key=f"train.{key}",
+                value=value,
+                gain_low=gain.low,
+                gain_high=gain.high,
+                source=gain.source,
+                command=f"{_RUN} --set train.{key}={value}",
+                measure=f"python -m orchestrator tune --levers {key}",
+            )
 
 
 def _loading(found: Found, run: RunFacts) -> Advice:
     workers = run.key("train", "loader_workers", 0)
     if workers == 0:
-        return _set(
-            found, "train.loader_workers", "2", "Prepare data in processes of their own, while the card computes."
-        )
+        text = "Prepare data in processes of their own, while the card computes."
+        return _set(found, "train.loader_workers", "auto", text)
+    if run.key("train", "ram_cache", default=False) is not True:
+        return _set(found, "train.ram_cache", "true", "Keep the data set in RAM, if it fits into half of what is free.")
     if isinstance(workers, int):
         return _set(found, "train.loader_workers", str(2 * workers), "Prepare data in more processes.")
-    return _set(found, "train.prefetch", "4", "Prepare more batches in advance.")
+    return _plain(found, "Make samples cheaper: smaller files, decoded once and stored so.", f"{_RUN} --debug")
 
 
 def _copying(found: Found, run: RunFacts) -> Advice:
@@ -139,6 +198,10 @@ _WHAT_TO_DO: Final[Mapping[Cause, Callable[[Found, RunFacts], Advice]]] = Mappin
         Cause.DATA: _loading,
         Cause.COPIES: _copying,
         Cause.OPTIMIZER: _updating,
+        Cause.SYNCHRONISATIONS: _typing(
+            "Read values of the card less often: a loss, an .item(), a print in your own task.",
+            f"{_RUN} --set train.profile=10",
+        ),
         Cause.GAPS: _typing("Give the card more work at once: larger steps, or compiled ones.", f"{_RUN} --debug"),
         Cause.DUTY: lambda found, _: _set(
             found, f"nodes.{found.card.node}.gpu_share", "1.0", "Let its workers use all of their time."

@@ -69,6 +69,8 @@ def _text(cause: Cause, card: CardFacts) -> str:  # noqa: C901, PLR0911, PLR0912
             return "batches were copied from the host to the card"
         case Cause.OPTIMIZER:
             return "gradients were clipped and weights updated"
+        case Cause.SYNCHRONISATIONS:
+            return "the program waited for the card with nothing more for it to do, as it does to read a value"
         case Cause.GAPS:
             return "it had work and ran no kernel: it waited for the host between kernels"
         case Cause.DUTY:

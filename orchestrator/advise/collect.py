@@ -15,10 +15,12 @@ from typing import Final
 import psutil
 import yaml
 
-from orchestrator.advise.facts import CardFacts, Keys, RunFacts, SlotFacts
+from orchestrator.advise.facts import CardFacts, Keys, Profile, RunFacts, SlotFacts
+from orchestrator.advise.sources import Known
 from orchestrator.core.slot import HeadState, SlotState, slot_state
+from orchestrator.tuning import claims, store
 from orchestrator.watch import history
-from orchestrator.watch.archive import read_run
+from orchestrator.watch.archive import read_events, read_run
 from orchestrator.watch.history import Buckets, Span
 from orchestrator.watch.model import Row
 from workers.host.facts import Holder
@@ -39,6 +41,11 @@ _BEFORE: Final = frozenset({HeadState.STARTING, WorkerState.WARMING})
 _Course = Mapping[str, Buckets]
 
 
+def known_here() -> Known:
+    """Return what tunings of this user have measured, and what the guides claim."""
+    return Known(results=store.results(), claims=claims.load().all)
+
+
 def facts_of(folder: Path) -> RunFacts:
     """Return what is known of the run in a run folder; `ArchiveError` if it cannot be read."""
     run = read_run(folder)
@@ -48,12 +55,20 @@ def facts_of(folder: Path) -> RunFacts:
         courses = history.courses(folder, _COURSES, between[0], between[1] + 0.001, _PARTS)
     spans = history.all_state_spans(folder)
     ends_unix_s = between[1] if run.updated_at_unix_s is None and between is not None else run.updated_at_unix_s
-    holders = _holders()
+    holders, profiles = _holders(), _profiles(folder)
     by_card: defaultdict[tuple[str, str | None], list[Row]] = defaultdict(list)
     for row in run.snapshot().rows:
         by_card[row.node, row.gpu_uuid].append(row)
     cards = tuple(
-        _card(rows, courses, {row.slot: _states(spans.get(row.slot, ()), ends_unix_s) for row in rows}, holders)
+        _card(
+            rows,
+            [
+                _slot(row, courses.get(row.slot, {}), _states(spans.get(row.slot, ()), ends_unix_s), profiles)
+                for row in rows
+            ],
+            [courses.get(row.slot, {}) for row in rows],
+            holders,
+        )
         for rows in by_card.values()
     )
     return RunFacts(run_id=run.facts.run_id, cards=cards, keys=_keys(run.facts.config_yaml))
@@ -70,19 +85,18 @@ def _keys(text: str) -> Keys:
 
 def _card(
     rows: Sequence[Row],
-    courses: Mapping[str, _Course],
-    states: Mapping[str, Mapping[SlotState, float]],
+    slots: Sequence[SlotFacts],
+    of_slots: Sequence[_Course],
     holders: Mapping[str, tuple[Holder, ...]],
 ) -> CardFacts:
     first = rows[0]
-    of_slots = [courses.get(row.slot, {}) for row in rows]
     is_card = first.gpu_uuid is not None
     clocks = [value for course in of_slots for value in _known(course, "sm_clock_mhz")]
     return CardFacts(
         node=first.node,
         name=first.gpu_name or "CPU",
         uuid=first.gpu_uuid,
-        slots=tuple(_slot(row, courses.get(row.slot, {}), states[row.slot]) for row in rows),
+        slots=tuple(slots),
         utilisation=_share(_mean(of_slots, "utilisation_pct")),
         slowed=_share(_mean(of_slots, "throttle_pct")) if is_card else None,
         clock=fmean(clocks) / max(clocks) if clocks and max(clocks) > 0 else None,
@@ -93,7 +107,7 @@ def _card(
     )
 
 
-def _slot(row: Row, course: _Course, states_s: Mapping[SlotState, float]) -> SlotFacts:
+def _slot(row: Row, course: _Course, states_s: Mapping[SlotState, float], profiles: Mapping[str, Profile]) -> SlotFacts:
     told = row.progress
     own = None
     if row.reserved_bytes is not None and row.budget_bytes is not None and row.cap_bytes is not None:
@@ -108,7 +122,19 @@ def _slot(row: Row, course: _Course, states_s: Mapping[SlotState, float]) -> Slo
         optimizer=_share(told.optimizer_pct),
         of_best=_share(_mean([course], "baseline_pct")),
         own_bytes=own,
+        profile=profiles.get(row.slot),
     )
+
+
+def _profiles(folder: Path) -> dict[str, Profile]:
+    """Return what the last pass of torch.profiler told of each slot."""
+    found = {}
+    for event in read_events(folder, ["profiled"]):
+        pcts = [event.details.get(f"{part}_pct") for part in ("copies", "synchronisations", "idle")]
+        known = [pct / 100 for pct in pcts if isinstance(pct, int | float) and 0 <= pct <= 100]
+        if event.slot is not None and len(known) == len(pcts):
+            found[event.slot] = Profile(copies=known[0], synchronisations=known[1], idle=known[2])
+    return found
 
 
 def _states(spans: Iterable[Span], ends_unix_s: float | None) -> dict[SlotState, float]:

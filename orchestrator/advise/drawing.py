@@ -15,7 +15,9 @@ from orchestrator.watch.summary import SCHEMA, summary_text
 QUESTION = "Why is the card not busy?"
 
 
-def answer_json(run_id: str | None, code: int, answers: Sequence[CardAnswer], advice: Sequence[Advice]) -> str:
+def answer_json(
+    run_id: str | None, code: int, answers: Sequence[CardAnswer], advice: Sequence[Advice], notes: Sequence[str]
+) -> str:
     """Return the answer as one JSON object; `null` is unknown."""
     told: dict[str, Any] = {
         "schema": SCHEMA,
@@ -24,6 +26,7 @@ def answer_json(run_id: str | None, code: int, answers: Sequence[CardAnswer], ad
         "question": QUESTION,
         "cards": [_card(answer) for answer in answers],
         "advice": [asdict(one) for one in advice],
+        "notes": list(notes),
     }
     return summary_text(told)
 
@@ -45,7 +48,7 @@ def _card(answer: CardAnswer) -> dict[str, Any]:
 
 
 def answer_lines(
-    run_id: str | None, answers: Sequence[CardAnswer], advice: Sequence[Advice], glyphs: Glyphs
+    run_id: str | None, answers: Sequence[CardAnswer], advice: Sequence[Advice], notes: Sequence[str], glyphs: Glyphs
 ) -> Iterator[str]:
     """Yield the answer, line by line: each card with its causes, then what to do."""
     yield f"{QUESTION}" + ("" if run_id is None else f" (run {glyphs.clean(run_id)})")
@@ -61,9 +64,14 @@ def answer_lines(
         gain = _gain(one)
         yield f"     expected: {gain} (source: {glyphs.clean(one.source)})"
         yield f"     type: {glyphs.clean(one.command)}"
+        if one.measure is not None:
+            yield f"     measure: {glyphs.clean(one.measure)}"
     if not advice and any(answer.unknown is None for answer in answers):
         yield ""
         yield "Nothing to change."
+    if notes:
+        yield ""
+        yield from (glyphs.clean(note) for note in notes)
 
 
 def _card_lines(answer: CardAnswer, glyphs: Glyphs) -> Iterator[str]:

@@ -17,6 +17,18 @@ Keys: TypeAlias = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What a pass of torch.profiler has told: shares of the time of the steps that it looked at."""
+
+    copies: float
+    """Those that no kernel hides."""
+    synchronisations: float
+    """The device had nothing to do, and the program still waited for it."""
+    idle: float
+    """Other time in which the device had nothing to do, the wait for data included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SlotFacts:
     """One slot, from its first report on."""
 
@@ -37,6 +49,8 @@ class SlotFacts:
     """Throughput, of the best of such a worker on this card."""
     own_bytes: int | None = None
     """What its process holds on the card, its context included."""
+    profile: Profile | None = None
+    """`None`: no pass of torch.profiler was asked for, or it is not over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +92,13 @@ class RunFacts:
     run_id: str
     cards: tuple[CardFacts, ...]
     keys: Keys = field(default_factory=dict)
+
+    @property
+    def model(self) -> str | None:
+        """What a tuning calls what the run computes: a preset, or `matmul`; `None` of another workload."""
+        name = self.key("workload", "name", "matmul")
+        told = self.key("train", "preset") if name == "train" else name
+        return told if isinstance(told, str) else None
 
     def key(self, section: str, name: str, default: object = None) -> object:
         """Return a key of the run's configuration; the default if it is not there."""

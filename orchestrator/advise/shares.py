@@ -24,7 +24,9 @@ class Cause(StrEnum):
     DATA = "data"
     COPIES = "copies"
     OPTIMIZER = "optimizer"
-    #: The card waits for the host between kernels: synchronisations, and kernels that are too small.
+    #: The program waits for the card, and gives it nothing to do meanwhile; only a pass of torch.profiler tells it.
+    SYNCHRONISATIONS = "synchronisations"
+    #: The card waits for the host between kernels: these are too small, or started too late.
     GAPS = "gaps"
     DUTY = "duty"
     HEAT = "heat"
@@ -100,7 +102,8 @@ def divide(card: CardFacts) -> Division:
     part_idle = min(1.0, (1 - together) / idle_of_slot) if idle_of_slot > 0 else 0.0
     shares = {cause: share * part_idle if cause in _IDLE else share for cause, share in shares.items()}
     if card.utilisation is not None and together - card.utilisation >= _LEAST_GAPS:
-        shares[Cause.GAPS] = together - card.utilisation
+        if all(slot.profile is None for slot in slots):
+            shares[Cause.GAPS] = together - card.utilisation
         together = card.utilisation
     return Division(seen_s=seen_s, busy=together, shares=_positive(shares))
 
@@ -137,6 +140,10 @@ def _of_slot(slot: SlotFacts, card: CardFacts, *, has_neighbour: bool) -> dict[C
     waits = {Cause.DATA: slot.data_wait, Cause.COPIES: slot.copies, Cause.OPTIMIZER: slot.optimizer}
     for cause, share in waits.items():
         shares[cause] = reported * (share or 0.0)
+    if slot.profile is not None:
+        shares[Cause.COPIES] = got * slot.profile.copies
+        shares[Cause.SYNCHRONISATIONS] = got * slot.profile.synchronisations
+        shares[Cause.GAPS] = max(0.0, got * slot.profile.idle - shares[Cause.DATA])
     by_clock = 0.0
     if card.slowed:
         # What the clock fell; where it is unknown, at most the time in which the card was slowed.

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from orchestrator.advise.advice import advice
+from orchestrator.advise.advice import advice, notes
 from orchestrator.advise.causes import answers
-from orchestrator.advise.collect import facts_of
+from orchestrator.advise.collect import facts_of, known_here
 from orchestrator.advise.drawing import answer_json, answer_lines
 from orchestrator.errors import NothingStoredError
 from orchestrator.watch.cells import Glyphs
@@ -34,17 +34,18 @@ def advise(runs_dir: Path, run_id: str, say: Callable[[str], None], glyphs: Glyp
     except NothingStoredError as error:
         return _unknown(folder.name, str(error), say, json=json)
     told = answers(facts)
-    todo = advice(facts, told)
+    known = known_here()
+    todo, more = advice(facts, told, known), notes(facts, told, known)
     can_tell = any(answer.unknown is None for answer in told)
     code = ADVICE if todo else NOTHING if can_tell else CANNOT_TELL
     if json:
-        say(answer_json(facts.run_id, code, told, todo))
+        say(answer_json(facts.run_id, code, told, todo, more))
     else:
-        for line in answer_lines(facts.run_id, told, todo, glyphs):
+        for line in answer_lines(facts.run_id, told, todo, more, glyphs):
             say(line)
     return code
 
 
 def _unknown(run_id: str | None, reason: str, say: Callable[[str], None], *, json: bool) -> int:
-    say(answer_json(run_id, CANNOT_TELL, (), ()) if json else f"Cannot tell: {reason}")
+    say(answer_json(run_id, CANNOT_TELL, (), (), (reason,)) if json else f"Cannot tell: {reason}")
     return CANNOT_TELL

@@ -37,6 +37,7 @@ def make_run(
     *workers: Callable[[int], Mapping[str, Any]] | Mapping[str, Any],
     config: str = "train: {loader_workers: 0}",
     seconds: int = SECONDS,
+    events: Iterable[Mapping[str, object]] = (),
 ) -> Path:
     """Make the folder of a run on one card. A worker is what differs from `BUSY`, maybe by second."""
     folder = runs_dir / FACTS.run_id
@@ -44,6 +45,8 @@ def make_run(
     store = RunStore(folder / STORE_NAME)
     store.begin(replace(FACTS, run_id=folder.name, config_yaml=config, duration_s=float(seconds)))
     states: dict[str, SlotState | None] = {}
+    for event in events:
+        store.event(event)
     for second in range(seconds):
         rows = [_row(f"pc1/{index}", worker, second) for index, worker in enumerate(workers)]
         for row in rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,18 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from orchestrator.advise import verb
+from orchestrator.advise.advice import FROM_COUNTERS
 from orchestrator.advise.facts import CardFacts, SlotFacts
 from orchestrator.advise.shares import Cause, divide
 from orchestrator.cli.app import app
 from orchestrator.core.slot import HeadState, SlotState
 from orchestrator.errors import UsageError
+from orchestrator.tuning import store
+from orchestrator.tuning.rows import Row, Verdict
+from orchestrator.tuning.store import Result, Subject
 from orchestrator.watch.cells import UNICODE
 from tests.advise.made_runs import BUSY, GIB, hot, make_run
+from tests.watch.scene import event
 from workers.host.facts import Holder
 from workers.messages import Progress, WorkerState
 
@@ -97,6 +103,84 @@ def test_the_text_says_share_cause_gain_source_and_what_to_type(tmp_path: Path) 
     text = "\n".join(said)
     for words in ("Why is the card not busy?", "50 %  data", "at most 2.00 x", "the counters of this run", "type: "):
         assert words in text
+
+
+def test_a_pass_of_the_profiler_tells_synchronisations_from_gaps(tmp_path: Path) -> None:
+    shares = {"kernels_pct": 40.0, "copies_pct": 8.0, "synchronisations_pct": 35.0, "idle_pct": 17.0}
+    told = {**event(name="profiled", **shares), "slot": "pc1/0"}
+    make_run(tmp_path, {**trains(), "utilisation_pct": 45.0}, config=TRAINS, events=[told])
+    (card,) = asked(tmp_path)[1]["cards"]
+    found = {each["cause"]: each["share_pct"] for each in card["causes"]}
+    assert list(found) == ["synchronisations", "gaps", "copies"]
+    assert found == pytest.approx({"synchronisations": 34.3, "gaps": 15.7, "copies": 7.8}, abs=0.2)
+
+
+TRAINS = "workload: {name: train}\ntrain: {preset: gpt-mini, loader_workers: 0, precision: fp32, compile: off}"
+
+
+def tuned(folder: Path, **subject: str) -> None:
+    """Keep a tuning as `tune` does."""
+    rows = [("loader_workers", "auto", 1.4), ("precision", "bf16", 1.8), ("compile", "block", 1.1)]
+    made = [
+        Row(
+            lever=lever,
+            setting=setting,
+            speed_ratio=ratio,
+            speed_low=ratio - (0.2 if lever == "compile" else 0.05),
+            speed_high=ratio + 0.05,
+            verdict=Verdict.CONFIRMED,
+            reason="measured",
+        )
+        for lever, setting, ratio in rows
+    ]
+    here = {"card": "GPU-0", "driver": "580", "torch": "2.13", "model": "gpt-mini", **subject}
+    path = folder / "tunings" / f"of-{here['card']}"
+    path.mkdir(parents=True)
+    result = Result(
+        tune_id=path.name,
+        subject=Subject(**here),  # type: ignore[arg-type]  # all of them are texts here
+        device_name="NVIDIA GeForce RTX 3090",
+        created_at="2026-11-23T20:00:00Z",
+        duration_s=60.0,
+        rounds=40,
+        rows=tuple(made),
+        chosen={"loader_workers": "auto", "precision": "bf16", "compile": "block"},
+    )
+    store.write(path, result)
+
+
+@pytest.mark.parametrize(
+    ("subject", "source"),
+    [
+        ({}, "measured here, tuning of-GPU-0"),
+        ({"card": "GPU-9"}, "measured on the same card type, tuning of-GPU-9"),
+        ({"model": "cnn-small"}, None),
+    ],
+)
+def test_what_a_tuning_measured_goes_before_what_the_counters_allow(
+    tmp_path: Path, state_dir: Path, subject: dict[str, str], source: str | None
+) -> None:
+    tuned(state_dir, **subject)
+    make_run(tmp_path / "runs", trains(data_wait_pct=60.0), config=TRAINS)
+    _, told = asked(tmp_path / "runs")
+    by_key = {one["key"]: one for one in told["advice"]}
+    first = by_key["train.loader_workers"]
+    assert first["measure"] == "python -m orchestrator tune --levers loader_workers"
+    if source is None:
+        assert first["source"].startswith(FROM_COUNTERS)
+        assert "tune --preset gpt-mini" in told["notes"][0]
+        assert list(by_key) == ["train.loader_workers"]
+        return
+    assert first["source"] == source
+    assert (first["gain_low"], first["gain_high"]) == pytest.approx((1.35, 1.45))
+    assert list(by_key) == ["train.loader_workers", "train.precision"], "compile may as well be slower"
+    assert (by_key["train.precision"]["value"], by_key["train.precision"]["cause"]) == ("bf16", None)
+
+
+def test_a_guide_is_named_where_nothing_was_measured(tmp_path: Path, state_dir: Path) -> None:
+    make_run(tmp_path / "runs", trains(data_wait_pct=60.0), config=TRAINS)
+    source = asked(tmp_path / "runs")[1]["advice"][0]["source"]
+    assert re.search(r"the counters of this run.*; guide \d{3}, line \d+: .*loader workers", source), source
 
 
 @pytest.mark.parametrize(
