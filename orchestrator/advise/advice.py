@@ -141,6 +141,12 @@ def _updating(found: Found, run: RunFacts) -> Advice:
     return _set(found, "train.batch", larger, "Update less often: this changes the training itself.")
 
 
+def _filling(found: Found, run: RunFacts) -> Advice:
+    if run.key("workload", "name") == "train" and run.key("train", "compile", "off") == "off":
+        return _set(found, "train.compile", "block", "Compile blocks: fewer and larger kernels.")
+    return _plain(found, "Give the card more work at once: larger steps.", "python -m orchestrator plan")
+
+
 def _lacking_memory(found: Found, run: RunFacts) -> Advice:
     del run
     workers = str(max(1, len(found.card.slots) - 1))
@@ -202,7 +208,7 @@ _WHAT_TO_DO: Final[Mapping[Cause, Callable[[Found, RunFacts], Advice]]] = Mappin
             "Read values of the card less often: a loss, an .item(), a print in your own task.",
             f"{_RUN} --set train.profile=10",
         ),
-        Cause.GAPS: _typing("Give the card more work at once: larger steps, or compiled ones.", f"{_RUN} --debug"),
+        Cause.GAPS: _filling,
         Cause.DUTY: lambda found, _: _set(
             found, f"nodes.{found.card.node}.gpu_share", "1.0", "Let its workers use all of their time."
         ),

@@ -40,7 +40,7 @@ class Gain:
 
 
 def measured(run: RunFacts, card: CardFacts, key: str, value: str, known: Known) -> Gain | None:
-    """Return what tunings have measured of `train.key` at `value`, less what the present value brings."""
+    """Return what tunings have measured of a key of `train:` at a value, less what the present value brings."""
     for result, source in _fitting(run, card, known):
         row = _row(result, key, value)
         if row is None or row.speed_low is None or row.speed_high is None:
@@ -65,7 +65,7 @@ def is_tuned(run: RunFacts, card: CardFacts, known: Known) -> bool:
 
 
 def guide(run: RunFacts, key: str, value: str, claims: Iterable[Claim]) -> Claim | None:
-    """Return what a guide claims of the speed of `train.key` at `value`."""
+    """Return what a guide claims of the speed of a key of `train:` at a value."""
     now = text_of(run.key("train", key))
     fitting = (
         claim
