@@ -65,6 +65,22 @@ def test_a_run_tells_once_what_its_plan_predicted_within_a_fifth_of_what_it_meas
     assert told.detail["predicted_bytes"] == pytest.approx(told.detail["measured_bytes"], rel=0.2)
 
 
+def test_levers_of_the_model_work_together_and_tell_what_really_ran(in_child: InChild, tmp_path: Path) -> None:
+    model = {"attention": "cudnn", "activations_on_host": True, "adapter": "dora", "adapter_rank": 4}
+    objective = {"layer_decay": 0.9, "dropout": 0.1, "r_drop": 1.0, "label_smoothing": 0.1}
+    levers = {**model, **objective, "ema_decay": 0.9, "ema_on": "host"}
+    (report,) = in_child(trained, str(tmp_path), spec(**levers), [WHOLE])
+    assert report.verdict is Verdict.DONE
+    (attention,) = events(report, "attention")
+    assert attention.detail == {"asked": "cudnn", "ran": "flash"}, "a CPU has no cuDNN"
+    (adapter,) = events(report, "adapter")
+    # Of four blocks of width 64: rank 4 for 64 to 192, 64 to 64, 64 to 256 and 256 to 64, and a length for each row.
+    assert adapter.detail["trained_parameters"] == 4 * (4 * (256 + 128 + 320 + 320) + 192 + 64 + 256 + 64)
+    assert adapter.detail["trained_pct"] == pytest.approx(7.8, abs=0.2)
+    (evaluated,) = events(report, "evaluated")
+    assert 1 < evaluated.detail["validation_loss"] < 6
+
+
 def test_a_pass_of_the_profiler_tells_where_the_time_went_and_changes_no_bit(
     in_child: InChild, tmp_path: Path, undisturbed: Report
 ) -> None:

@@ -30,6 +30,7 @@ CASES = [
     ({"preset": "gpt-nano", "batch": 64, "precision": "fp32", "attention": "math"}, 0),
     ({"preset": "gpt-nano", "batch": 128, "precision": "fp32", "activations_on_host": True, "dropout": 0.1}, 0),
     ({"preset": "cnn-landmarks", "batch": 32, "precision": "bf16", "activations_on_host": True}, 2),
+    ({"preset": "gpt-nano", "batch": 128, "precision": "fp32", "adapter": "dora"}, 0),
     ({"preset": "cnn-landmarks", "batch": 32, "precision": "fp32", "optimizer": "adamw-foreach"}, 0),
     ({"preset": "cnn-landmarks", "batch": 32, "precision": "bf16"}, 4),
 ]

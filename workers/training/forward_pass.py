@@ -72,12 +72,17 @@ class ForwardPass:
         return loss
 
     def flop_per_sample(self, samples_used: int) -> float:
-        """Count the operations of a sample's forward and backward pass, which takes twice those of the forward pass."""
+        """Count the operations of a sample's forward and backward pass.
+
+        The backward pass takes as many as the forward pass for what goes in, and as many for the weights; with adapters
+        nearly none for the weights.
+        """
         # Of the attention's kernels not all are counted, the matrix products are.
         kernel = sdpa_kernel(SDPBackend.MATH)
         with self.buffers_kept(), torch.no_grad(), kernel, FlopCounterMode(display=False) as counter:
             self.loss(0, 1, 0, "fp32", samples_used)
-        flop = 3.0 * int(counter.get_total_flops())
+        passes = 3.0 if self._settings.adapter == "none" else 2.0
+        flop = passes * int(counter.get_total_flops())
         if self._task.shorten is None:
             return flop
         # Lengths differ: the operations of an item are nearly the same.

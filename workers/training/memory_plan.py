@@ -25,6 +25,7 @@ from torch.utils.data import default_collate
 
 from workers.training import eight_bit, order, precision
 from workers.training.accumulator import Accumulator
+from workers.training.adapters import new_model
 from workers.training.averaging import Average
 from workers.training.checkpointing import Checkpointing
 from workers.training.host_states import hosted_of, parts_of, states_of
@@ -105,7 +106,7 @@ class MemoryPlanner:
         self._live = _LiveBytes(_CUDA_BLOCK_BYTES if on_card else 1)
         held = []
         with self._without_data():
-            self._model = task.model().train()
+            self._model = new_model(task, settings).train()
             self._levers = ModelLevers(settings, self._model, device_type="cpu", on_card=on_card)
             self._checkpointing = Checkpointing(task.blocks(self._model))
             self._dropouts = Dropouts(self._model, 0)

@@ -114,6 +114,9 @@ class TrainSettings(BaseModel):
     """Per cent of the optimiser's states that are in host memory; they come to the device for the update."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of the moving average of the weights."""
+    adapter: Literal["none", "lora", "dora"] = "none"
+    """What is trained instead of the model's own weights."""
+    adapter_rank: Annotated[int, Field(ge=1, le=4096)] = 8
     ema_on: Literal["device", "host"] = "device"
     loader_workers: Literal["auto"] | Annotated[int, Field(ge=0, le=256)] = 0
     prefetch: Literal["auto"] | Annotated[int, Field(ge=1, le=64)] = 2

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from workers.messages import Progress
 from workers.training import order, precision, schedule
 from workers.training.accumulator import Accumulator
+from workers.training.adapters import new_model
 from workers.training.averaging import Average
 from workers.training.course import Course
 from workers.training.errors import StateMismatchError
@@ -309,7 +310,7 @@ class Trainer:
         """Make the model with weights that depend on the seed alone, and leave torch's random numbers as they were."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(order.mixed(self.seed, 0) >> 1)
-            return self.task.model()
+            return new_model(self.task, self.settings)
 
     def _first_state(self) -> dict[str, Any]:
         model = self._new_model()

@@ -241,6 +241,17 @@ class Train(Workload):
         if trainer.loader_numbers.reason:
             self.context.tell("loader", **asdict(trainer.loader_numbers))
         self._flop_per_unit = trainer.flop_per_sample() / self._units_per_sample(trainer)
+        if self._settings.adapter != "none":
+            trained, all_of = (
+                sum(each.numel() for each in some) for some in (trainer.parameters, trainer.model.parameters())
+            )
+            self.context.tell(
+                "adapter",
+                kind=self._settings.adapter,
+                trained_parameters=trained,
+                parameters=all_of,
+                trained_pct=100 * trained / all_of,
+            )
         if ran := trainer.attention_kernels():
             self.context.tell("attention", asked=self._settings.attention, ran=ran)
         self._trainer = trainer
