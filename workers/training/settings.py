@@ -91,10 +91,10 @@ class TrainSettings(BaseModel):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of each label's weight that all classes get."""
-    layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Learning rate of a block, as a share of that of the block after it."""
     r_drop: Annotated[float, Field(ge=0)] = 0.0
     """How much two passes with different dropout must agree."""
+    layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Learning rate of a block, as a share of that of the block after it."""
     attention: Attention = "auto"
     """The kernel of attention, where it can run."""
     channels_last: Literal["auto"] | bool = "auto"
@@ -112,11 +112,11 @@ class TrainSettings(BaseModel):
     optimizer: Optimizer = "adamw-fused"
     states_on_host: Annotated[int, Field(ge=0, le=100)] = 0
     """Per cent of the optimiser's states that are in host memory; they come to the device for the update."""
-    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Decay of the moving average of the weights."""
     adapter: Literal["none", "lora", "dora"] = "none"
     """What is trained instead of the model's own weights."""
     adapter_rank: Annotated[int, Field(ge=1, le=4096)] = 8
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay of the moving average of the weights."""
     ema_on: Literal["device", "host"] = "device"
     loader_workers: Literal["auto"] | Annotated[int, Field(ge=0, le=256)] = 0
     prefetch: Literal["auto"] | Annotated[int, Field(ge=1, le=64)] = 2
