@@ -91,10 +91,10 @@ class TrainSettings(BaseModel):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of each label's weight that all classes get."""
-    r_drop: Annotated[float, Field(ge=0)] = 0.0
-    """How much two passes with different dropout must agree."""
     layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Learning rate of a block, as a share of that of the block after it."""
+    r_drop: Annotated[float, Field(ge=0)] = 0.0
+    """How much two passes with different dropout must agree."""
     attention: Attention = "auto"
     """The kernel of attention, where it can run."""
     channels_last: Literal["auto"] | bool = "auto"
