@@ -97,7 +97,7 @@ def _card(
         name=first.gpu_name or "CPU",
         uuid=first.gpu_uuid,
         slots=tuple(slots),
-        utilisation=_share(_mean(of_slots, "utilisation_pct")),
+        utilisation=_share(_mean(of_slots, "utilisation_pct")) if is_card else None,
         slowed=_share(_mean(of_slots, "throttle_pct")) if is_card else None,
         clock=fmean(clocks) / max(clocks) if clocks and max(clocks) > 0 else None,
         hottest_c=max((value for course in of_slots for value in _known(course, "temperature_c")), default=None),
