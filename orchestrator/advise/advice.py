@@ -17,6 +17,10 @@ from orchestrator.advise.shares import Cause
 from orchestrator.advise.sources import Known
 
 _RUN: Final = "python -m orchestrator run"
+_PROFILE: Final = f"{_RUN} --set train.profile=10"
+#: Of the limit that a card has: the lower end of the sweep that is proposed, in whole steps.
+_COOLER: Final = 0.6
+_STEP_W: Final = 25
 #: Who says what a change may bring.
 FROM_COUNTERS: Final = "the counters of this run; an upper bound"
 
@@ -71,7 +75,7 @@ def notes(run: RunFacts, answers: Iterable[CardAnswer], known: Known) -> tuple[s
             if run.model is not None and not sources.is_tuned(run, answer.card, known)
         ]
         if all(slot.profile is None for answer in answers for slot in answer.card.slots):
-            told.append(f"Synchronisations only show in a pass of torch.profiler; type: {_RUN} --set train.profile=10")
+            told.append(f"Synchronisations only show in a pass of torch.profiler; type: {_PROFILE}")
     return tuple(dict.fromkeys(told))
 
 
@@ -127,7 +131,7 @@ def _copying(found: Found, run: RunFacts) -> Advice:
     return _plain(
         found,
         "Send fewer bytes: small number types that become floats on the card, and larger parts of a batch.",
-        "nvidia-smi -q -d PCI",
+        _PROFILE,
     )
 
 
@@ -149,15 +153,34 @@ def _filling(found: Found, run: RunFacts) -> Advice:
 
 def _lacking_memory(found: Found, run: RunFacts) -> Advice:
     del run
-    workers = str(max(1, len(found.card.slots) - 1))
+    workers = len(found.card.slots) - 1
+    if not workers:
+        return _plain(found, "Give its worker more memory, or train a smaller model.", "python -m orchestrator plan")
     key = f"nodes.{found.card.node}.workers"
-    return _set(found, key, workers, "Start fewer workers, and give each more memory.")
+    return _set(found, key, str(workers), "Start fewer workers, and give each more memory.")
 
 
 def _waiting_for_slices(found: Found, run: RunFacts) -> Advice:
     slice_s = run.key("run", "slice_s", 1.0)
     longer = f"{2 * slice_s:g}" if isinstance(slice_s, int | float) else "2.0"
     return _set(found, "run.slice_s", longer, "Report less often, and plan no more workers than cores.")
+
+
+def _cooling(found: Found, run: RunFacts) -> Advice:
+    del run
+    text = "Check dust, airflow and fan curve; then lower its power limit, which costs less than pauses."
+    made, limit_w = _plain(found, text, "python -m orchestrator doctor"), found.card.power_limit_w
+    if limit_w is None:
+        return made
+    most = int(limit_w) // _STEP_W * _STEP_W
+    sweep = f"power={int(_COOLER * most) // _STEP_W * _STEP_W}..{most}:{_STEP_W}"
+    return replace(made, measure=f"sudo .venv/bin/python -m orchestrator burn --local --sweep {sweep}")
+
+
+def _looking_around(found: Found, run: RunFacts) -> Advice:
+    del run
+    look = "top" if found.card.uuid is None else "nvidia-smi -q -d CLOCK,PERFORMANCE,PIDS"
+    return _plain(found, "Look for other programs and low clocks on that PC.", look)
 
 
 def _sharing(found: Found, run: RunFacts) -> Advice:
@@ -206,20 +229,15 @@ _WHAT_TO_DO: Final[Mapping[Cause, Callable[[Found, RunFacts], Advice]]] = Mappin
         Cause.OPTIMIZER: _updating,
         Cause.SYNCHRONISATIONS: _typing(
             "Read values of the card less often: a loss, an .item(), a print in your own task.",
-            f"{_RUN} --set train.profile=10",
+            _PROFILE,
         ),
         Cause.GAPS: _filling,
         Cause.DUTY: lambda found, _: _set(
             found, f"nodes.{found.card.node}.gpu_share", "1.0", "Let its workers use all of their time."
         ),
-        Cause.HEAT: _typing(
-            "Check dust, airflow and fan curve; then lower its power limit, which costs less than pauses.",
-            "python -m orchestrator doctor",
-        ),
+        Cause.HEAT: _cooling,
         Cause.NEIGHBOUR: _sharing,
-        Cause.SLOW: _typing(
-            "Look for other programs and low clocks on that PC.", "nvidia-smi -q -d CLOCK,PERFORMANCE,PIDS"
-        ),
+        Cause.SLOW: _looking_around,
         Cause.MEMORY: _lacking_memory,
         Cause.RESTARTS: _typing("See why processes ended.", "python -m orchestrator report {run}"),
         Cause.LOST: _typing(

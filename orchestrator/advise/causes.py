@@ -66,7 +66,7 @@ def _text(cause: Cause, card: CardFacts) -> str:  # noqa: C901, PLR0911, PLR0912
         case Cause.DATA:
             return "it waited for data"
         case Cause.COPIES:
-            return "batches were copied from the host to the card"
+            return "batches were copied from the host to the device"
         case Cause.OPTIMIZER:
             return "gradients were clipped and weights updated"
         case Cause.SYNCHRONISATIONS:

@@ -101,6 +101,7 @@ def _card(
         slowed=_share(_mean(of_slots, "throttle_pct")) if is_card else None,
         clock=fmean(clocks) / max(clocks) if clocks and max(clocks) > 0 else None,
         hottest_c=max((value for course in of_slots for value in _known(course, "temperature_c")), default=None),
+        power_limit_w=first.power_limit_w if is_card else None,
         used_bytes=_whole(_mean(of_slots, "device_used_bytes")) if is_card else None,
         total_bytes=first.device_total_bytes,
         holders=holders.get(first.gpu_uuid or "", ()),

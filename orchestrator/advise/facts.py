@@ -70,6 +70,7 @@ class CardFacts:
     clock: float | None = None
     """Mean clock while it worked, of the highest that was sampled."""
     hottest_c: float | None = None
+    power_limit_w: float | None = None
     used_bytes: int | None = None
     """By all programs."""
     total_bytes: int | None = None

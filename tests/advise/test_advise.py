@@ -17,6 +17,7 @@ from orchestrator.advise import verb
 from orchestrator.advise.advice import FROM_COUNTERS
 from orchestrator.advise.facts import CardFacts, SlotFacts
 from orchestrator.advise.shares import Cause, divide
+from orchestrator.burn.sweep import parse_sweep
 from orchestrator.cli.app import app
 from orchestrator.core.slot import HeadState, SlotState
 from orchestrator.errors import UsageError
@@ -75,6 +76,12 @@ def test_the_right_cause_is_named_first(situation: str, tmp_path: Path) -> None:
     assert (first["cause"], first["key"]) == (cause, key)
     assert first["gain_high"] == pytest.approx(100 / (100 - card["causes"][0]["share_pct"]))
     assert first["command"]
+
+
+def test_what_is_proposed_to_measure_a_cooler_card_is_a_sweep_that_can_be_typed(tmp_path: Path) -> None:
+    make_run(tmp_path, hot)
+    measure = asked(tmp_path)[1]["advice"][0]["measure"]
+    assert parse_sweep(measure.split()[-1]).values == (350, 325, 300, 275, 250, 225, 200)
 
 
 def test_a_busy_card_needs_no_change_and_seven_workers_that_rest_in_turn_keep_one_busy(tmp_path: Path) -> None:
