@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.training.scene import CNN, CPU, GPT, settings, task, trainer
+from tests.training.test_trajectory import in_shared_memory
 from workers.training.loader_numbers import HostShare, loader_numbers
 from workers.training.ram_cache import row_bytes
 from workers.training.trainer import Trainer
@@ -93,6 +94,9 @@ def test_from_ram_come_the_same_bits_and_each_item_is_made_once() -> None:
     assert run.weights_sha256() == plain.weights_sha256()
     # One to see what it takes; of the ninth batch eight begin the second epoch, before the first is complete.
     assert counting.asked == 1 + 9 * 12
+    cache = run._feed._loader._cache
+    assert cache is not None
+    assert in_shared_memory(cache._rows), "on a CPU, outside of what the cap counts"
     run.load(going_on)
     run.replay([[12, 0, 4]])
     assert run.weights_sha256() == plain.weights_sha256()

@@ -61,6 +61,16 @@ class StepProfile:
             profiler.start()
             self._steps, self._begins_at, self._profiler = steps, step, profiler
 
+    def abandon(self) -> None:
+        """Stop a pass that is under way, and begin another later: torch has one profiler for a process.
+
+        Raises:
+            Exception: Whatever torch's profiler raises; there is no pass then.
+        """
+        profiler, self._profiler, self._begins_at = self._profiler, None, None
+        if profiler is not None:
+            profiler.stop()
+
     def end(self, step: int, *, finished: bool) -> dict[str, Scalar] | None:
         """Stop after the last step, write the trace, and return what to tell; `None`: it goes on, or there is none.
 

@@ -42,7 +42,7 @@ class Work(Protocol):
         """Move the state to host memory."""
 
     def step(self) -> float:
-        """Do one optimiser step, or some products; return the samples, or 10^9 operations."""
+        """Do one optimiser step, or some products; return what `Done.samples` counts."""
 
     def validation(self) -> Evaluated:
         """Compute the loss on samples that were not trained on."""

@@ -76,7 +76,7 @@ class Done:
     """What was done in a turn."""
 
     samples: float
-    """Samples; for matmul 10^9 operations."""
+    """Samples, or tokens where lengths differ; for matmul 10^9 operations."""
     seconds: float
     """While the device computed. Going back to the device and parking are not counted."""
     peak_bytes: int

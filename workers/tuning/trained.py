@@ -100,7 +100,9 @@ class Trained:
         trainer = self._opened()
         while not trainer.micro_batch(self._micro).updated:
             pass
-        return float(self._settings.batch)
+        batch = float(self._settings.batch)
+        # A row of packed documents is more than one document; a token is a token.
+        return batch if self._settings.min_seq is None else batch * trainer.items_per_sample
 
     def unpark(self) -> None:
         """See `Work.unpark`."""

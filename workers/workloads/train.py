@@ -182,6 +182,10 @@ class Train(Workload):
         if self._trainer is not None:
             self._trainer.close()
         self._trainer = None
+        try:
+            self._profile.abandon()
+        except Exception as error:  # noqa: BLE001 - whatever the profiler raises, the training goes on
+            self.context.tell("profile_failed", reason=f"{type(error).__name__}: {error}")
 
     def shed(self) -> None:
         """Keep the state: what a failed step has left is gone with its frames."""
