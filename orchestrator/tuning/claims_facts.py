@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from orchestrator.config.gpu_specs import PEAK_DTYPES, PROFILES, match_profile
 from orchestrator.errors import ArchiveError, UsageError, one_line
 from orchestrator.tuning.claims import Claims, Workload
 from orchestrator.tuning.claims_verdict import Facts
+from orchestrator.tuning.levers import PLAIN
 from orchestrator.tuning.rows import Row
 from orchestrator.tuning.store import Result, results
 from orchestrator.watch.archive import StoredRun, read_run
@@ -43,13 +45,14 @@ def facts_of(claims: Claims, runs_dir: Path) -> Facts:
     absent = dict(refused)
     if not cards:
         absent |= dict.fromkeys((*_OF_A_CARD, "here"), _NO_CARD)
-    tuned = {card.uuid for card in cards} or {"cpu"}
-    stored = [result for result in results() if result.subject.card in tuned]
+    devices = {card.uuid for card in cards} or {"cpu"}
+    tuned = _newest([result for result in results() if result.subject.card in devices])
     return Facts(
         values={**dict(_card_values()), **planned, **_here(cards), **({} if run is None else dict(_run_values(run)))},
         absent=absent,
         sources={} if run is None else {"run": f"run {run.facts.run_id}"},
-        rows=_rows_by_workload(stored),
+        rows={workload: (*result.rows, *_chosen_row(result)) for workload, result in tuned.items()},
+        plain={workload: _plain_of(result) for workload, result in tuned.items()},
         cards=frozenset(profile.key for card in cards if (profile := match_profile(card.name, card.total_bytes))),
     )
 
@@ -69,14 +72,47 @@ def workload_of(model: str) -> Workload | None:
     return None
 
 
-def _rows_by_workload(stored: list[Result]) -> dict[Workload, tuple[Row, ...]]:
-    """Return the rows of the newest result of each workload; `stored` has the newest first."""
-    found: dict[Workload, tuple[Row, ...]] = {}
+def _newest(stored: Sequence[Result]) -> dict[Workload, Result]:
+    """Return the newest result of each workload; `stored` has the newest first."""
+    found: dict[Workload, Result] = {}
     for result in stored:
         workload = workload_of(result.subject.model)
         if workload is not None:
-            found.setdefault(workload, result.rows)
+            found.setdefault(workload, result)
     return found
+
+
+def _plain_of(result: Result) -> dict[str, str]:
+    """Return the settings of a tuning's baseline, which has no row of its own."""
+    batch = {key: value for key, value in result.chosen.items() if key == "batch"}  # no lever of speed: never chosen
+    return {key: _text(value) for key, value in {**PLAIN, **batch}.items()}
+
+
+def _chosen_row(result: Result) -> Iterator[Row]:
+    """Yield the row of the chosen set as that of the lever `all`; none if it was not measured."""
+    chosen = {key: _text(value) for key, value in result.chosen.items()}
+    needed = {key for key, value in PLAIN.items() if chosen.get(key, _text(value)) != _text(value)}
+    sets = [(_changes_of(row), row) for row in result.rows]
+    fitting = [
+        (len(changes), row) for changes, row in sets if changes.items() <= chosen.items() and needed <= {*changes}
+    ]
+    if needed and fitting:
+        row = max(fitting, key=lambda each: each[0])[1]
+        yield replace(row, lever="all", setting="chosen", reason=f"{row.lever}={row.setting}: {row.reason}")
+
+
+def _changes_of(row: Row) -> dict[str, str]:
+    """Return what a row changes against the baseline, as its names say: `a + b` and `1 + 2 with c 3`."""
+    changes = {}
+    for lever, setting in zip(row.lever.split(" + "), row.setting.split(" + "), strict=False):
+        value, *beside = setting.split(" with ")
+        changes[lever] = value
+        changes.update((each.partition(" ")[0], each.partition(" ")[2]) for each in beside)
+    return changes
+
+
+def _text(value: object) -> str:
+    return str(value).lower()
 
 
 def _card_values() -> Iterator[tuple[str, float]]:

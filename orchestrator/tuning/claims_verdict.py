@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from orchestrator.tuning.claims import QUANTITIES, Claim, Workload
+from orchestrator.tuning.claims import QUANTITIES, Claim, Workload, names_in
 from orchestrator.tuning.rows import Row, Verdict
 
 #: Effects of at most this share count as none, as `tune` resolves by default.
@@ -24,6 +24,15 @@ _OPERATORS: Final[Mapping[type[ast.operator], Callable[[float, float], float]]] 
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
+}
+
+#: Where a value comes from, unless the facts say it better.
+_SOURCES: Final = {
+    "sum": "the guide's own numbers",
+    "card": "the card's data",
+    "plan": "memory plan",
+    "torch": "torch's default",
+    "here": "the driver",
 }
 
 #: What makes the recorded values of a run.
@@ -131,8 +140,9 @@ def _of_value(claim: Claim, facts: Facts) -> Here:
         high = low if claim.value_high is None else _value(claim.value_high, facts)
     except _NoValueError as error:
         return _without(str(error), facts)
-    family = {"sum": "the guide's own numbers", "card": "the card's data", "plan": "the memory plan"}
-    reason = facts.sources.get(claim.how) or family.get(claim.how, claim.how)
+    reason = facts.sources.get(claim.how) or _SOURCES.get(claim.how, claim.how)
+    if claim.how == "plan":
+        reason += f" of {', '.join(dict.fromkeys(name.split('.')[1] for name in names_in(claim.value or '')))}"
     return Here(verdict=compare(claim, low, high), reason=reason, low=low, high=high)
 
 
@@ -165,7 +175,7 @@ def _of_tuning(claim: Claim, facts: Facts) -> Here:
         found = _arm(claim, facts, setting)
         if found is None:
             return _unmeasured(claim, facts, f"the newest tuning of {claim.workload} has no {claim.lever}={setting}")
-        if found.verdict in {Verdict.BROKEN, Verdict.UNAVAILABLE} or found.speed_low is None:
+        if found.verdict in {Verdict.BROKEN, Verdict.UNAVAILABLE} or None in {found.speed_low, found.speed_high}:
             return Here(verdict=found.verdict, reason=f"{found.lever}={found.setting}: {found.reason}")
         arms.append(found)
     arm, other = arms

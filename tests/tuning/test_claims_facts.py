@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +12,7 @@ from orchestrator.tuning import claims_facts
 from orchestrator.tuning.claims import Claims, load
 from orchestrator.tuning.claims_facts import facts_of, workload_of
 from orchestrator.tuning.claims_page import judged
+from orchestrator.tuning.levers import PLAIN
 from orchestrator.tuning.rows import Row, Verdict
 from orchestrator.tuning.store import Result, Subject, tunings_folder, write
 from workers.host.facts import CardFacts, DriverFacts
@@ -24,7 +27,14 @@ def only(*plans: str) -> Claims:
     return claims.model_copy(update={"plan": {name: claims.plan[name] for name in plans}})
 
 
-def store(tune_id: str, created_at: str, speed: float, card: str = "cpu") -> None:
+def store(
+    tune_id: str,
+    created_at: str,
+    speed: float,
+    card: str = "cpu",
+    rows: tuple[Row, ...] = (),
+    chosen: Mapping[str, Any] = PLAIN,
+) -> None:
     """Keep a made tuning."""
     row = Row(
         lever="precision", setting="bf16", speed_ratio=speed, speed_low=speed, speed_high=speed,
@@ -33,7 +43,7 @@ def store(tune_id: str, created_at: str, speed: float, card: str = "cpu") -> Non
     folder = tunings_folder() / tune_id
     folder.mkdir(parents=True)
     subject = Subject(card=card, driver=None, torch="2.13", model="gpt-nano")
-    made = {"device_name": "CPU", "duration_s": 1.0, "rounds": 3, "rows": (row,)}
+    made = {"device_name": "CPU", "duration_s": 1.0, "rounds": 3, "rows": (row, *rows), "chosen": chosen}
     write(folder, Result(tune_id=tune_id, subject=subject, created_at=created_at, **made))  # type: ignore[arg-type]
 
 
@@ -74,6 +84,32 @@ def test_a_card_brings_its_own_figures_and_hides_the_tunings_of_others(
     assert (facts.cards, facts.values["here.power_limit_w"], facts.rows) == (frozenset({"rtx-3060"}), 170.0, {})
     store("mine", "2026-11-20T10:00:00Z", 1.2, card="GPU-1")
     assert facts_of(load(), tmp_path / "runs").rows["gpt"][0].speed_ratio == 1.2
+
+
+def test_the_chosen_set_answers_for_all_levers_together_and_the_baseline_for_a_lever_at_its_plain_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ORCHESTRATOR_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(claims_facts, "look_at_cards", lambda: DriverFacts(nvml_error="made"))
+    monkeypatch.setattr(claims_facts, "_planned", lambda _plans: ({}, {}))
+    chosen = {**PLAIN, "batch": 8, "precision": "bf16", "compile": "block", "compile_mode": "reduce-overhead"}
+    speeds = {
+        ("set_to_none", "false"): 0.99,
+        ("batch", "12"): 1.18,
+        ("precision + compile", "bf16 + block"): 2.0,
+        ("precision + compile_mode", "bf16 + reduce-overhead with compile block"): 3.5,
+    }
+    rows = tuple(
+        Row(lever=lever, setting=setting, speed_low=speed, speed_high=speed, verdict=Verdict.CONFIRMED, reason="made")
+        for (lever, setting), speed in speeds.items()
+    )
+    store("a", "2026-11-20T10:00:00Z", 1.0, rows=rows, chosen=chosen)
+    facts = facts_of(load(), tmp_path / "runs")
+    here = {(each.claim.seed, each.claim.line): each.here for each in judged(load(), facts)}
+    assert (here["000", 236].verdict, here["000", 236].low) == (Verdict.CONFIRMED, 3.5)
+    assert (here["003", 46].verdict, here["003", 46].low) == (Verdict.PARTLY, pytest.approx(1 / 0.99))
+    assert (here["003", 109].verdict, here["003", 109].low) == (Verdict.CONFIRMED, 1.18)
+    assert here["003", 167].verdict is Verdict.UNDECIDED  # no batch of 16 in that tuning
 
 
 def test_a_tuning_answers_the_claims_on_models_of_its_kind() -> None:
