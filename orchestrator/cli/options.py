@@ -69,6 +69,9 @@ Budget = Annotated[Text, Option(help="Minutes, or 30s, 2h. Default: 15 minutes; 
 Levers = Annotated[
     Text, Option(help="Only these, such as precision,optimizer=adamw-fused. Default: all.", metavar="KEY[=VALUE],...")
 ]
+ShowClaims = Annotated[
+    bool, Option("--claims", help="Measure nothing; show the guides' claims beside what is known here.")
+]
 ResumeTuning = Annotated[Text, Option("--resume", help="Go on with a tuning that was interrupted.", metavar="ID")]
 
 # Of `up`, `stop` and `doctor`.

@@ -53,6 +53,7 @@ def facts_of(claims: Claims, runs_dir: Path) -> Facts:
         sources={} if run is None else {"run": f"run {run.facts.run_id}"},
         rows={workload: (*result.rows, *_chosen_row(result)) for workload, result in tuned.items()},
         plain={workload: _plain_of(result) for workload, result in tuned.items()},
+        on_card=bool(cards),
         cards=frozenset(profile.key for card in cards if (profile := match_profile(card.name, card.total_bytes))),
     )
 

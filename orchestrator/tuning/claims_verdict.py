@@ -35,14 +35,13 @@ _SOURCES: Final = {
     "here": "the driver",
 }
 
-#: What makes the recorded values of a run.
-RUN_COMMAND: Final = "burn --local"
-
-_PRESETS: Final[Mapping[Workload, str]] = {
-    "gpt": "tune --local --preset gpt2-medium",
-    "cnn": "tune --local --preset cnn-landmarks",
-    "matmul": "tune --local --workload matmul",
+#: What would measure it, on a machine with a card and on one without.
+_TUNE: Final[Mapping[Workload, tuple[str, str]]] = {
+    "gpt": ("tune --local --preset gpt2-medium", "tune --rehearse --preset gpt-nano"),
+    "cnn": ("tune --local --preset cnn-landmarks", "tune --rehearse --preset cnn-small"),
+    "matmul": ("tune --local --workload matmul", "tune --rehearse --workload matmul"),
 }
+_RUN: Final = ("burn --local", "burn --rehearse")
 
 #: The effective batch with which `tune` compares those that the guides compare.
 _BATCH: Final = 8
@@ -62,6 +61,8 @@ class Facts:
     """The newest tuning on this machine, by what was tuned."""
     plain: Mapping[Workload, Mapping[str, str]] = field(default_factory=dict)
     """The settings of its baseline, which have no row, by lever."""
+    on_card: bool = False
+    """Whether this machine has a card, known or not."""
     cards: frozenset[str] = frozenset()
     """The cards of this machine, by their keys in `gpu_specs`."""
 
@@ -162,7 +163,7 @@ def _without(name: str, facts: Facts) -> Here:
         if known in facts.absent:
             return Here(verdict=Verdict.UNAVAILABLE, reason=facts.absent[known])
     if parts[0] == "run":
-        return Here(verdict=Verdict.UNDECIDED, reason="no run has recorded it here", command=RUN_COMMAND)
+        return Here(verdict=Verdict.UNDECIDED, reason="no run has recorded it here", command=_RUN[not facts.on_card])
     return Here(verdict=Verdict.UNAVAILABLE, reason=f"{name} is not known here")
 
 
@@ -176,7 +177,8 @@ def _of_tuning(claim: Claim, facts: Facts) -> Here:
         if found is None:
             return _unmeasured(claim, facts, f"the newest tuning of {claim.workload} has no {claim.lever}={setting}")
         if found.verdict in {Verdict.BROKEN, Verdict.UNAVAILABLE} or None in {found.speed_low, found.speed_high}:
-            return Here(verdict=found.verdict, reason=f"{found.lever}={found.setting}: {found.reason}")
+            command = _command(claim, facts) if found.verdict is Verdict.UNDECIDED else None
+            return Here(verdict=found.verdict, reason=f"{found.lever}={found.setting}: {found.reason}", command=command)
         arms.append(found)
     arm, other = arms
     low = (arm.speed_low or 0.0) / (other.speed_high or 1.0)
@@ -190,6 +192,7 @@ def _of_tuning(claim: Claim, facts: Facts) -> Here:
         reason="; ".join(f"{each.lever}={each.setting}: {each.reason}" for each in measured),
         low=low,
         high=high,
+        command=_command(claim, facts) if verdict is Verdict.UNDECIDED else None,
     )
 
 
@@ -212,12 +215,12 @@ def _unmeasured(claim: Claim, facts: Facts, said: str) -> Here:
     if claim.rated is not None:
         with suppress(_NoValueError):
             said += f"; its card's data let expect {_value(claim.rated, facts):.2f}x"
-    return Here(verdict=Verdict.UNDECIDED, reason=said, command=_command(claim))
+    return Here(verdict=Verdict.UNDECIDED, reason=said, command=_command(claim, facts))
 
 
-def _command(claim: Claim) -> str:
+def _command(claim: Claim, facts: Facts) -> str:
     """Return what would measure it."""
-    command = _PRESETS[claim.workload or "gpt"]
+    command = _TUNE[claim.workload or "gpt"][not facts.on_card]
     # A tuning also tries a batch half as large again, and twice as large: 8 to 12 and to 16.
     return f"{command} --set train.batch={_BATCH}" if claim.lever == "batch" else command
 

@@ -13,7 +13,7 @@ import pytest
 from orchestrator.tuning import claims as data
 from orchestrator.tuning.claims import NEEDS, QUANTITIES, Claim
 from orchestrator.tuning.claims_page import judged, page_json, page_text
-from orchestrator.tuning.claims_verdict import RUN_COMMAND, Facts, judge, span_of
+from orchestrator.tuning.claims_verdict import Facts, judge, span_of
 from orchestrator.tuning.rows import Row, Verdict
 
 GUIDE_LINES = Path(__file__).with_name("guide_lines.txt")
@@ -178,8 +178,9 @@ def test_a_claim_of_another_card_is_not_judged_by_this_one() -> None:
 
 
 def test_what_a_run_would_record_is_undecided_until_there_is_one() -> None:
-    here = judge(of("run")[0], Facts(), NEEDS)
-    assert (here.verdict, here.command) == (Verdict.UNDECIDED, RUN_COMMAND)
+    for on_card, command in ((True, "burn --local"), (False, "burn --rehearse")):
+        here = judge(of("run")[0], Facts(on_card=on_card), NEEDS)
+        assert (here.verdict, here.command) == (Verdict.UNDECIDED, command)
 
 
 @pytest.mark.parametrize("expression", ["__import__('os')", "2 ** 100", "[1]", "'a'", "plan.a.b()", "-1"])
@@ -211,7 +212,7 @@ def test_the_page_has_every_claim_and_says_what_would_measure_more() -> None:
     text = page_text(CLAIMS, shown)
     assert all(claim.says in text for claim in CLAIMS.all)
     assert f"{len(CLAIMS.all)} claims: " in text
-    assert "python -m orchestrator tune --local --workload matmul" in text
+    assert "python -m orchestrator tune --rehearse --workload matmul" in text
     told = json.loads(page_json(shown))
     assert len(told["claims"]) == len(CLAIMS.all) == sum(told["verdicts"].values())
     assert list(told["claims"][0]) == [

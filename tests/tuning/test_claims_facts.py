@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from orchestrator.cli.app import app
 from orchestrator.tuning import claims_facts
 from orchestrator.tuning.claims import Claims, load
 from orchestrator.tuning.claims_facts import facts_of, workload_of
@@ -15,6 +18,7 @@ from orchestrator.tuning.claims_page import judged
 from orchestrator.tuning.levers import PLAIN
 from orchestrator.tuning.rows import Row, Verdict
 from orchestrator.tuning.store import Result, Subject, tunings_folder, write
+from tests.scene import ROOT
 from workers.host.facts import CardFacts, DriverFacts
 from workers.training.plans_main import answer
 
@@ -110,6 +114,20 @@ def test_the_chosen_set_answers_for_all_levers_together_and_the_baseline_for_a_l
     assert (here["003", 46].verdict, here["003", 46].low) == (Verdict.PARTLY, pytest.approx(1 / 0.99))
     assert (here["003", 109].verdict, here["003", 109].low) == (Verdict.CONFIRMED, 1.18)
     assert here["003", 167].verdict is Verdict.UNDECIDED  # no batch of 16 in that tuning
+
+
+def test_the_verb_prints_the_page_and_takes_no_option_that_measures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ORCHESTRATOR_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(claims_facts, "_planned", lambda _plans: ({}, {}))
+    here = ["--config", str(ROOT / "cluster.yaml"), "--set", f"run.dir={tmp_path}"]
+    text = CliRunner().invoke(app, ["tune", "--claims", *here])
+    assert (text.exit_code, text.stdout.count("Guide 00")) == (0, 5), text.output
+    told = json.loads(CliRunner().invoke(app, ["tune", "--claims", "--json", *here]).stdout)
+    assert len(told["claims"]) == len(load().all)
+    refused = CliRunner().invoke(app, ["tune", "--claims", "--local", *here])
+    assert "--claims measures nothing" in str(refused.exception)
 
 
 def test_a_tuning_answers_the_claims_on_models_of_its_kind() -> None:
