@@ -237,7 +237,7 @@ class SizerMachine(RuleBasedStateMachine):
     @invariant()
     def no_size_fails_twice_without_a_release_between(self) -> None:
         """After a failure the next size is smaller. Only the smallest is tried again, after a rest or a rise."""
-        failures_s = [turn.ended_at_s for turn in self.loop.tries if turn.failed]
+        failures_s = [turn.ended_at_s for turn in self.loop.tries[: self.looked_at] if turn.failed]
         for turn in self._news(forget=True):
             if (told_bytes := turn.told_bytes) is not None:
                 self.risen |= self.lowest_bytes is None or told_bytes > self.lowest_bytes
@@ -248,9 +248,10 @@ class SizerMachine(RuleBasedStateMachine):
             if (failed := self.failed) is not None and failed.size is not None and turn.size >= failed.size:
                 assert turn.size == failed.size == self.loop.bounds.smallest
                 rested_s = turn.at_s - failed.ended_at_s
-                lately = sum(turn.at_s - sizer.WINDOW_S < at_s <= turn.at_s for at_s in failures_s)
-                assert lately <= self.loop.bounds.failures_per_minute, "the smallest is tried too often"
+                lately = sum(at_s > turn.at_s - sizer.WINDOW_S + TRIFLE_S for at_s in failures_s)
+                assert lately < self.loop.bounds.failures_per_minute, "the smallest is tried too often"
                 assert self.risen or rested_s >= sizer._FIRST_WAIT_S - TRIFLE_S, "it failed, and nothing has changed"
+            failures_s += [turn.ended_at_s] if turn.failed else []
             self.failed = turn if turn.failed else None
             self.lowest_bytes, self.risen = self.told_bytes, False
 

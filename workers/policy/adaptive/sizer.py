@@ -322,11 +322,11 @@ def _regular(state: Sizer, heavy: HeavySteps) -> Sizer:
     if state.heavy.confirmed or not heavy.confirmed:
         return state._replace(heavy=heavy)
     line = None if state.line is None else state.line._replace(surprise=0.0)
+    if (state.contradicted_bytes or 0.0) <= _ABOVE * _memory_bytes(state, unknown=math.inf):
+        state = state._replace(doubts=0, contradicted_bytes=None)  # else the signal denies what has run
     return state._replace(
         heavy=heavy,
         line=line,
-        doubts=0,
-        contradicted_bytes=None,
         unjudged=None if state.unjudged is None else state.unjudged._replace(surprising=False),
         bracket=state.bracket.forgiven(),
     )
