@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
 from tests.training.scene import CPU
 from workers.training.errors import StateMismatchError, TaskError
+from workers.training.order import Sample
 from workers.training.settings import PRESETS, TrainSettings
-from workers.training.tasks import find_task
+from workers.training.tasks import find_task, landmark_error_pct
 from workers.training.trainer import Trainer
 
 OWN_TASK = """
@@ -57,7 +59,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("preset", "millions"),
     [
         ("gpt-nano", 0.22), ("gpt-mini", 10.8), ("gpt2-small", 124.4), ("gpt2-medium", 354.8), ("cnn-small", 0.21),
-        ("cnn-landmarks", 1.73),
+        ("cnn-landmarks", 1.73), ("gpt-1b", 1313.6),
     ],
 )  # fmt: skip
 def test_a_preset_has_its_size_and_no_bias_that_only_rounding_moves(preset: str, millions: float) -> None:
@@ -77,6 +79,23 @@ def test_the_loss_of_a_small_preset_falls(preset: str, precision: str) -> None:
     assert run.course.losses[1] < 0.9 * run.course.losses[0]
     assert run.progress().loss == run.course.losses[1]
     assert run.course.skipped_updates < 5
+
+
+def test_the_error_of_landmarks_is_in_per_cent_of_the_distance_of_the_eyes() -> None:
+    settings = TrainSettings(preset="cnn-small", steps=25, warmup_steps=5, batch=8)
+    task = find_task(settings, 0)
+    pictures, points = default_collate([task.dataset[Sample(number=0, epoch=0, index=place)] for place in range(3)])
+    eyes = (points[:, 36] - points[:, 45]).norm(dim=-1)
+
+    class Missing(nn.Module):
+        def forward(self, _: torch.Tensor) -> torch.Tensor:
+            return points + 0.1 * eyes[:, None, None] * torch.tensor([0.6, 0.8])
+
+    assert float(landmark_error_pct(Missing(), (pictures, points))) == pytest.approx(3 * 10.0)
+    run = Trainer(task, settings, CPU, 0)
+    before = run.evaluate()["landmark_error_pct"]
+    run.replay([[8, 0, 25]])
+    assert run.evaluate()["landmark_error_pct"] < 0.9 * before
 
 
 @pytest.mark.usefixtures("own_module")

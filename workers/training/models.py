@@ -21,6 +21,9 @@ from workers.training.sequences import own_document
 #: Landmarks of a face, as in the iBUG 300-W annotation.
 POINTS = 68
 
+EYE_CORNERS = (36, 45)
+"""The outer ones, among the landmarks."""
+
 _CELLS = 4
 """Edge of the grid to which the CNN pools before its head."""
 
@@ -52,6 +55,8 @@ GPTS = {
     # 50,257 tokens of GPT-2, rounded up to a multiple of 64.
     "gpt2-small": GptShape(layers=12, heads=12, width=768, seq=1024, vocabulary=50_304),
     "gpt2-medium": GptShape(layers=24, heads=16, width=1024, seq=1024, vocabulary=50_304),
+    # GPT-3 XL (Brown et al., 2020, table 2.1) with the heads of 128 that cards prefer: 1.3 billion parameters.
+    "gpt-1b": GptShape(layers=24, heads=16, width=2048, seq=1024, vocabulary=50_304),
 }
 CNNS = {
     "cnn-small": CnnShape(edge=32, widths=(16, 32, 64)),

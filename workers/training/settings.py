@@ -17,7 +17,7 @@ CompileMode: TypeAlias = Literal["default", "reduce-overhead", "max-autotune"]
 Optimizer: TypeAlias = Literal["adamw-fused", "adamw-foreach", "adamw-loop", "adamw-8bit"]
 
 #: `preset` names one of these, or the user's own `package.module:name`.
-PRESETS: Final = ("gpt-nano", "gpt-mini", "gpt2-small", "gpt2-medium", "cnn-small", "cnn-landmarks")
+PRESETS: Final = ("gpt-nano", "gpt-mini", "gpt2-small", "gpt2-medium", "gpt-1b", "cnn-small", "cnn-landmarks")
 
 #: Keys that do not change what is trained: a training may go on from a snapshot that was made with other values.
 _FREE: Final = frozenset(

@@ -18,16 +18,25 @@ SAMPLES: Final = 32
 
 
 def validation(
-    samples: Callable[[], Iterable[Any]], loss: Callable[[nn.Module, Any], Tensor], count: Callable[[Any], int]
+    samples: Callable[[], Iterable[Any]],
+    loss: Callable[[nn.Module, Any], Tensor],
+    count: Callable[[Any], int],
+    **figures: Callable[[nn.Module, Any], Tensor],
 ) -> Callable[[nn.Module], Mapping[str, float]]:
-    """Return a `TrainTask.evaluate` that gives the mean loss of all items of `samples`, as `validation_loss`."""
+    """Return a `TrainTask.evaluate` that gives the mean loss of all items of `samples`, as `validation_loss`.
+
+    `figures`: others, by their names; each returns a sum over items, and its mean is given.
+    """
+    figures = {"validation_loss": loss, **figures}
 
     def evaluate(model: nn.Module) -> Mapping[str, float]:
         device = next(model.parameters()).device
-        total, items = 0.0, 0
+        totals, items = dict.fromkeys(figures, 0.0), 0
         for batch in samples():
-            total += float(loss(model, on_device(batch, device)))
-            items += count(batch)
-        return {"validation_loss": total / items}
+            part = on_device(batch, device)
+            for name, figure in figures.items():
+                totals[name] += float(figure(model, part))
+            items += count(part)
+        return {name: total / items for name, total in totals.items()}
 
     return evaluate
