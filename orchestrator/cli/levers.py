@@ -43,20 +43,20 @@ def add_to(app: typer.Typer) -> None:
             print_text(claims_verb.page(runs_dir, functools.partial(typer.echo, err=True), as_json=json_output))
             return
         import_from_here()
+        budget_s = duration_s(budget)
         if resume is not None:
-            if local or rehearse or overrides or not (preset is budget is levers is None):
-                raise UsageError("--resume goes on with what was asked for; start a new tuning to change anything")
+            if local or rehearse or overrides or preset is not None or levers is not None:
+                raise UsageError("--resume goes on with what was asked for; only --budget may change")
             folder = verb.folder_of(resume)
         else:
             loaded = config_of(config, overrides, {"train.preset": preset})
             wanted = [name.strip() for name in (levers or "").split(",") if name.strip()]
             text = Path(config).read_text(encoding="utf-8")
-            budget_s = duration_s(budget)
             folder = verb.begin(verb.asked_of(loaded, text, rehearse=rehearse, budget_s=budget_s, wanted=wanted))
         progress = verb.Progress()
         progress(f"If this is interrupted: python -m orchestrator tune --resume {folder.name}")
         try:
-            result = verb.tune(folder, progress)
+            result = verb.tune(folder, progress, budget_s)
         finally:
             progress.close()
         print_text(json.dumps(result.plain(), indent=2) if json_output else verb.result_text(folder, result))

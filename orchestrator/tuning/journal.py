@@ -30,7 +30,8 @@ class PassData:
     """Highest use of the device in a turn."""
     later: dict[str, float] = field(default_factory=dict)
     """Validation losses at the end of the pass, which are those at equal time."""
-    over: bool = False
+    over_at_s: float = -1.0
+    """The budget with which the pass came to its end; a larger one continues it."""
 
 
 class Journal:
@@ -47,7 +48,11 @@ class Journal:
         self.elapsed_s = 0.0
         """That earlier processes have spent."""
         if self._path.exists():
-            for line in self._path.read_text(encoding="utf-8").splitlines():
+            text = self._path.read_text(encoding="utf-8")
+            if not text.endswith("\n"):
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write("\n")
+            for line in text.splitlines():
                 try:
                     self._take(json.loads(line))
                 except ValueError:
@@ -91,4 +96,4 @@ class Journal:
         elif kind == "later":
             data.later[entry["arm"]] = entry["loss"]
         elif kind == "over":
-            data.over = True
+            data.over_at_s = entry["budget_s"]

@@ -35,6 +35,8 @@ class Candidate:
     """Why it says nothing without a card."""
     copies: int = 1
     """Workers at once."""
+    slow: bool = False
+    """Whether it takes longer to begin than a rehearsal has time for."""
 
     @property
     def name(self) -> str:
@@ -51,6 +53,7 @@ class _Lever:
     needs_card: str | None = None
     beside: Mapping[str, Any] | None = None
     """Other keys without which it does nothing."""
+    slow: bool = False
 
 
 #: What a training has before any lever is set.
@@ -88,8 +91,8 @@ _LEVERS: Final = (
     _Lever("precision", ("bf16", "fp16"), _NUMERIC),
     _Lever("attention", ("math", "efficient", "flash"), _NUMERIC),
     _Lever("attention", ("cudnn",), _NUMERIC, needs_card="cuDNN is a library for cards"),
-    _Lever("compile", ("block", "model"), _NUMERIC),
-    _Lever("compile_mode", ("reduce-overhead", "max-autotune"), _NUMERIC, beside={"compile": "block"}),
+    _Lever("compile", ("block", "model"), _NUMERIC, slow=True),
+    _Lever("compile_mode", ("reduce-overhead", "max-autotune"), _NUMERIC, beside={"compile": "block"}, slow=True),
     _Lever("channels_last", (True,), _NUMERIC),
     _Lever("cudnn_benchmark", (True,), _NUMERIC, needs_card="cuDNN is a library for cards"),
     _Lever("optimizer", ("adamw-fused", "adamw-loop"), _NUMERIC),
@@ -144,6 +147,12 @@ def chosen(candidates: Sequence[Candidate], wanted: Sequence[str]) -> list[Candi
     return [each for each in candidates if not wanted or each.lever in wanted or each.name in wanted]
 
 
+def for_rehearsal(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return one value of each key, without those that are slow to begin: what fits into minutes on two cores."""
+    first = {each.lever: each for each in reversed(candidates) if not each.slow and each.needs_card is None}
+    return [each for each in candidates if first.get(each.lever) is each or each.needs_card is not None]
+
+
 def unavailable(candidate: Candidate, baseline: Mapping[str, Any], *, on_card: bool) -> str | None:
     """Return why this version or this kind of device cannot run a candidate; `None`: only trying tells."""
     try:
@@ -175,6 +184,7 @@ def _all(baseline: Mapping[str, Any]) -> Iterator[Candidate]:
                 parity=lever.parity,
                 aim=lever.aim,
                 needs_card=lever.needs_card,
+                slow=lever.slow,
             )
     for more in (batch + batch // 2, 2 * batch):
         yield Candidate(lever="batch", setting=str(more), changes={"batch": more}, parity=_OBJECTIVE)

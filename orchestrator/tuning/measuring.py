@@ -34,7 +34,7 @@ _LEAST_ROUNDS: Final = 6
 _ALWAYS: Final = 2
 
 #: Of the budget, for the first steps of all arms; and the bounds of how many steps that are.
-_OPENING_SHARE: Final = 0.12
+_OPENING_SHARE: Final = 0.1
 _FEWEST_STEPS: Final = 8
 _MOST_STEPS: Final = 100
 
@@ -113,17 +113,16 @@ class Measuring:
             BaselineError: The baseline has died.
         """
         data = self._journal.data(pass_name)
+        begin_s, over_at_s = self._clock.spent_s(), data.over_at_s
+        if over_at_s >= self._plan.budget_s or (data.rounds and begin_s >= until_s):
+            return data
         waves = -(-len(candidates) // self._plan.at_once)
         size = math.ceil(len(candidates) / max(1, waves))
-        begin_s = self._clock.spent_s()
         for number in range(waves):
-            if data.over:
-                break
             wave = list(candidates[number * size : (number + 1) * size])
             share = (number + 1) / waves
             self._wave(pass_name, wave, begin_s + share * (until_s - begin_s), number)
-        if not data.over:
-            self._journal.note("over", self._clock.spent_s(), pass_name=pass_name)
+        self._journal.note("over", self._clock.spent_s(), pass_name=pass_name, budget_s=self._plan.budget_s)
         return data
 
     def _wave(self, pass_name: str, wave: Sequence[Candidate], until_s: float, number: int) -> None:

@@ -35,13 +35,13 @@ from workers.settings import ASSUMED_CONTEXT_BYTES, WorkerSpec
 from workers.tuning.messages import ArmSpec, Opened
 
 BUDGET_S: Final = 900.0
-REHEARSAL_BUDGET_S: Final = 240.0
+REHEARSAL_BUDGET_S: Final = 270.0
 
 #: When the three passes end, as shares of the budget.
 _ALONE, _STACKED, _LEFT_OUT = 0.6, 0.8, 1.0
 
 #: What the process of an arm takes of the host's memory, at the least, and of that memory for all arms.
-_ARM_HOST_BYTES: Final = 400 * 2**20
+_ARM_HOST_BYTES: Final = 250 * 2**20
 _HOST_SHARE: Final = 0.5
 _MOST_AT_ONCE: Final = 40
 
@@ -58,8 +58,6 @@ class Asked:
     """The configuration as it is measured: overrides applied, and scaled in a rehearsal."""
     file_text: str
     """The user's file, for tuned.yaml."""
-    file_config_text: str
-    """What that loads as, with the overrides."""
     device: str | None
     one_machine: bool
     rehearse: bool
@@ -94,8 +92,10 @@ def folder_of(tune_id: str) -> Path:
     return found[0]
 
 
-def tune(folder: Path, say: Callable[[str], None]) -> store.Result:
+def tune(folder: Path, say: Callable[[str], None], budget_s: float | None = None) -> store.Result:
     """Measure, or go on measuring, and write the result; `say` is told the progress.
+
+    A tuning that goes on may get another budget than it began with.
 
     Raises:
         UsageError: The baseline cannot be trained here, or the folder cannot be used.
@@ -108,13 +108,15 @@ def tune(folder: Path, say: Callable[[str], None]) -> store.Result:
     on_card = spec.device == "cuda"
     baseline = levers.baseline_of(config.train, on_card=on_card)
     candidates = levers.chosen(levers.train_candidates(baseline), asked.wanted)
+    if asked.rehearse and not asked.wanted:
+        candidates = levers.for_rehearsal(candidates)
     impossible = {
         each.name: reason
         for each in candidates
         if (reason := levers.unavailable(each, baseline, on_card=on_card)) is not None
     }
     plan = Plan(
-        budget_s=asked.budget_s,
+        budget_s=budget_s or asked.budget_s,
         turn_s=0.2 if asked.rehearse else 1.5,
         least_steps=2 if asked.rehearse else 5,
         resolve=0.01,
@@ -138,7 +140,10 @@ def tune(folder: Path, say: Callable[[str], None]) -> store.Result:
     try:
         result = course.run(folder)
     except BaselineError as error:
-        raise UsageError(f"the baseline cannot be measured: {one_line(str(error))}; see {folder}/arms.log") from error
+        raise UsageError(
+            f"the baseline cannot be measured: {one_line(str(error))}; see {folder}/arms.log, and go on with "
+            f"`tune --resume {folder.name}`"
+        ) from error
     store.write(folder, result)
     _write_tuned(folder, asked, result)
     return result
@@ -281,7 +286,7 @@ class _Course:
 
 def _write_tuned(folder: Path, asked: Asked, result: store.Result) -> None:
     """Write the user's file with the chosen settings; each changed key says what was measured."""
-    config = config_from_text(asked.file_config_text, "the configuration")
+    config = config_from_text(asked.file_text, "the configuration")
     own = config.train.model_dump()
     changes = {key: value for key, value in result.chosen.items() if own.get(key) != value}
     by_lever: dict[str, Row] = {}
@@ -294,7 +299,9 @@ def _write_tuned(folder: Path, asked: Asked, result: store.Result) -> None:
         if found is not None and found.speed_ratio is not None:
             told += f": {found.speed_ratio:.3f} x the baseline's speed, {found.speed_low:.3f} to {found.speed_high:.3f}"
         elif key in levers.PLAIN:
-            told += ": as the baseline, which nothing was faster than"
+            told += ": as the baseline"
+        else:
+            told += ": as it was measured"
         notes[key] = told
     replace_whole(folder / "tuned.yaml", tuned(asked.file_text, config, changes, notes))
 
@@ -321,11 +328,11 @@ def asked_of(
         UsageError: A lever is named that there is none of, or this machine leaves a worker no memory.
     """
     levers.chosen(levers.train_candidates(levers.baseline_of(config.train, on_card=True)), wanted)
+    config_from_text(file_text, "the configuration")  # tuned.yaml is made of it without `--set`
     environment = in_rehearsal(config, None) if rehearse else on_this_machine(config)
     return Asked(
         config_text=dump_config(environment.config),
         file_text=file_text,
-        file_config_text=dump_config(config),
         device=environment.target.device,
         one_machine=environment.target.one_machine,
         rehearse=rehearse,

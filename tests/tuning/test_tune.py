@@ -1,0 +1,78 @@
+"""`tune` with real arms: killed and resumed, with an arm that dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from orchestrator.config.load import load_config
+from tests.scene import ROOT, wait_for
+
+#: A model so small that a round takes a second.
+SMALL = ("--set", "train.batch=4", "--set", "train.seq=16")
+LEVERS = "micro=2,optimizer=adamw-loop,precision=tf32"
+
+
+def started(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "ORCHESTRATOR_STATE_DIR": str(folder), "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "orchestrator", "tune", "--config", str(ROOT / "cluster.yaml"), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=folder,
+    )
+
+
+def notes(folder: Path, kind: str) -> int:
+    return sum(path.read_text().count(f'"kind": "{kind}"') for path in folder.glob("tunings/*/rounds.jsonl"))
+
+
+@pytest.mark.torch
+def test_a_tuning_goes_on_after_a_kill_and_an_arm_that_dies_is_a_row(tmp_path: Path) -> None:
+    first = started(tmp_path, "--rehearse", "--budget", "30m", "--levers", LEVERS, *SMALL)
+    wait_for(lambda: notes(tmp_path, "round") >= 2, "two rounds")
+    (folder,) = tmp_path.glob("tunings/*")
+    # The one that began last: the baseline begins first, and without it there is no comparison.
+    arms = [each for each in psutil.Process(first.pid).children(recursive=True) if _logs_to(each, folder / "arms.log")]
+    max(arms, key=psutil.Process.create_time).kill()
+    wait_for(lambda: notes(tmp_path, "lost"), "the loss of an arm")
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    assert psutil.wait_procs(arms, timeout=60)[1] == [], "arms outlived their head"
+
+    with (folder / "rounds.jsonl").open("a") as file:
+        file.write('{"kind": "rou')  # what a kill leaves of a line
+    measured = notes(tmp_path, "round")
+    second = started(tmp_path, "--resume", folder.name[-4:], "--budget", "1s", "--json")
+    output, errors = second.communicate(timeout=300)
+    assert second.returncode == 0, errors
+    result = json.loads(output)
+    assert result == json.loads((folder / "tune.json").read_text())
+    assert result["rounds"] + sum(result["dropped"].values()) == notes(tmp_path, "round") == measured
+    rows = {f"{row['lever']}={row['setting']}": row for row in result["rows"]}
+    assert rows["precision=tf32"]["verdict"] == "UNAVAILABLE"
+    assert rows["optimizer=adamw-loop"]["verdict"] == "UNDECIDED"
+    assert "ended by SIGKILL" in rows["optimizer=adamw-loop"]["reason"]
+    assert (rows["micro=2"]["parity_class"], rows["micro=2"]["verdict"] != "BROKEN") == ("exact", True)
+    assert rows["micro=2"]["speed_ratio"] > 0
+    assert list(result["rows"][0]) == [
+        "lever", "setting", "claim", "speed_ratio", "speed_low", "speed_high", "peak_bytes", "parity_class",
+        "loss_gap_noise", "verdict", "reason",
+    ]  # fmt: skip
+    config, tuned = load_config(str(ROOT / "cluster.yaml")), load_config(str(folder / "tuned.yaml"))
+    assert tuned.model_copy(update={"train": config.train}) == config
+    assert tuned.train.batch == 4, "what was measured is in the file"
+
+
+def _logs_to(process: psutil.Process, log: Path) -> bool:
+    """Whether this is an arm: it writes to the log of arms."""
+    return Path(f"/proc/{process.pid}/fd/1").resolve() == log.resolve()
