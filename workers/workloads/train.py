@@ -60,9 +60,10 @@ class Train(Workload):
         self._told_failure: str | None = None
         self._save_soon = False
         self._prediction: Prediction | None = None
-        self._speed: deque[tuple[float, int]] = deque()
-        """Monotonic seconds, and samples computed until then."""
+        self._speed: deque[tuple[float, int, float]] = deque()
+        """Monotonic seconds, and samples and items computed until then."""
         self._computed = 0
+        self._computed_items = 0.0
         self._profile = StepProfile(self._settings.profile, context.device, context.state_dir)
 
     @property
@@ -141,6 +142,7 @@ class Train(Workload):
             for name, figures in trainer.compiling.news():
                 self.context.tell(name, **figures)
             self._computed += part.rows
+            self._computed_items += part.rows * trainer.items_per_sample
             return StepResult(
                 flop=self._flop_per_unit * self._units_per_sample(trainer) * part.rows,
                 partial=part.rows < min(batch, self._settings.batch),
@@ -205,13 +207,13 @@ class Train(Workload):
         if self._trainer is None:
             return Progress(saved_step=saved)
         told = self._trainer.progress()
-        samples_per_s = self._samples_per_s()
+        samples_per_s, items_per_s = self._speeds()
         left = self._settings.batch * (self._trainer.steps - self._trainer.step)
         return replace(
             told,
             saved_step=saved,
             samples_per_s=samples_per_s,
-            tokens_per_s=samples_per_s * self._trainer.items_per_sample if self._task.items == "tokens" else None,
+            tokens_per_s=items_per_s if self._task.items == "tokens" else None,
             eta_s=left / samples_per_s if samples_per_s else None,
             weights_sha256=self._sha256,
         )
@@ -313,10 +315,13 @@ class Train(Workload):
             self.context.tell("snapshot_failed", reason=failure)
         self._told_failure = failure
 
-    def _samples_per_s(self) -> float:
+    def _speeds(self) -> tuple[float, float]:
+        """Return samples and items a second, of the last seconds."""
         now_s = time.monotonic()
-        self._speed.append((now_s, self._computed))
+        self._speed.append((now_s, self._computed, self._computed_items))
         while len(self._speed) > 2 and now_s - self._speed[0][0] > _SPEED_WINDOW_S:
             self._speed.popleft()
-        began_s, before = self._speed[0]
-        return (self._computed - before) / (now_s - began_s) if now_s > began_s else 0.0
+        began_s, samples, items = self._speed[0]
+        if now_s <= began_s:
+            return 0.0, 0.0
+        return (self._computed - samples) / (now_s - began_s), (self._computed_items - items) / (now_s - began_s)
