@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from torch import nn
 from torch.nn import functional
 
 from tests.training.parity import STEPS, late_gap, losses, seed_noise
 from tests.training.scene import CNN, CPU, GPT, trainer
 from tests.training.test_trajectory import in_shared_memory
 from workers.training.errors import TaskError
+from workers.training.host_activations import HostActivations
 from workers.training.keyed import KeyedDropout, row_keys
 from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task, next_token_loss
@@ -148,6 +150,46 @@ def test_each_block_learns_slower_than_the_one_after_it() -> None:
     top = moved["norm.weight"]
     shares = {"blocks.1.widen.weight": 0.5, "blocks.0.merge.weight": 0.25, "tokens.weight": 0.125}
     assert {name: moved[name] / top for name in shares} == pytest.approx(shares, rel=0.02)
+
+
+class Saves(torch.autograd.Function):
+    """Saves tensors, and looks at what is there when the backward pass asks for them."""
+
+    back: tuple[torch.Tensor, ...] = ()
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *saved: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        ctx.save_for_backward(*saved)
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # noqa: ANN401
+        Saves.back = ctx.saved_tensors
+        return (gradients[0].expand(1), *(None for _ in Saves.back))
+
+
+def test_what_waits_on_the_host_comes_back_as_it_was_also_parts_and_repeated_tensors() -> None:
+    # A compiled backward pass insists on the very strides.
+    model = nn.Linear(64, 64)
+    whole = torch.arange(3 * 8 * 3 * 64.0).view(3, 8, 3, 64)
+    saved = (
+        whole,
+        whole[:, :, 1],
+        whole.transpose(0, 2),
+        whole[:, :, 0, :1].expand(3, 8, 512),
+        model.weight,
+        whole[0, 0, 0],
+    )
+    host = HostActivations(model, "cpu")
+    with host.saving():
+        loss = Saves.apply(torch.ones(1, requires_grad=True), *saved)
+    loss.backward()
+    for one, other in zip(Saves.back, saved, strict=True):
+        assert one.equal(other)
+        assert one.stride() == other.stride()
+    stayed = [one.data_ptr() == other.data_ptr() for one, other in zip(Saves.back, saved, strict=True)]
+    assert stayed == [False, False, False, False, True, True], "weights stay, and what is small"
+    assert host.waiting_bytes == 4 * (2 * whole.numel() + whole[:, :, 1].numel() + 3 * 8)
 
 
 def test_the_kernel_of_attention_that_really_ran_is_told() -> None:

@@ -44,22 +44,25 @@ class HostActivations:
                 or tensor.untyped_storage()._cdata in weights
             ):
                 return tensor
-            self.waiting_bytes += tensor.nbytes
-            return _planned(tensor) if isinstance(tensor, FakeTensor) else self._waiting(tensor.detach())
+            once = _once(tensor.detach())
+            self.waiting_bytes += once.nbytes
+            fill = _leave if isinstance(tensor, FakeTensor) else self._copied(once)
+            size, stride, kept, dtype, device = tensor.shape, tensor.stride(), once.shape, tensor.dtype, tensor.device
+            # With the strides that it had, though it may take gaps: a compiled backward pass insists on them.
+            return lambda: fill(torch.empty_strided(kept, stride, dtype=dtype, device=device)).expand(size)
 
         def unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
             return packed if isinstance(packed, Tensor) else packed()
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
-    def _waiting(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Copy it to the host, and return what brings it back."""
-        device = tensor.device
+    def _copied(self, tensor: Tensor) -> Callable[[Tensor], Tensor]:
+        """Copy it to the host, and return what copies it back into another tensor."""
         host = like(tensor) if tensor.is_cuda else self._shared(tensor)
         # Pageable memory must be written before anything reads it; pinned memory is read in the order of the stream.
         fast = host.is_pinned()
         host.copy_(tensor, non_blocking=fast)
-        return lambda: host.to(device, non_blocking=fast, copy=True)
+        return lambda back: back.copy_(host, non_blocking=fast)
 
     def _shared(self, tensor: Tensor) -> Tensor:
         """Return memory that no cap counts, from blocks that stay: the kernel's highest size is then that of the rest.
@@ -76,10 +79,12 @@ class HostActivations:
         return host
 
 
-def _planned(tensor: Tensor) -> Callable[[], Tensor]:
-    """Return what takes the memory that bringing it back would take."""
-    size, dtype, device = tensor.shape, tensor.dtype, tensor.device
-    if tensor.untyped_storage().nbytes() != tensor.nbytes:  # a part of another one, which is copied without gaps
-        return lambda: torch.empty(size, dtype=dtype, device=device)
-    stride = tensor.stride()
-    return lambda: torch.empty_strided(size, stride, dtype=dtype, device=device)
+def _once(tensor: Tensor) -> Tensor:
+    """Return the tensor without the dimensions along which it only repeats itself."""
+    size = [1 if step == 0 else length for length, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.as_strided(size, tensor.stride())
+
+
+def _leave(tensor: Tensor) -> Tensor:
+    """Take the memory that bringing a tensor back would take; there is no data."""
+    return tensor
