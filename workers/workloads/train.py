@@ -64,7 +64,9 @@ class Train(Workload):
         """Monotonic seconds, and samples and items computed until then."""
         self._computed = 0
         self._computed_items = 0.0
-        self._profile = StepProfile(self._settings.profile, context.device, context.state_dir)
+        # Not again after a process that may have died of it: under a small cap of host memory the profiler can.
+        steps = self._settings.profile if context.fresh else 0
+        self._profile = StepProfile(steps, context.device, context.state_dir)
 
     @property
     def finished(self) -> bool:  # type: ignore[override]
