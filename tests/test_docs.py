@@ -67,8 +67,8 @@ OPTIONS = {
         "--fake-sensors", "--apply-power-limit", "--sweep", "--help",
     },
     "tune": {
-        "--config", "-c", "--local", "--rehearse", "--preset", "--budget", "--levers", "--claims", "--resume", "--set",
-        "--json", "--help",
+        "--config", "-c", "--local", "--rehearse", "--preset", "--workload", "--budget", "--levers", "--claims",
+        "--resume", "--set", "--json", "--help",
     },
     "doctor": {"--config", "-c", "--set", "--node", "--json", "--help"},
     "init": {"--output", "-o", "--force", "--help"},

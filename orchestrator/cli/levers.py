@@ -24,6 +24,7 @@ def add_to(app: typer.Typer) -> None:
         local: opt.Local = False,
         rehearse: opt.Rehearse = False,
         preset: opt.Preset = None,
+        workload: opt.TunedWorkload = "train",
         budget: opt.Budget = None,
         levers: opt.Levers = None,
         claims: opt.ShowClaims = False,
@@ -52,7 +53,9 @@ def add_to(app: typer.Typer) -> None:
             loaded = config_of(config, overrides, {"train.preset": preset})
             wanted = [name.strip() for name in (levers or "").split(",") if name.strip()]
             text = Path(config).read_text(encoding="utf-8")
-            folder = verb.begin(verb.asked_of(loaded, text, rehearse=rehearse, budget_s=budget_s, wanted=wanted))
+            folder = verb.begin(
+                verb.asked_of(loaded, text, rehearse=rehearse, budget_s=budget_s, wanted=wanted, workload=workload)
+            )
         progress = verb.Progress()
         progress(f"If this is interrupted: python -m orchestrator tune --resume {folder.name}")
         try:

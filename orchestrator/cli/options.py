@@ -65,6 +65,7 @@ SweepOf = Annotated[
 
 # Of `tune`.
 Preset = Annotated[Text, Option(help="What is trained. Default: train.preset.", metavar="NAME")]
+TunedWorkload = Annotated[str, Option("--workload", help="train or matmul.", metavar="NAME")]
 Budget = Annotated[Text, Option(help="Minutes, or 30s, 2h. Default: 15; 4.5 in a rehearsal.", metavar="TIME")]
 Levers = Annotated[
     Text, Option(help="Only these, such as precision,optimizer=adamw-fused. Default: all.", metavar="KEY[=VALUE],...")

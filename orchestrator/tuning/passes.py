@@ -49,7 +49,8 @@ def merged(several: Sequence[Candidate]) -> Candidate:
         lever=" + ".join(each.lever for each in several),
         setting=" + ".join(each.setting for each in several),
         changes={key: value for each in several for key, value in each.changes.items()},
-        parity=ParityClass.EXACT if exact else ParityClass.NUMERIC,
+        parity=None if several[0].parity is None else ParityClass.EXACT if exact else ParityClass.NUMERIC,
+        copies=max(each.copies for each in several),
     )
 
 
@@ -68,6 +69,7 @@ def with_one_left_out(several: Sequence[Candidate]) -> dict[str, Candidate]:
             setting=rest.setting,
             changes=rest.changes,
             parity=rest.parity,
+            copies=rest.copies,
         )
         for left in several
         for rest in [merged([each for each in several if each is not left])]
@@ -122,7 +124,7 @@ def choose(
     doubt = "" if decided else f"; UNDECIDED for {', '.join(open_levers[:4])}{' and more' * (len(open_levers) > 4)}"
     name, changes = ("baseline", {}) if best is None else (best.name, best.changes)
     if yours is None:
-        found = "no lever is faster than your file" if best is None else f"{best.name} is faster than your file"
+        found = "no lever is faster than the baseline" if best is None else f"{best.name} is faster than the baseline"
         return Choice(name=name, changes=changes, reason=found + doubt, decided=decided)
     if best_to_yours is None:
         reason = "your file was not measured against the best set, so it stays"

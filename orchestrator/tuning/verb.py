@@ -6,8 +6,8 @@ import json
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -20,9 +20,10 @@ from orchestrator.config.schema import Config
 from orchestrator.core.placement import Target, plan_slots
 from orchestrator.errors import UsageError, one_line
 from orchestrator.run.environment import in_rehearsal, on_this_machine
-from orchestrator.tuning import levers, passes, store
+from orchestrator.tuning import levers, passes, products, store
 from orchestrator.tuning.drawing import table
 from orchestrator.tuning.journal import Journal, PassData
+from orchestrator.tuning.kinds import Kind, matmul, training
 from orchestrator.tuning.levers import Candidate
 from orchestrator.tuning.measuring import AGAIN, SEEDS, BaselineError, Clock, Measuring, Plan
 from orchestrator.tuning.parity import noise_of
@@ -32,7 +33,7 @@ from orchestrator.tuning.rows import ParityClass, Row
 from orchestrator.tuning.tuned_yaml import tuned
 from workers.files import replace_whole
 from workers.settings import ASSUMED_CONTEXT_BYTES, WorkerSpec
-from workers.tuning.messages import ArmSpec, Opened
+from workers.tuning.messages import Opened
 
 BUDGET_S: Final = 900.0
 REHEARSAL_BUDGET_S: Final = 270.0
@@ -61,6 +62,8 @@ class Asked:
     device: str | None
     one_machine: bool
     rehearse: bool
+    workload: str = "train"
+    """`train` or `matmul`."""
     budget_s: float
     wanted: tuple[str, ...] = ()
     created_at: str = ""
@@ -103,18 +106,15 @@ def tune(folder: Path, say: Callable[[str], None], budget_s: float | None = None
     asked = _asked(folder)
     config = config_from_text(asked.config_text, str(folder / _ASKED))
     target = Target(device=asked.device, one_machine=asked.one_machine)
-    spec = replace(plan_slots(config, target)[0].spec, duty=None)
+    spec = plan_slots(config, target)[0].spec
     journal = Journal(folder)
-    on_card = spec.device == "cuda"
-    baseline = levers.baseline_of(config.train, on_card=on_card)
-    candidates = levers.chosen(levers.train_candidates(baseline), asked.wanted)
-    if asked.rehearse and not asked.wanted:
-        candidates = levers.for_rehearsal(candidates)
-    impossible = {
-        each.name: reason
-        for each in candidates
-        if (reason := levers.unavailable(each, baseline, on_card=on_card)) is not None
-    }
+
+    def choose(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        named = levers.chosen(candidates, asked.wanted)
+        return levers.for_rehearsal(named) if asked.rehearse and kind_of is training and not asked.wanted else named
+
+    kind_of = matmul if asked.workload == products.WORKLOAD else training
+    kind = kind_of(config, spec, folder / "arms.log", choose)
     plan = Plan(
         budget_s=budget_s or asked.budget_s,
         turn_s=0.2 if asked.rehearse else 1.5,
@@ -123,20 +123,11 @@ def tune(folder: Path, say: Callable[[str], None], budget_s: float | None = None
         confidence=0.95,
         at_once=_at_once(spec),
         seed=config.workload.seed,
+        seeds=kind.trains,
     )
 
-    def make_spec(name: str, changes: Mapping[str, Any], seed: int) -> ArmSpec:
-        return ArmSpec(
-            name=name,
-            spec=replace(spec, slot=f"tune/{name}", workload=replace(spec.workload, name="train")),
-            settings={**baseline, **changes},
-            plain=baseline,
-            seed=config.workload.seed + seed,
-            log=folder / "arms.log",
-        )
-
-    measuring = Measuring(plan, journal, Clock(journal.elapsed_s), make_spec, say)
-    course = _Course(asked, config, plan, journal, measuring, baseline, candidates, impossible)
+    measuring = Measuring(plan, journal, Clock(journal.elapsed_s), kind.make_spec, say)
+    course = _Course(asked, kind, plan, journal, measuring)
     try:
         result = course.run(folder)
     except BaselineError as error:
@@ -145,7 +136,8 @@ def tune(folder: Path, say: Callable[[str], None], budget_s: float | None = None
             f"`tune --resume {folder.name}`"
         ) from error
     store.write(folder, result)
-    _write_tuned(folder, asked, result)
+    if kind.trains:
+        _write_tuned(folder, asked, result)
     return result
 
 
@@ -162,34 +154,28 @@ class _Course:
     def __init__(
         self,
         asked: Asked,
-        config: Config,
+        kind: Kind,
         plan: Plan,
         journal: Journal,
         measuring: Measuring,
-        baseline: Mapping[str, Any],
-        candidates: Sequence[Candidate],
-        impossible: Mapping[str, str],
     ) -> None:
         self._asked = asked
-        self._config = config
+        self._kind = kind
         self._plan = plan
         self._journal = journal
         self._measuring = measuring
-        self._baseline = baseline
-        self._candidates = candidates
-        self._impossible = impossible
 
     def run(self, folder: Path) -> store.Result:
         """Measure the passes that are not over, and return the rows of all."""
         budget_s = self._plan.budget_s
-        possible = [each for each in self._candidates if each.name not in self._impossible]
+        possible = [each for each in self._kind.candidates if each.name not in self._kind.impossible]
         first = self._measuring.settle_steps(len(possible))
         alone = self._measuring.run("alone", possible, _ALONE * budget_s)
-        rows = self._rows(self._candidates, alone)
-        judged = list(zip(self._candidates, rows, strict=True))
+        rows = self._rows(self._kind.candidates, alone)
+        judged = list(zip(self._kind.candidates, rows, strict=True))
         every = [(self._again(), self._rows([self._again()], alone)[0]), *judged]
 
-        yours = passes.your_file(self._baseline, self._config.train.model_dump())
+        yours = self._kind.yours
         best, best_to_yours = None, None
         stacked_sets = passes.cumulative(passes.winners(judged))
         if (stacked_sets or yours is not None) and self._in_time("cumulative"):
@@ -250,12 +236,13 @@ class _Course:
         )
 
     def _rows(self, candidates: Sequence[Candidate], data: PassData) -> list[Row]:
-        return rows_of(candidates, self._found(data), self._impossible)
+        return rows_of(candidates, self._found(data), self._kind.impossible)
 
-    @staticmethod
-    def _again() -> Candidate:
+    def _again(self) -> Candidate:
         lever, _, setting = AGAIN.partition("=")
-        return Candidate(lever=lever, setting=setting, changes={}, parity=ParityClass.EXACT)
+        return Candidate(
+            lever=lever, setting=setting, changes={}, parity=ParityClass.EXACT if self._kind.trains else None
+        )
 
     def _result(
         self, folder: Path, first: Opened, every: Sequence[tuple[Candidate, Row]], choice: passes.Choice
@@ -265,9 +252,7 @@ class _Course:
         for each in data:
             for reason, count in each.dropped.items():
                 dropped[reason] = dropped.get(reason, 0) + count
-        subject = store.Subject(
-            card=first.card, driver=first.driver, torch=first.torch, model=self._config.train.preset
-        )
+        subject = store.Subject(card=first.card, driver=first.driver, torch=first.torch, model=self._kind.model)
         return store.Result(
             tune_id=folder.name,
             subject=subject,
@@ -277,7 +262,7 @@ class _Course:
             rounds=sum(len(each.rounds) for each in data),
             dropped=dropped,
             rows=tuple(row for _, row in every),
-            chosen={**self._baseline, **choice.changes},
+            chosen={**self._kind.baseline, **choice.changes},
             choice=choice.reason,
             decided=choice.decided,
             pareto=pareto_names([each for each, _ in every], [row for _, row in every], self._journal.opened),
@@ -321,13 +306,17 @@ def asked_of(
     rehearse: bool,
     budget_s: float | None,
     wanted: Sequence[str],
+    workload: str = "train",
 ) -> Asked:
     """Return what is kept of a command line.
 
     Raises:
         UsageError: A lever is named that there is none of, or this machine leaves a worker no memory.
     """
-    levers.chosen(levers.train_candidates(levers.baseline_of(config.train, on_card=True)), wanted)
+    if workload not in {"train", products.WORKLOAD}:
+        raise UsageError(f"--workload {workload}: no levers are known of it; valid: train, {products.WORKLOAD}")
+    if workload == "train":
+        levers.chosen(levers.train_candidates(levers.baseline_of(config.train, on_card=True)), wanted)
     config_from_text(file_text, "the configuration")  # tuned.yaml is made of it without `--set`
     environment = in_rehearsal(config, None) if rehearse else on_this_machine(config)
     return Asked(
@@ -336,6 +325,7 @@ def asked_of(
         device=environment.target.device,
         one_machine=environment.target.one_machine,
         rehearse=rehearse,
+        workload=workload,
         budget_s=budget_s or (REHEARSAL_BUDGET_S if rehearse else BUDGET_S),
         wanted=tuple(wanted),
     )

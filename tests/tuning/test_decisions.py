@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.config.load import config_from_text, load_config
 from orchestrator.errors import UsageError
-from orchestrator.tuning import levers, passes
+from orchestrator.tuning import levers, passes, products
 from orchestrator.tuning.journal import PassData
 from orchestrator.tuning.levers import Candidate
 from orchestrator.tuning.parity import Course, Noise, noise_of, parity_of
@@ -171,3 +171,15 @@ def test_tuned_yaml_can_be_made_of_any_file(section: str) -> None:
     edited = tuned(text, config, {"precision": "fp32"}, {})
     wanted = TrainSettings(**{**config.train.model_dump(), "precision": "fp32"})
     assert config_from_text(edited, "tuned.yaml") == config.model_copy(update={"train": wanted})
+
+
+@pytest.mark.parametrize("on_card", [True, False])
+def test_levers_of_matmul_that_cannot_be_measured_say_what_would(*, on_card: bool) -> None:
+    several = products.candidates(products.baseline_of(4096), 0.7)
+    why = products.impossible(several, on_card=on_card, mps_obstacle=None, room_bytes=8 * 2**30, budget_bytes=2**31)
+    assert [each.setting for each in several if each.lever == "duty"] == ["0.7", "0.6"]
+    assert ("dtype=tf32" in why) is not on_card
+    assert "7 workers of 2.00 GiB do not fit 8.00 GiB" in why["workers=7"]
+    assert "workers=3" not in why
+    assert "compute_share_mode=mps" in why["compute_share_mode=mps"]
+    assert ("burn --sweep" in why["power_limit_w=lower"]) is on_card

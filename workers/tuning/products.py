@@ -9,6 +9,7 @@ import psutil
 
 from workers.devices.base import Device
 from workers.engine.duty_cycle import DutyCycle
+from workers.messages import IncompatibleError
 from workers.tuning.messages import ArmSpec, Evaluated, Opened
 from workers.workloads.base import WorkloadContext
 from workers.workloads.matmul import Matmul
@@ -24,6 +25,8 @@ class Products:
         self._device = device
         workload = spec.spec.workload
         self._size, self._batch = workload.size, workload.batch
+        if device.info.dtype != workload.dtype:
+            raise IncompatibleError(f"this device computes {device.info.dtype} in place of {workload.dtype}")
         self._duty = DutyCycle(spec.spec.duty)
         context = WorkloadContext(device=device.torch_device, dtype=device.torch_dtype, seed=spec.seed)
         with device.enforced():
