@@ -6,11 +6,12 @@ fails for it. Covers `scaled_dot_product_attention` of torch, not attention that
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final
+from typing import Any, Final
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from workers.training.settings import Attention
 
@@ -21,12 +22,12 @@ _KERNELS: Final = {
     "math": SDPBackend.MATH,
 }
 
-#: Operators as a profiler names them, and the kernel that each one is.
+#: Operators, and the kernel that each one is. The last one is called by torch's `math` alone.
 _OPERATORS: Final = {
     "aten::_scaled_dot_product_flash_attention": "flash",
     "aten::_scaled_dot_product_efficient_attention": "efficient",
     "aten::_scaled_dot_product_cudnn_attention": "cudnn",
-    "aten::_scaled_dot_product_attention_math": "math",
+    "aten::_safe_softmax": "math",
 }
 
 
@@ -43,7 +44,25 @@ def kernels(wanted: Attention, *, deterministic: bool) -> AbstractContextManager
     return sdpa_kernel([_KERNELS[name] for name in (wanted, *others)], set_priority=True)
 
 
-def kernels_of(operators: Iterable[str]) -> str:
-    """Return the kernels among these operators, such as `flash`; empty: there was no attention."""
-    found = {kernel for operator in operators for start, kernel in _OPERATORS.items() if operator.startswith(start)}
-    return "+".join(sorted(found))
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # missing in torch's stubs
+    """Sees which kernels run. Not a profiler: that would write to the terminal, and there is one of it in a process."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kernels: set[str] = set()
+
+    @property
+    def ran(self) -> str:
+        """The kernels that have run, such as `flash`; empty: there was no attention."""
+        return "+".join(sorted(self._kernels))
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the operator returns
+        name = func._schema.name  # type: ignore[attr-defined]  # of an operator
+        self._kernels.update(kernel for start, kernel in _OPERATORS.items() if name.startswith(start))
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,79 @@
+"""The levers of a model on a real card: the same bits, the kernel that is asked for, and the memory of the plan.
+
+python -m pytest tests/gpu/test_model_levers.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.scene import ON_A_CARD
+from workers.training.memory_plan import MemoryPlanner
+from workers.training.settings import TrainSettings
+from workers.training.tasks import find_task
+from workers.training.trainer import Trainer
+
+pytestmark = ON_A_CARD
+
+Found = dict[str, Any]
+
+SMALL: Found = {"preset": "gpt2-small", "batch": 8, "seq": 256, "steps": 4, "checkpoint": "none", "dropout": 0.1}
+
+
+def trained(levers: Found) -> Found:
+    """Train four steps in parts of four samples; return what came out, and what it took."""
+    settings = TrainSettings(**(SMALL | levers))
+    task, device = find_task(settings, 0), torch.device("cuda")
+    plan = MemoryPlanner(task, settings, on_card=True).plan(4, 0)
+    run = Trainer(task, settings, device, 0)
+    ran = run.attention_kernels()
+    losses = []
+    torch.cuda.reset_peak_memory_stats()
+    while not run.finished:
+        if run.micro_batch(4).updated:
+            losses.append(run.course.losses[-1])
+    return {
+        "losses": losses,
+        "sha256": run.weights_sha256(),
+        "ran": ran,
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "planned_bytes": plan.total_bytes,
+    }
+
+
+def test_what_waits_on_the_host_changes_no_bit_and_takes_the_memory_of_the_plan(in_child: Callable[..., Any]) -> None:
+    plain = in_child(trained, {"deterministic": True, "ema_decay": 0.9})
+    levered = in_child(
+        trained, {"deterministic": True, "ema_decay": 0.9, "activations_on_host": True, "ema_on": "host"}
+    )
+    assert levered["losses"] == plain["losses"]
+    assert levered["sha256"] == plain["sha256"]
+    for found in (plain, levered):
+        assert found["planned_bytes"] == pytest.approx(found["peak_bytes"], rel=0.1)
+    assert levered["peak_bytes"] < 0.8 * plain["peak_bytes"]
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn", "math"])
+def test_the_kernel_that_is_asked_for_runs_in_half_precision(in_child: Callable[..., Any], kernel: str) -> None:
+    if kernel in {"flash", "cudnn"} and torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip(f"{kernel} needs an Ampere card or a later one")
+    found = in_child(trained, {"attention": kernel})
+    assert found["ran"] == kernel
+    assert found["losses"] == pytest.approx(in_child(trained, {})["losses"], rel=5e-3)
+
+
+@pytest.mark.parametrize("adapter", ["lora", "dora"])
+def test_an_adapter_takes_the_memory_of_its_plan(in_child: Callable[..., Any], adapter: str) -> None:
+    found = in_child(trained, {"adapter": adapter, "ema_decay": 0.9, "ema_on": "host"})
+    assert found["planned_bytes"] == pytest.approx(found["peak_bytes"], rel=0.1)
+    assert found["losses"][0] == pytest.approx(in_child(trained, {})["losses"][0], rel=1e-3)
+
+
+def test_pictures_with_channels_last_are_trained_to_rounding(in_child: Callable[..., Any]) -> None:
+    usual = {"preset": "cnn-landmarks", "seq": None, "batch": 8}
+    plain, levered = (in_child(trained, usual | {"channels_last": each}) for each in (False, True))
+    assert levered["losses"] == pytest.approx(plain["losses"], rel=2e-2)
