@@ -101,7 +101,8 @@ def _judged(cap: _Told, config: Config, blocks: int) -> dict[str, str]:
         said = f"{'fits whole' if whole else 'fits'} with {_split(usual)} of {cap_text}"
         return {"verdict": "fits" if whole else "fits_in_parts", "sentence": said}
     if fullest is not None:
-        said = f"fits only with checkpointing of all {blocks} blocks, with {_split(fullest)} of {cap_text}"
+        also = " and states on the host" if fullest["on_host_bytes"] and train.states_on_host == "auto" else ""
+        said = f"fits only with checkpointing of all {blocks} blocks{also}, with {_split(fullest)} of {cap_text}"
         if fixed is None:
             return {"verdict": "fits_checkpointed", "sentence": said}
         advice = f"does not fit with train.checkpoint: {train.checkpoint}; it {said}: set train.checkpoint: auto"
@@ -113,7 +114,7 @@ def _judged(cap: _Told, config: Config, blocks: int) -> dict[str, str]:
     is_preset = train.preset in PRESETS
     if is_preset and train.preset.startswith("gpt") and needs_bytes - smallest["activations_bytes"] < cap["cap_bytes"]:
         cures.append("lower train.seq")
-    if needs_bytes - smallest["optimizer_bytes"] < cap["cap_bytes"] and train.states_on_host < _ALL_PCT:
+    if needs_bytes - smallest["optimizer_bytes"] < cap["cap_bytes"] and train.states_on_host not in {"auto", _ALL_PCT}:
         cures.append("raise train.states_on_host")
     if smallest["micro_batch"] > 1:
         cures.append("lower train.micro")

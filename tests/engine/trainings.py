@@ -64,6 +64,8 @@ good = _task()
 becomes_nan = _task(loss=_nan)
 cut_update = _task(optimizer=lambda parameters: Failing(list(parameters), lr=0.1))
 uncut_update = _task(optimizer=lambda parameters: SGD(list(parameters), lr=0.1))
+#: Of 9 MiB: most of its memory is weights and what belongs to them.
+wide = _task(model=lambda: nn.Sequential(nn.Linear(1, 448), *(nn.Linear(448, 448) for _ in range(12))))
 no_parameters = _task(model=nn.Identity)
 
 

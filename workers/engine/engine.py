@@ -212,7 +212,7 @@ def _step(session: Session, stats: SliceStats, run: Run) -> StepOk | StepOom | N
     session.workload.save()
     stats.count(StepCounts(steps_ok=1, work_flop=done.flop, busy_s=seconds))
     peak_bytes = session.device.step_peak_bytes()
-    session.workload.measured(peak_bytes)
+    session.workload.measured(peak_bytes, seconds)
     return StepOk(
         at_s=time.monotonic(),
         size=run.size,

@@ -123,6 +123,7 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
         spec=spec,
         device=device,
         workload=workload,
+        growth=growth,
         policy=policy,
         key=LimitKey(
             card=info.name,

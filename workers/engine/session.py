@@ -7,7 +7,7 @@ Only this file changes a `Session`: others call the methods. Does not open one (
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from workers.devices.base import Device
@@ -20,7 +20,8 @@ from workers.engine.thermal_control import ThermalControl
 from workers.learned_limits.limits import choose
 from workers.messages import Progress, WorkerEvent, WorkerState
 from workers.oom import MAX_PROBABLE_IN_A_ROW, Failure
-from workers.policy.base import Decision, Event, Policy, Pressure, Run
+from workers.policy.base import Decision, Event, Growth, Policy, Pressure, Run
+from workers.policy.registry import make_policy
 from workers.settings import FailureKind, LimitKey, Scalar, StoredLimit, WorkerSpec
 from workers.units import MIB
 from workers.workloads.base import StepResult, Workload
@@ -65,6 +66,8 @@ class Session:
     spec: WorkerSpec
     device: Device
     workload: Workload
+    growth: Growth
+    """What the policy was told of the workload."""
     policy: Policy[Any]
     key: LimitKey
     """The circumstances for which learned values are valid."""
@@ -122,9 +125,20 @@ class Session:
             self.workload.save_soon()
         if self.workload.save_due:
             self.workload.save()  # the last slice ended at the moment for it, or no step follows
+        self._offer_again()
         if self.chaos is not None:
             self.chaos.begin_slice(stats)
         self.thermal.sample(stats)
+
+    def _offer_again(self) -> None:
+        """Give the policy the workload's new rungs, if it has some; what it has learned of memory stays true."""
+        rungs = self.workload.reordered()
+        if rungs is not None:
+            self.growth = replace(self.growth, rungs=rungs)
+            policy = make_policy(self.spec.policy, self.spec.memory, self.spec.workload, self.growth)
+            if self.state is not None:
+                self.state = policy.load(self.policy.dump(self.state))
+            self.policy = policy
 
     def load_policy_state(self, stats: SliceStats) -> None:
         """Give the policy its state: that of the slot's last report, else one made from what earlier runs learned."""

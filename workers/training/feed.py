@@ -99,7 +99,7 @@ class Feed:
         task = self._task
         of_row = row_bytes((task.collate or default_collate)([task.dataset[self._keys(0, 1)[0]]]))
         return loader_numbers(
-            _host_share(on_card=device.type == "cuda"),
+            host_share(on_card=device.type == "cuda"),
             workers=workers,
             prefetch=prefetch,
             ram_cache=ram_cache,
@@ -131,7 +131,7 @@ class Feed:
         return found
 
 
-def _host_share(*, on_card: bool) -> HostShare:
+def host_share(*, on_card: bool) -> HostShare:
     """Return what this training has of its host: torch's threads here are its share of the physical cores."""
     physical = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
     cores = min(torch.get_num_threads(), physical)

@@ -22,6 +22,9 @@ from workers.units import MIB
 #: States that come to the device at once, unless those of a single parameter are more.
 _PART_BYTES: Final = 32 * MIB
 
+#: So many parts at least, as far as single parameters allow: of a small model too, most states stay on the host.
+_LEAST_PARTS: Final = 8
+
 
 def hosted_of(parameters: Sequence[nn.Parameter], share_pct: int) -> list[nn.Parameter]:
     """Return the parameters whose states are on the host: at most so many per cent, the largest that fit first."""
@@ -41,13 +44,13 @@ def states_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor
 
 def parts_of(optimizer: Optimizer, hosted: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Return the parameters that are updated together."""
+    needs = {parameter: sum(each.nbytes for each in states_of(optimizer, parameter).values()) for parameter in hosted}
     parts: list[list[nn.Parameter]] = []
     room = 0
-    for parameter in hosted:
-        needed = sum(each.nbytes for each in states_of(optimizer, parameter).values())
+    for parameter, needed in needs.items():
         if not parts or needed > room:
             parts.append([])
-            room = _PART_BYTES
+            room = min(_PART_BYTES, sum(needs.values()) // _LEAST_PARTS)
         parts[-1].append(parameter)
         room -= needed
     return parts

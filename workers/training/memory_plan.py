@@ -122,17 +122,12 @@ class MemoryPlanner:
             held.append(self._live.now_bytes)
         self._optimizer = optimizer
         self._state = [after - before for before, after in zip([0, *held], held, strict=False)]
-        hosted = hosted_of(parameters, settings.states_on_host)
-        self._states_on_host_bytes = sum(self._states_bytes(each) for each in hosted)
+        self._parameters = parameters
         self._average_on_host_bytes = 0
         if settings.ema_decay is not None and settings.ema_on == "host":
             self._average_on_host_bytes = sum(each.nbytes for each in parameters)
-        here = [each for each in parameters if each not in set(hosted)]
-        coming = [
-            sum(map(self._states_bytes, part)) + _update_bytes(optimizer, part, on_card=on_card)
-            for part in parts_of(optimizer, hosted)
-        ]
-        self._update_bytes = max(_update_bytes(optimizer, here, on_card=on_card), *coming, 0)
+        self.states = cache(self._states)
+        self._part = cache(self._computed)
         self.plan = cache(self._plan)
 
     @property
@@ -144,34 +139,54 @@ class MemoryPlanner:
         """Return how many blocks a step checkpoints that is offered so many; `train.checkpoint` may have fixed it."""
         return self._checkpointing.level_of(self._settings.checkpoint, offered)
 
-    def largest_micro(self, cap_bytes: int, level: int) -> MemoryPlan | None:
+    def largest_micro(self, cap_bytes: int, level: int, share_pct: int | None = None) -> MemoryPlan | None:
         """Return the plan with the largest micro-batch of a run that fits; `None`: not even the smallest one fits."""
         *smaller, most = offered_micro_batches(self._settings)
-        if (whole := self.plan(most, level)).total_bytes <= cap_bytes:  # most trainings fit as a whole
+        if (whole := self.plan(most, level, share_pct)).total_bytes <= cap_bytes:  # most trainings fit as a whole
             return whole
-        fitting = bisect_right(smaller, cap_bytes, key=lambda micro: self.plan(micro, level).total_bytes)
-        return self.plan(smaller[fitting - 1], level) if fitting else None
+        fitting = bisect_right(smaller, cap_bytes, key=lambda micro: self.plan(micro, level, share_pct).total_bytes)
+        return self.plan(smaller[fitting - 1], level, share_pct) if fitting else None
 
-    def _plan(self, micro: int, level: int) -> MemoryPlan:
-        """Return the plan for parts of `micro` samples."""
-        with self._without_data():
-            before_bytes = self._live.begin()
-            self._compute_part(micro, level)
-        waiting = self._levers.host_activations
-        waiting_bytes = 0 if waiting is None else waiting.waiting_bytes
-        weights, gradients, optimizer, average = self._state
+    def _states(self, share_pct: int) -> tuple[int, int, int]:
+        """Return the bytes of the optimiser's states on the device and on the host, and what an update takes beside."""
+        optimizer, on_card = self._optimizer, self._on_card
+        hosted = hosted_of(self._parameters, share_pct)
+        on_host_bytes = sum(self._states_bytes(each) for each in hosted)
+        here = [each for each in self._parameters if each not in set(hosted)]
+        coming = [
+            sum(map(self._states_bytes, part)) + _update_bytes(optimizer, part, on_card=on_card)
+            for part in parts_of(optimizer, hosted)
+        ]
+        update_bytes = max(_update_bytes(optimizer, here, on_card=on_card), *coming, 0)
+        return self._state[2] - on_host_bytes, on_host_bytes, update_bytes
+
+    def _plan(self, micro: int, level: int, share_pct: int | None = None) -> MemoryPlan:
+        """Return the plan for parts of `micro` samples, with so many per cent of the states on the host."""
+        states = self.states(self._settings.first_share_pct if share_pct is None else share_pct)
+        on_device_bytes, on_host_bytes, update_bytes = states
+        activations_bytes, waiting_bytes = self._part(micro, level)
+        weights, gradients, _, average = self._state
         return MemoryPlan(
             micro=micro,
             level=level,
             weights_bytes=weights,
             gradients_bytes=gradients,
-            optimizer_bytes=optimizer - self._states_on_host_bytes,
+            optimizer_bytes=on_device_bytes,
             average_bytes=average,
-            activations_bytes=self._live.peak_bytes - before_bytes,
-            update_bytes=self._update_bytes,
+            activations_bytes=activations_bytes,
+            update_bytes=update_bytes,
             workspace_bytes=self._workspace_bytes(),
-            on_host_bytes=self._states_on_host_bytes + self._average_on_host_bytes + waiting_bytes,
+            on_host_bytes=on_host_bytes + self._average_on_host_bytes + waiting_bytes,
         )
+
+    def _computed(self, micro: int, level: int) -> tuple[int, int]:
+        """Return what a part takes beside the state on the device, and what of it waits on the host."""
+        with self._without_data():
+            before_bytes = self._live.begin()
+            self._compute_part(micro, level)
+        waiting = self._levers.host_activations
+        waiting_bytes = 0 if waiting is None else waiting.waiting_bytes
+        return self._live.peak_bytes - before_bytes, waiting_bytes
 
     def _states_bytes(self, parameter: nn.Parameter) -> int:
         return sum(self._live.rounded(each.nbytes) for each in states_of(self._optimizer, parameter).values())

@@ -22,6 +22,8 @@ from workers.training.tasks import find_task
 #: Of an error's text that is not our own.
 _LONGEST = 300
 
+_ALL_PCT = 100
+
 
 def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return the blocks of the model, and each cap with the steps to show for it; or why that cannot be told.
@@ -50,12 +52,15 @@ def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _steps(planner: MemoryPlanner, settings: TrainSettings, cap_bytes: int) -> list[dict[str, Any]]:
-    """Return the smallest step, and if that fits the largest ones with and without checkpointing, each one once."""
-    least, levels = offered_micro_batches(settings)[0], dict.fromkeys((0, planner.level_of(0), planner.most_level))
-    smallest = planner.plan(least, planner.most_level)
+    """Return the smallest step, and if that fits the largest ones with and without what saves memory, each one once."""
+    least, share_pct = offered_micro_batches(settings)[0], settings.first_share_pct
+    most_share_pct = _ALL_PCT if settings.states_on_host == "auto" else share_pct
+    usual = [(level, share_pct) for level in (0, planner.level_of(0), planner.most_level)]
+    smallest = planner.plan(least, planner.most_level, most_share_pct)
     found = []
     if smallest.total_bytes <= cap_bytes:
-        found = [planner.largest_micro(cap_bytes, level) or planner.plan(least, level) for level in levels]
+        points = dict.fromkeys([*usual, (planner.most_level, most_share_pct)])
+        found = [planner.largest_micro(cap_bytes, *point) or planner.plan(least, *point) for point in points]
     return [_told(plan, settings.batch, cap_bytes) for plan in dict.fromkeys([*found, smallest])]
 
 

@@ -1,29 +1,32 @@
-"""The steps of memory that a training can take: how many samples at once, and how many blocks checkpointed. Pure.
+"""The steps of memory that a training can take: micro-batch, checkpointed blocks, and states on the host. Pure.
 
-Decides nothing: the policy moves along the rungs. What a rung takes is told by a memory plan, how fast it is by a rule.
+Decides nothing: the policy moves along the rungs. What a rung takes is told by a memory plan, how fast it is by speeds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from typing import Final
 
 from workers.policy.base import Rung
 from workers.training.settings import TrainSettings
-
-#: What a part of a batch costs beside its samples, in samples: 4 at once were 4 % slower than 16 (two CPU cores, three
-#: layers of width 64; on a card it is more).
-_PART_SAMPLES: Final = 0.16
-
-#: Computing all blocks again takes a third of the time of a step: a forward pass beside a forward and a backward one,
-#: which takes twice as long.
-_AGAIN: Final = 1 / 3
+from workers.training.speeds import Point
 
 #: No micro-batch is nearer to the one above than this share of it: a finer one would not be worth a change.
 _FINEST: Final = 1 / 16
 
 #: With torch.compile: its CUDA graphs keep memory for each size.
 _MOST_COMPILED: Final = 6
+
+#: How many levels between none and all a policy may choose from.
+_MOST_LEVELS: Final = 6
+
+#: Shares of the optimiser's states on the host, where memory decides.
+_SHARES_PCT: Final = (0, 25, 50, 75, 100)
+
+#: All trainings of a machine may put so much of its free memory aside for states.
+_HOST_SHARE: Final = 0.5
 
 #: Units are KiB: a finer difference is nothing to a policy, and whole numbers stay small.
 _UNIT_BYTES: Final = 1024
@@ -44,6 +47,13 @@ def thinned(micros: Sequence[int], most: int) -> list[int]:
     return [micros[round(place * last / (most - 1))] for place in range(most)] if last >= most else list(micros)
 
 
+def offered_shares(settings: TrainSettings, states_bytes: int, free_bytes: int) -> list[int]:
+    """Return the shares of states on the host, in per cent, that a training may use on a host with so much free."""
+    if settings.states_on_host != "auto":
+        return [settings.states_on_host]
+    return [each for each in _SHARES_PCT if states_bytes * each <= 100 * _HOST_SHARE * free_bytes]
+
+
 def micro_batches(batch: int, most: int) -> list[int]:
     """Return the micro-batches up to `most` that are worth telling apart: each splits `batch` into fewer parts."""
     found: list[int] = []
@@ -54,22 +64,27 @@ def micro_batches(batch: int, most: int) -> list[int]:
 
 
 def rungs_of(
-    micros: Iterable[int], levels: Iterable[int], most_level: int, activations_bytes: Callable[[int, int], float]
+    points: Iterable[Point], bytes_of: Callable[[Point], float], seconds_of: Callable[[Point], float]
 ) -> tuple[Rung, ...]:
     """Return the rungs in ascending order of memory; one that is slower than a smaller one is left out."""
-    levels = tuple(levels)
-    steps = [
-        (max(1, round(activations_bytes(micro, level) / _UNIT_BYTES)), _seconds(micro, level, most_level), micro, level)
-        for micro in micros
-        for level in levels
-    ]
+    steps = [(max(1, round(bytes_of(point) / _UNIT_BYTES)), seconds_of(point), point) for point in points]
     kept: list[Rung] = []
     fastest = float("inf")
-    for units, seconds, micro, level in sorted(steps):
+    for units, seconds, point in sorted(steps):
         if seconds < fastest and not (kept and kept[-1].units == units):
-            kept.append(Rung(units, micro, level))
+            kept.append(Rung(units, point.micro, point.rung_level))
             fastest = seconds
     return tuple(kept)
+
+
+def points_of(
+    settings: TrainSettings, micros: Sequence[int], most_level: int, shares_pct: Sequence[int]
+) -> list[Point]:
+    """Return all points that a training may use, up to so many checkpointed blocks."""
+    # A model that is compiled as a whole is compiled for each level.
+    stride = -(-most_level // (1 if settings.compile == "model" else _MOST_LEVELS)) or 1
+    levels = sorted({*range(0, most_level, stride), most_level})
+    return [Point(*each) for each in product(micros, levels, shares_pct)]
 
 
 def bilinear(at: Callable[[int, int], float], most: int, most_level: int) -> Callable[[int, int], float]:
@@ -87,8 +102,3 @@ def bilinear(at: Callable[[int, int], float], most: int, most_level: int) -> Cal
         return one + (last - one) * (micro - 1) / max(1, most - 1)
 
     return told
-
-
-def _seconds(micro: int, level: int, most_level: int) -> float:
-    """Say how long a sample takes, as a multiple of what it takes at best."""
-    return (1 + _PART_SAMPLES / micro) * (1 + _AGAIN * level / max(1, most_level))

@@ -110,7 +110,7 @@ class TrainSettings(BaseModel):
     """What torch.compile makes one graph of."""
     compile_mode: CompileMode = "default"
     optimizer: Optimizer = "adamw-fused"
-    states_on_host: Annotated[int, Field(ge=0, le=100)] = 0
+    states_on_host: Literal["auto"] | Annotated[int, Field(ge=0, le=100)] = 0
     """Per cent of the optimiser's states that are in host memory; they come to the device for the update."""
     adapter: Literal["none", "lora", "dora"] = "none"
     """What is trained instead of the model's own weights."""
@@ -182,6 +182,11 @@ class TrainSettings(BaseModel):
         if self.min_seq is not None and self.r_drop:
             raise ValueError("r_drop compares documents of one length, and min_seq makes others; valid: one of them")
         return self
+
+    @property
+    def first_share_pct(self) -> int:
+        """The states on the host before memory has decided on them."""
+        return 0 if self.states_on_host == "auto" else self.states_on_host
 
     def fingerprint(self) -> dict[str, str]:
         """Return what decides on the course of the training, for a comparison with that of a snapshot."""

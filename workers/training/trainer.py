@@ -83,7 +83,7 @@ class Trainer:
         optimizer = (task.optimizer or (lambda some: adamw(list(some), settings, lr)))(self.parameters)
         if settings.layer_decay < 1:
             decay_rates(optimizer, depths(self.model, self._forward.blocks), settings.layer_decay)
-        self.host_states = HostStates(optimizer, self.parameters, settings.states_on_host)
+        self.host_states = HostStates(optimizer, self.parameters, settings.first_share_pct)
         self._average = None
         if settings.ema_decay is not None:
             self._average = Average(self.parameters, settings.ema_decay, on_host=settings.ema_on == "host")

@@ -135,9 +135,13 @@ class Workload(ABC):
         """Take note of the level of the next step, if that is not the one before. 0 at first. Allocate nothing here."""
         del level  # there is none by default
 
-    def measured(self, peak_bytes: int) -> None:
-        """Take note of the most memory that was held in a good step; called after each. Ignored by default."""
-        del peak_bytes  # not used by default
+    def reordered(self) -> Sequence[Rung] | None:
+        """Offer other rungs than before, in the same units; `None`: they stay. Asked at the beginning of each slice."""
+        return None
+
+    def measured(self, peak_bytes: int, seconds: float) -> None:
+        """Take note of the most memory that was held in a good step, and how long it took; called after each."""
+        del peak_bytes, seconds  # not used by default
 
     def save(self) -> None:  # noqa: B027 - by default there is nothing to save
         """Write the state down if that is due. Called after each good step; what it takes does not count as the step's.

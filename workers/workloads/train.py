@@ -19,12 +19,14 @@ from pydantic import ValidationError
 from workers.messages import IncompatibleError, Progress
 from workers.policy.base import Rung
 from workers.training.errors import NotFiniteError, TrainingError, UpdateInterruptedError
+from workers.training.feed import host_share
 from workers.training.hazards import hazards
 from workers.training.memory_plan import MemoryPlanner
 from workers.training.memory_prediction import Prediction
-from workers.training.rungs import bilinear, offered_micro_batches, rungs_of
 from workers.training.settings import PRESETS, TrainSettings
 from workers.training.snapshots.store import FROM_HEAD, Snapshots
+from workers.training.speeds import Point
+from workers.training.staircase import Staircase, planned, unplanned
 from workers.training.step_profile import StepProfile
 from workers.training.tasks import find_task
 from workers.training.trainer import Trainer
@@ -32,9 +34,6 @@ from workers.workloads.base import StepResult, Workload, WorkloadContext
 
 #: The speed that is told is that of the last so many seconds.
 _SPEED_WINDOW_S: Final = 20.0
-
-#: How many levels between none and all a policy may choose from.
-_MOST_LEVELS: Final = 6
 
 
 class Train(Workload):
@@ -62,6 +61,10 @@ class Train(Workload):
         self._prediction: Prediction | None = None
         self._speed: deque[tuple[float, int, float]] = deque()
         """Monotonic seconds, and samples and items computed until then."""
+        self._staircase: Staircase | None = None
+        self._point: Point | None = None
+        """Of the last step, and whether it ended an optimiser step."""
+        self._updated = False
         self._computed = 0
         self._computed_items = 0.0
         # Not again after a process that may have died of it: under a small cap of host memory the profiler can.
@@ -91,28 +94,25 @@ class Train(Workload):
         return self._snapshots.newest_file()
 
     def rungs(self, batch: int) -> Sequence[Rung]:
-        """Offer micro-batches and numbers of checkpointed blocks; `train.batch` decides, and not `workload.batch`."""
+        """Offer micro-batches, checkpointed blocks and states on the host; `workload.batch` has no say."""
         del batch
-        settings = self._settings
-        micros = offered_micro_batches(settings)
+        settings, on_card = self._settings, self.context.device.type == "cuda"
         try:
-            planner = MemoryPlanner(self._task, settings, on_card=self.context.device.type == "cuda")
-            most_level = planner.most_level if settings.checkpoint == "auto" else 0
-            told = bilinear(
-                lambda micro, level: planner.plan(micro, planner.level_of(level)).activations_bytes,
-                micros[-1],
-                most_level,
-            )
+            planner = MemoryPlanner(self._task, settings, on_card=on_card)
+            self._staircase = planned(planner, settings, host_share(on_card=on_card).ram_bytes)
         except Exception as error:  # noqa: BLE001 - a user's model may do what tensors without data cannot
             self.context.tell("not_planned", reason=f"{type(error).__name__}: {error}")
-            return rungs_of(micros, [0], 0, lambda micro, _: 1024.0 * micro)
-        self._prediction = Prediction(planner)
-        # A model that is compiled as a whole is compiled for each level.
-        stride = -(-most_level // (1 if settings.compile == "model" else _MOST_LEVELS)) or 1
-        return rungs_of(micros, sorted({*range(0, most_level, stride), most_level}), most_level, told)
+            self._staircase = unplanned(settings)
+        else:
+            self._prediction = Prediction(planner)
+        return self._staircase.rungs
+
+    def reordered(self) -> Sequence[Rung] | None:
+        """Offer other rungs where measured speeds say so."""
+        return None if self._staircase is None else self._staircase.reordered()
 
     def set_level(self, level: int) -> None:
-        """Take the number of blocks that the next step checkpoints."""
+        """Take the number of blocks that the next step checkpoints, and the states that are on the host."""
         self._level = level
 
     def step(self, size: int, batch: int) -> StepResult:
@@ -131,7 +131,10 @@ class Train(Workload):
             if trainer.finished:
                 return StepResult()  # what follows the last step has failed, and comes again
             self._begin_profile(trainer)
-            part = trainer.micro_batch(batch, self._level)
+            point = self._point = Point.of(batch, self._level)
+            if self._settings.states_on_host == "auto" and point.share_pct != trainer.host_states.share_pct:
+                trainer.host_states.hold(point.share_pct)
+            part = trainer.micro_batch(batch, point.level)
         except NotFiniteError as error:
             raise IncompatibleError(f"{self.context.slot}: {error}; {self._last_good()}") from error
         except UpdateInterruptedError as error:
@@ -140,19 +143,24 @@ class Train(Workload):
             raise IncompatibleError(f"{self.context.slot}: {error}") from error
         else:
             if self._prediction is not None:
-                self._prediction.note(batch, part)
+                self._prediction.note(batch, part, trainer.host_states.share_pct)
             for name, figures in trainer.compiling.news():
                 self.context.tell(name, **figures)
             self._computed += part.rows
             self._computed_items += part.rows * trainer.items_per_sample
+            self._updated = part.updated
             return StepResult(
                 flop=self._flop_per_unit * self._units_per_sample(trainer) * part.rows,
                 partial=part.rows < min(batch, self._settings.batch),
             )
         raise UpdateInterruptedError(sentence)
 
-    def measured(self, peak_bytes: int) -> None:
-        """Tell once what the plan of memory says of the steps that are done, and what they really take."""
+    def measured(self, peak_bytes: int, seconds: float) -> None:
+        """Tell once what the plan of memory says and what steps really take; tell each move of memory."""
+        if self._staircase is not None and self._point is not None:
+            moved = self._staircase.note(self._point, seconds, peak_bytes, updated=self._updated)
+            if moved is not None:
+                self.context.tell("memory_moved", **moved)
         if self._prediction is not None and self._prediction.measured(peak_bytes):
             prediction, self._prediction = self._prediction, None
             self.context.tell("memory_predicted", **prediction.told())
@@ -240,7 +248,10 @@ class Train(Workload):
         """Return the training; the first time, and after a release, go on from the last good snapshot."""
         if self._trainer is not None:
             return self._trainer
-        trainer = Trainer(self._task, self._settings, self.context.device, self.context.seed)
+        settings = self._settings
+        if settings.states_on_host == "auto":
+            settings = settings.model_copy(update={"states_on_host": Point.of(1, self._level).share_pct})
+        trainer = Trainer(self._task, settings, self.context.device, self.context.seed)
         if self.context.state_dir is not None:
             self._go_on(trainer, self.context.state_dir)
         if self._settings.preset not in PRESETS:
