@@ -165,6 +165,14 @@ def load() -> Claims:
     return parse(resources.files(__package__).joinpath("claims.toml").read_text(encoding="utf-8"))
 
 
+def workload_of(model: str) -> Workload | None:
+    """Return which claims a tuning of this model answers; `None`: those of no guide."""
+    for workload in ("matmul", "gpt", "cnn"):
+        if model.startswith(workload):
+            return workload
+    return None
+
+
 def names_in(expression: str) -> list[str]:
     """Return the dotted names of an expression."""
     return re.findall(r"[a-z]\w*(?:\.\w+)+", expression)

@@ -15,9 +15,10 @@ from typing import Any, Final
 
 from orchestrator.config.gpu_specs import PEAK_DTYPES, PROFILES, match_profile
 from orchestrator.errors import ArchiveError, UsageError, one_line
-from orchestrator.tuning.claims import Claims, Workload
+from orchestrator.tuning.claims import Claims, Workload, workload_of
 from orchestrator.tuning.claims_verdict import Facts
 from orchestrator.tuning.levers import PLAIN
+from orchestrator.tuning.products import WORKLOAD, baseline_of
 from orchestrator.tuning.rows import Row
 from orchestrator.tuning.store import Result, results
 from orchestrator.watch.archive import StoredRun, read_run
@@ -65,14 +66,6 @@ _OF_A_CARD: Final = (
 )  # fmt: skip
 
 
-def workload_of(model: str) -> Workload | None:
-    """Return which claims a tuning of this model answers; `None`: those of no guide."""
-    for workload in ("matmul", "gpt", "cnn"):
-        if model.startswith(workload):
-            return workload
-    return None
-
-
 def _newest(stored: Sequence[Result]) -> dict[Workload, Result]:
     """Return the newest result of each workload; `stored` has the newest first."""
     found: dict[Workload, Result] = {}
@@ -85,14 +78,16 @@ def _newest(stored: Sequence[Result]) -> dict[Workload, Result]:
 
 def _plain_of(result: Result) -> dict[str, str]:
     """Return the settings of a tuning's baseline, which has no row of its own."""
+    if result.subject.model == WORKLOAD:
+        return {key: _text(value) for key, value in baseline_of(0).items() if key != "size"}
     batch = {key: value for key, value in result.chosen.items() if key == "batch"}  # no lever of speed: never chosen
     return {key: _text(value) for key, value in {**PLAIN, **batch}.items()}
 
 
 def _chosen_row(result: Result) -> Iterator[Row]:
     """Yield the row of the chosen set as that of the lever `all`; none if it was not measured."""
-    chosen = {key: _text(value) for key, value in result.chosen.items()}
-    needed = {key for key, value in PLAIN.items() if chosen.get(key, _text(value)) != _text(value)}
+    chosen, plain = {key: _text(value) for key, value in result.chosen.items()}, _plain_of(result)
+    needed = {key for key, value in plain.items() if chosen.get(key, value) != value}
     sets = [(_changes_of(row), row) for row in result.rows]
     fitting = [
         (len(changes), row) for changes, row in sets if changes.items() <= chosen.items() and needed <= {*changes}

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.tuning.claims import NEEDS, QUANTITIES, Claim, Claims
+from orchestrator.tuning.claims import NEEDS, QUANTITIES, Claim, Claims, Workload
 from orchestrator.tuning.claims_verdict import Facts, Here, judge
-from orchestrator.tuning.rows import Verdict
+from orchestrator.tuning.rows import Row, Verdict
 from orchestrator.watch.cells import aligned
 
 SCHEMA = 1
@@ -43,6 +43,25 @@ def page_json(all_judged: Sequence[Judged]) -> str:
     """Return the same as one JSON object; the keys are a promise to scripts."""
     rows = [_plain(each) for each in all_judged]
     return json.dumps({"schema": SCHEMA, "claims": rows, "verdicts": _counts(all_judged)}, indent=1, allow_nan=False)
+
+
+def guide_says(claims: Claims, workload: Workload | None, row: Row, plain: Mapping[str, object]) -> str | None:
+    """Return what guides claim of the speed of a row of `tune`, such as `1.5 to 2 x (003)`; `None`: nothing.
+
+    Args:
+        claims: The claims of all guides.
+        workload: What was tuned.
+        row: A lever at one setting.
+        plain: The settings of the baseline, which the row is compared with.
+    """
+    setting, baseline = row.setting.split(" with ")[0], str(plain.get(row.lever)).lower()
+    said = [
+        f"{_span(each.low, each.high, 'x')} ({each.seed})"
+        for each in claims.all
+        if (each.workload, each.lever, each.setting) == (workload, row.lever, setting)
+        and (each.against or baseline).lower() == baseline
+    ]
+    return ", ".join(dict.fromkeys(said)) or None
 
 
 def _lines(claims: Claims, all_judged: Sequence[Judged]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from orchestrator.tuning.claims import QUANTITIES, Claim, Workload, names_in
-from orchestrator.tuning.rows import Row, Verdict
+from orchestrator.tuning.rows import ParityClass, Row, Verdict
 
 #: Effects of at most this share count as none, as `tune` resolves by default.
 RESOLVE: Final = 0.01
@@ -43,8 +43,12 @@ _TUNE: Final[Mapping[Workload, tuple[str, str]]] = {
 }
 _RUN: Final = ("burn --local", "burn --rehearse")
 
-#: The effective batch with which `tune` compares those that the guides compare.
-_BATCH: Final = 8
+#: What a tuning of a lever needs beside it. It tries a batch 1.5 and 2 times as large: 8, 12, 16.
+_BESIDE: Final = {
+    "batch": " --set train.batch=8",
+    "bucketing": " --set train.min_seq=8",
+    "packing": " --set train.min_seq=8",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,15 +180,18 @@ def _of_tuning(claim: Claim, facts: Facts) -> Here:
         found = _arm(claim, facts, setting)
         if found is None:
             return _unmeasured(claim, facts, f"the newest tuning of {claim.workload} has no {claim.lever}={setting}")
-        if found.verdict in {Verdict.BROKEN, Verdict.UNAVAILABLE} or None in {found.speed_low, found.speed_high}:
-            command = _command(claim, facts) if found.verdict is Verdict.UNDECIDED else None
-            return Here(verdict=found.verdict, reason=f"{found.lever}={found.setting}: {found.reason}", command=command)
+        told = f"{found.lever}={found.setting}: {found.reason}"
+        if found.verdict in {Verdict.BROKEN, Verdict.UNAVAILABLE}:
+            return Here(verdict=found.verdict, reason=told)
+        if found.speed_low is None or found.speed_high is None:
+            return Here(verdict=Verdict.UNDECIDED, reason=told, command=_command(claim, facts))
         arms.append(found)
     arm, other = arms
     low = (arm.speed_low or 0.0) / (other.speed_high or 1.0)
     high = (arm.speed_high or 0.0) / (other.speed_low or 1.0)
     verdict = compare(claim, low, high)
-    if Verdict.UNDECIDED in {arm.verdict, other.verdict} and verdict is not Verdict.CONFIRMED:
+    on_speed = {each.verdict for each in arms if each.parity_class != ParityClass.OBJECTIVE}  # that one is on its loss
+    if Verdict.UNDECIDED in on_speed and verdict is not Verdict.CONFIRMED:
         verdict = Verdict.UNDECIDED  # the test over all levers together did not find it real
     measured = [each for each in arms if each.reason]
     return Here(
@@ -210,8 +217,6 @@ def _arm(claim: Claim, facts: Facts, setting: str | None) -> Row | None:
 
 
 def _unmeasured(claim: Claim, facts: Facts, said: str) -> Here:
-    if f"tune.{claim.workload}" in facts.absent:
-        return Here(verdict=Verdict.UNAVAILABLE, reason=facts.absent[f"tune.{claim.workload}"])
     if claim.rated is not None:
         with suppress(_NoValueError):
             said += f"; its card's data let expect {_value(claim.rated, facts):.2f}x"
@@ -220,9 +225,7 @@ def _unmeasured(claim: Claim, facts: Facts, said: str) -> Here:
 
 def _command(claim: Claim, facts: Facts) -> str:
     """Return what would measure it."""
-    command = _TUNE[claim.workload or "gpt"][not facts.on_card]
-    # A tuning also tries a batch half as large again, and twice as large: 8 to 12 and to 16.
-    return f"{command} --set train.batch={_BATCH}" if claim.lever == "batch" else command
+    return _TUNE[claim.workload or "gpt"][not facts.on_card] + _BESIDE.get(claim.lever or "", "")
 
 
 def _computed(node: ast.expr, values: Mapping[str, float]) -> float:

@@ -10,8 +10,8 @@ from orchestrator.watch.cells import aligned
 from orchestrator.watch.phrases import counted
 from workers.units import MIB
 
-_HEADINGS = ("lever", "setting", "speed x", "interval", "peak MiB", "parity", "gap x noise", "verdict")
-_WORDS = {"lever", "setting", "interval", "parity", "verdict"}
+_HEADINGS = ("lever", "setting", "guide says", "speed x", "interval", "peak MiB", "parity", "gap x noise", "verdict")
+_WORDS = {"lever", "setting", "guide says", "interval", "parity", "verdict"}
 _UNKNOWN = "–"  # noqa: RUF001 - the sign for an unknown value
 
 _LONGEST_SETTING = 40
@@ -40,6 +40,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (
         row.lever,
         _cut(row.setting),
+        row.claim or _UNKNOWN,
         _UNKNOWN if row.speed_ratio is None else f"{row.speed_ratio:.3f}",
         interval,
         _UNKNOWN if row.peak_bytes is None else f"{row.peak_bytes / MIB:.1f}",

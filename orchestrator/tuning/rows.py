@@ -48,7 +48,7 @@ class Row:
     """The key of `train:` or `workload:`; of several keys, joined by ` + `."""
     setting: str
     claim: str | None = None
-    """What a guide says of it, in its words. `tune` itself knows none: `tune --claims` fills it from the claims."""
+    """What guides say of its speed, such as `1.5 to 2 x (003)`. `tune --claims` judges that; the verdict does not."""
     speed_ratio: float | None = None
     """Samples per second divided by the baseline's of the same round, the median over rounds."""
     speed_low: float | None = None

@@ -7,7 +7,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +21,8 @@ from orchestrator.core.placement import Target, plan_slots
 from orchestrator.errors import UsageError, one_line
 from orchestrator.run.environment import in_rehearsal, on_this_machine
 from orchestrator.tuning import levers, passes, products, store
+from orchestrator.tuning.claims import load, workload_of
+from orchestrator.tuning.claims_page import guide_says
 from orchestrator.tuning.drawing import table
 from orchestrator.tuning.journal import Journal, PassData
 from orchestrator.tuning.kinds import Kind, matmul, training
@@ -247,6 +249,7 @@ class _Course:
     def _result(
         self, folder: Path, first: Opened, every: Sequence[tuple[Candidate, Row]], choice: passes.Choice
     ) -> store.Result:
+        guides, model = load(), workload_of(self._kind.model)
         data = self._journal.passes.values()
         dropped: dict[str, int] = {}
         for each in data:
@@ -261,7 +264,7 @@ class _Course:
             duration_s=round(self._journal.elapsed_s, 1),
             rounds=sum(len(each.rounds) for each in data),
             dropped=dropped,
-            rows=tuple(row for _, row in every),
+            rows=tuple(replace(row, claim=guide_says(guides, model, row, self._kind.baseline)) for _, row in every),
             chosen={**self._kind.baseline, **choice.changes},
             choice=choice.reason,
             decided=choice.decided,

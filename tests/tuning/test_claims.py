@@ -9,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import typer.main
 
+from orchestrator.cli.app import app
 from orchestrator.tuning import claims as data
 from orchestrator.tuning.claims import NEEDS, QUANTITIES, Claim
-from orchestrator.tuning.claims_page import judged, page_json, page_text
+from orchestrator.tuning.claims_page import guide_says, judged, page_json, page_text
 from orchestrator.tuning.claims_verdict import Facts, judge, span_of
 from orchestrator.tuning.rows import Row, Verdict
 
@@ -96,6 +98,8 @@ def test_the_verdict_on_a_speed_follows_the_rows_of_the_tuning(claim: Claim) -> 
         assert verdict(row(claim, 1.04, 1.05), *other) is Verdict.PARTLY
     for reported in (Verdict.BROKEN, Verdict.UNAVAILABLE):
         assert verdict(row(claim, middle, middle, reported), *other) is reported
+    unmeasured = replace(row(claim, wrong, wrong, Verdict.REFUTED), speed_low=None, speed_high=None)
+    assert verdict(unmeasured, *other) is Verdict.UNDECIDED
     if not other:
         assert verdict(row(claim, wrong, wrong, Verdict.UNDECIDED)) is Verdict.UNDECIDED
     else:
@@ -107,8 +111,7 @@ def test_the_verdict_on_a_speed_follows_the_rows_of_the_tuning(claim: Claim) -> 
         )
         assert judge(claim, plain, NEEDS).verdict is Verdict.CONFIRMED
     nothing = judge(claim, Facts(), NEEDS)
-    assert nothing.verdict is Verdict.UNDECIDED
-    assert nothing.command is not None
+    assert (nothing.verdict, bool(nothing.command)) == (Verdict.UNDECIDED, True)
 
 
 FROM_FACTS = [claim for claim in CLAIMS.all if claim.value is not None and data.names_in(claim.value)]
@@ -212,10 +215,32 @@ def test_the_page_has_every_claim_and_says_what_would_measure_more() -> None:
     text = page_text(CLAIMS, shown)
     assert all(claim.says in text for claim in CLAIMS.all)
     assert f"{len(CLAIMS.all)} claims: " in text
-    assert "python -m orchestrator tune --rehearse --workload matmul" in text
+    assert "python -m orchestrator tune --rehearse --preset cnn-small" in text
     told = json.loads(page_json(shown))
     assert len(told["claims"]) == len(CLAIMS.all) == sum(told["verdicts"].values())
     assert list(told["claims"][0]) == [
         "seed", "line", "claim", "how", "lever", "setting", "quantity", "low", "high", "here_low", "here_high",
         "verdict", "reason", "command",
     ]  # fmt: skip
+
+
+def test_a_row_of_a_tuning_says_what_guides_claim_of_it_against_the_same_baseline() -> None:
+    def said(lever: str, setting: str, workload: data.Workload = "gpt") -> str | None:
+        made = Row(lever=lever, setting=setting, verdict=Verdict.CONFIRMED, reason="made")
+        return guide_says(CLAIMS, workload, made, {"optimizer": "adamw-foreach", "attention": "auto"})
+
+    assert said("precision", "bf16") == "1.5 to 2 x (003)"
+    assert said("optimizer", "adamw-fused") == "1.05 to 1.1 x (003)"
+    assert said("r_drop", "0.5 with dropout 0.1") == "0.5 to 0.75 x (004)"
+    assert said("attention", "flash") is None  # the guide compares with another baseline: math
+    assert said("channels_last", "true") is None  # of CNNs alone
+
+
+def test_each_command_that_is_named_can_be_typed() -> None:
+    verbs = typer.main.get_command(app)
+    assert isinstance(verbs, typer.core.TyperGroup)
+    named = {judge(claim, Facts(on_card=on_card), NEEDS).command for claim in CLAIMS.all for on_card in (True, False)}
+    for command in named - {None}:
+        verb, *words = str(command).split()
+        known = {option for each in verbs.commands[verb].params for option in each.opts}
+        assert {word for word in words if word.startswith("--")} <= known, command

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from orchestrator.cli.app import app
 from orchestrator.tuning import claims_facts
-from orchestrator.tuning.claims import Claims, load
-from orchestrator.tuning.claims_facts import facts_of, workload_of
+from orchestrator.tuning.claims import Claims, load, workload_of
+from orchestrator.tuning.claims_facts import facts_of
 from orchestrator.tuning.claims_page import judged
 from orchestrator.tuning.levers import PLAIN
 from orchestrator.tuning.rows import Row, Verdict
