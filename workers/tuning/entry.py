@@ -22,10 +22,13 @@ from workers.tuning.messages import ArmSpec
 #: Named, not imported: the head, which imports this module, never loads torch.
 _ARM: Final = "workers.tuning.arm"
 
+#: The first optimiser of a process imports it, which takes 1.5 s of a core: more than all else that an arm begins with.
+_SLOW: Final = "torch._dynamo"
+
 
 def fork_context() -> ForkServerContext:
     """Return how to start arms. Whatever starts the fork server first in this process decides what it has imported."""
-    multiprocessing.set_forkserver_preload([_ARM])
+    multiprocessing.set_forkserver_preload([_ARM, _SLOW])
     return multiprocessing.get_context("forkserver")
 
 
