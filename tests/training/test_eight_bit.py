@@ -70,6 +70,14 @@ def test_a_plan_knows_the_bytes_of_its_states() -> None:
     assert plan.optimizer_bytes == pytest.approx(sum(storages.values()), rel=0.02)
 
 
+def test_a_plan_needs_no_package_and_counts_a_quarter() -> None:
+    plans = []
+    for optimizer in ("adamw-fused", EIGHT):
+        chosen = TrainSettings(preset="gpt-mini", optimizer=optimizer, precision="fp32", seq=16)
+        plans.append(MemoryPlanner(find_task(chosen, 0), chosen, on_card=True).plan(1, 0))
+    assert plans[1].optimizer_bytes / plans[0].optimizer_bytes == pytest.approx((1 + 4 / 256) / 4, rel=0.01)
+
+
 def test_without_a_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("bitsandbytes.optim", "torchao.optim"):
         monkeypatch.setitem(sys.modules, name, None)

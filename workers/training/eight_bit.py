@@ -10,11 +10,16 @@ import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
 from workers.training.errors import TaskError
+
+#: Of bitsandbytes: states of smaller parameters stay in fp32; of others so many have one scale.
+_LEAST_QUANTISED: Final = 4096
+_BLOCK: Final = 256
+_STATES: Final = ("state1", "state2")
 
 #: Where an `AdamW8bit` may be.
 _MODULES: Final = ("bitsandbytes.optim", "torchao.optim")
@@ -27,20 +32,38 @@ def adamw_8bit(groups: Sequence[dict[str, Any]], lr: float, betas: tuple[float, 
         TaskError: Neither package can be imported.
     """
     missing = []
-    # Tables of numbers are made here, also where a plan computes on tensors without data.
-    with _disable_current_modes():
-        for name in _MODULES:
-            try:
-                made = importlib.import_module(name).AdamW8bit
-            except Exception as error:  # noqa: BLE001 - these packages look for libraries when they are imported
-                missing.append(f"{name.partition('.')[0]}: {error}")
-            else:
-                optimizer: Optimizer = made(groups, lr=lr, betas=betas)
-                return optimizer
+    for name in _MODULES:
+        try:
+            made = importlib.import_module(name).AdamW8bit
+        except Exception as error:  # noqa: BLE001 - these packages look for libraries when they are imported
+            missing.append(f"{name.partition('.')[0]}: {error}")
+        else:
+            optimizer: Optimizer = made(groups, lr=lr, betas=betas)
+            return optimizer
     raise TaskError(
         f"train.optimizer is adamw-8bit, and no package on this machine has it ({'; '.join(missing)}); "
         "pip install 'bitsandbytes>=0.50' there, or set train.optimizer: adamw-fused"
     )
+
+
+class PlannedAdamW8bit(Optimizer):
+    """Has the states of bitsandbytes' AdamW8bit, so that a plan needs no package. Cannot do a step."""
+
+    def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
+        super().__init__(groups, {})
+        self._table = torch.empty(256)
+
+    def init_state(self, _group: object, parameter: Tensor, _number: int, _place: int) -> None:
+        """Allocate the states of a parameter (Optimizer2State.init_state in bitsandbytes/optim/optimizer.py, 0.50)."""
+        quantised = parameter.numel() >= _LEAST_QUANTISED
+        states = {
+            name: torch.zeros_like(parameter, dtype=torch.uint8 if quantised else torch.float32) for name in _STATES
+        }
+        if quantised:
+            blocks = -(-parameter.numel() // _BLOCK)
+            scales = {f"absmax{number}": torch.zeros(blocks, device=parameter.device) for number in (1, 2)}
+            states |= {**scales, "qmap1": self._table, "qmap2": self._table}
+        self.state[parameter] = {"step": 0, **states}
 
 
 def allocate(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
@@ -57,8 +80,8 @@ def allocate(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, dict[str, Any
 
 
 def is_bitsandbytes(optimizer: Optimizer) -> bool:
-    """Whether it is one of bitsandbytes."""
-    return type(optimizer).__module__.startswith("bitsandbytes.")
+    """Whether it is one of bitsandbytes, or stands for it in a plan."""
+    return isinstance(optimizer, PlannedAdamW8bit) or type(optimizer).__module__.startswith("bitsandbytes.")
 
 
 def update_bytes(parameters: Sequence[Tensor], *, on_card: bool) -> int:

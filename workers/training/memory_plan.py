@@ -114,7 +114,7 @@ class MemoryPlanner:
             parameters = trained_parameters(task, self._model)
             self._accumulator = Accumulator(parameters)
             held.append(self._live.now_bytes)
-            optimizer = (task.optimizer or (lambda some: adamw(list(some), settings, 1e-3)))(parameters)
+            optimizer = (task.optimizer or (lambda some: adamw(list(some), settings, 1e-3, planned=True)))(parameters)
             allocate_states(optimizer)
             held.append(self._live.now_bytes)
             if settings.ema_decay is not None and settings.ema_on == "device":

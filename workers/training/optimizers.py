@@ -24,8 +24,12 @@ from workers.training.settings import TrainSettings
 _BETAS: Final = (0.9, 0.95)
 
 
-def adamw(parameters: Sequence[nn.Parameter], settings: TrainSettings, lr: float) -> Optimizer:
-    """Make AdamW. Only matrices decay: biases and norms have one dimension.
+def adamw(
+    parameters: Sequence[nn.Parameter], settings: TrainSettings, lr: float, *, planned: bool = False
+) -> Optimizer:
+    """Make AdamW, or what only has its memory if that is to be `planned`.
+
+    Only matrices decay: biases and norms have one dimension.
 
     Raises:
         TaskError: Its states shall have 8 bits, and no package for that is installed.
@@ -36,7 +40,7 @@ def adamw(parameters: Sequence[nn.Parameter], settings: TrainSettings, lr: float
     ]
     groups = [group for group in groups if group["params"]]
     if settings.optimizer == "adamw-8bit":
-        return eight_bit.adamw_8bit(groups, lr, _BETAS)
+        return eight_bit.PlannedAdamW8bit(groups) if planned else eight_bit.adamw_8bit(groups, lr, _BETAS)
     return AdamW(
         groups,
         lr=lr,
