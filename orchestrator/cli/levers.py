@@ -57,7 +57,7 @@ def add_to(app: typer.Typer) -> None:
                 verb.asked_of(loaded, text, rehearse=rehearse, budget_s=budget_s, wanted=wanted, workload=workload)
             )
         progress = verb.Progress()
-        progress(f"If this is interrupted: python -m orchestrator tune --resume {folder.name}")
+        progress.line(f"If this is interrupted: python -m orchestrator tune --resume {folder.name}")
         try:
             result = verb.tune(folder, progress, budget_s)
         finally:

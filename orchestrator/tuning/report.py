@@ -110,6 +110,8 @@ def _judged(row: Row, candidate: Candidate, effect: Effect | None, found: Measur
     elif candidate.aim == "loss" and parity is not None:
         later = found.data.later
         judged = judge_loss(parity, at_equal_time(later.get(candidate.name), later.get(BASELINE), found.noise))
+        if effect is None or math.isinf(effect.high):  # then chance decides who has trained longer
+            judged = replace(judged, verdict=Verdict.UNDECIDED)
         judged = replace(judged, reason=f"{judged.reason}; {speed.reason}")
         return replace(row, verdict=judged.verdict, reason=judged.reason)
     said = judged.reason if parity is None else f"{judged.reason}; {parity.said}"

@@ -35,7 +35,7 @@ from orchestrator.tuning.rows import ParityClass, Row
 from orchestrator.tuning.tuned_yaml import tuned
 from workers.files import replace_whole
 from workers.settings import ASSUMED_CONTEXT_BYTES, WorkerSpec
-from workers.tuning.messages import Opened
+from workers.tuning.messages import NO_ROOM, Opened
 
 BUDGET_S: Final = 900.0
 REHEARSAL_BUDGET_S: Final = 270.0
@@ -47,6 +47,7 @@ _ALONE, _STACKED, _LEFT_OUT = 0.6, 0.8, 1.0
 _ARM_HOST_BYTES: Final = 250 * 2**20
 _HOST_SHARE: Final = 0.5
 _MOST_AT_ONCE: Final = 40
+_FEWEST_AT_ONCE: Final = 2
 
 _ASKED: Final = "asked.json"
 
@@ -108,37 +109,44 @@ def tune(folder: Path, say: Callable[[str], None], budget_s: float | None = None
     asked = _asked(folder)
     config = config_from_text(asked.config_text, str(folder / _ASKED))
     target = Target(device=asked.device, one_machine=asked.one_machine)
-    spec = plan_slots(config, target)[0].spec
+    spec, at_once = _with_room(plan_slots(config, target)[0].spec)
     journal = Journal(folder)
 
     def choose(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         named = levers.chosen(candidates, asked.wanted)
-        return levers.for_rehearsal(named) if asked.rehearse and kind_of is training and not asked.wanted else named
+        return levers.for_rehearsal(named) if asked.rehearse and trains and not asked.wanted else named
 
-    kind_of = matmul if asked.workload == products.WORKLOAD else training
-    kind = kind_of(config, spec, folder / "arms.log", choose)
+    log, trains = folder / "arms.log", asked.workload != products.WORKLOAD
     plan = Plan(
         budget_s=budget_s or asked.budget_s,
         turn_s=0.2 if asked.rehearse else 1.5,
         least_steps=2 if asked.rehearse else 5,
         resolve=0.01,
         confidence=0.95,
-        at_once=_at_once(spec),
+        at_once=at_once,
         seed=config.workload.seed,
-        seeds=kind.trains,
+        seeds=trains,
     )
 
-    measuring = Measuring(plan, journal, Clock(journal.elapsed_s), kind.make_spec, say)
-    course = _Course(asked, kind, plan, journal, measuring)
+    def run(kind: Kind) -> store.Result:
+        measuring = Measuring(plan, journal, Clock(journal.elapsed_s), kind.make_spec, say)
+        return _Course(asked, kind, plan, journal, measuring).run(folder)
+
     try:
-        result = course.run(folder)
+        try:
+            result = run(training(config, spec, log, choose) if trains else matmul(config, spec, log, choose))
+        except BaselineError as error:
+            if not trains or NO_ROOM not in str(error):
+                raise
+            say("the plain baseline does not fit, so every arm checkpoints its blocks")
+            result = run(training(config, spec, log, choose, checkpoint="all"))
     except BaselineError as error:
         raise UsageError(
             f"the baseline cannot be measured: {one_line(str(error))}; see {folder}/arms.log, and go on with "
             f"`tune --resume {folder.name}`"
         ) from error
     store.write(folder, result)
-    if kind.trains:
+    if trains:
         _write_tuned(folder, asked, result)
     return result
 
@@ -334,15 +342,19 @@ def asked_of(
     )
 
 
-def _at_once(spec: WorkerSpec) -> int:
-    """Return how many candidates may live at the same time, beside the baseline and its repetition.
+def _with_room(spec: WorkerSpec) -> tuple[WorkerSpec, int]:
+    """Return how many candidates may live at the same time, beside the baseline and its repetition, and their spec.
 
-    On a card each keeps a context while it waits; what the card has beside one worker's budget pays for those.
+    On a card each keeps a context while it waits. What the card has beside one worker's budget pays for those; where
+    that is not enough for the fewest arms, the budget does.
     """
     room = int(_HOST_SHARE * psutil.virtual_memory().available / _ARM_HOST_BYTES)
-    if spec.device == "cuda":
-        room = min(room, (spec.card_budget_bytes - spec.budget_bytes) // ASSUMED_CONTEXT_BYTES)
-    return max(2, min(_MOST_AT_ONCE, room - 2))
+    if spec.device != "cuda":
+        return spec, max(_FEWEST_AT_ONCE, min(_MOST_AT_ONCE, room - 2))
+    beside = (spec.card_budget_bytes - spec.budget_bytes) // ASSUMED_CONTEXT_BYTES
+    at_once = max(_FEWEST_AT_ONCE, min(_MOST_AT_ONCE, room - 2, beside - 1))
+    lacking_bytes = max(0, at_once + 1 - beside) * ASSUMED_CONTEXT_BYTES
+    return replace(spec, budget_bytes=max(1, spec.budget_bytes - lacking_bytes)), at_once
 
 
 class Progress:
@@ -360,6 +372,10 @@ class Progress:
         elif self._told_s is None or now_s - self._told_s >= _TELL_EVERY_S:
             self._told_s = now_s
             print(one_line(text), file=sys.stderr, flush=True)  # noqa: T201 - the terminal
+
+    def line(self, text: str) -> None:
+        """Tell what stays on the screen."""
+        print(one_line(text), file=sys.stderr, flush=True)  # noqa: T201 - the terminal
 
     def close(self) -> None:
         """Leave the line."""

@@ -21,7 +21,7 @@ from workers.oom import classify
 from workers.readings import THROTTLE_ALARMS, SensorReading
 from workers.settings import FailureKind
 from workers.training.errors import TrainingError
-from workers.tuning.messages import ArmSpec, Done, Evaluate, Evaluated, Open, Opened, Refused, Turn
+from workers.tuning.messages import NO_ROOM, ArmSpec, Done, Evaluate, Evaluated, Open, Opened, Refused, Turn
 from workers.tuning.products import Products
 from workers.tuning.trained import Trained
 
@@ -63,7 +63,7 @@ def serve(connection: Connection, spec: ArmSpec) -> None:
         found = classify(error)
         out_of_memory = found.kind in {FailureKind.DEFINITE, FailureKind.PROBABLE}
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST]}"
-        reason = f"does not fit the cap: {found.text}" if out_of_memory else said
+        reason = f"{NO_ROOM}: {found.text}" if out_of_memory else said
     try:
         connection.send(Refused(reason=reason))
     except (BrokenPipeError, ConnectionResetError):

@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from workers.settings import WorkerSpec
+
+NO_ROOM: Final = "does not fit the cap"
+"""How a refusal begins that is about memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
