@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -49,9 +49,14 @@ def facts_of(claims: Claims, runs_dir: Path) -> Facts:
     devices = {card.uuid for card in cards} or {"cpu"}
     tuned = _newest([result for result in results() if result.subject.card in devices])
     return Facts(
-        values={**dict(_card_values()), **planned, **_here(cards), **({} if run is None else dict(_run_values(run)))},
+        values={
+            **dict(_card_values()),
+            **planned,
+            **_here(cards),
+            **({} if run is None else dict(_run_values(run, {card.uuid for card in cards}))),
+        },
         absent=absent,
-        sources={} if run is None else {"run": f"run {run.facts.run_id}"},
+        sources={} if run is None else {"run": f"run {run.facts.run_id}, at its end"},
         rows={workload: (*result.rows, *_chosen_row(result)) for workload, result in tuned.items()},
         plain={workload: _plain_of(result) for workload, result in tuned.items()},
         on_card=bool(cards),
@@ -146,8 +151,8 @@ def _newest_run(runs_dir: Path) -> StoredRun | None:
         return None
 
 
-def _run_values(run: StoredRun) -> Iterator[tuple[str, float]]:
-    """Yield what a run recorded; of several slots the highest value."""
+def _run_values(run: StoredRun, uuids: Collection[str]) -> Iterator[tuple[str, float]]:
+    """Yield what a run recorded at its end; of several slots on the cards of this machine the highest value."""
     snapshot = run.snapshot()
     counts = snapshot.counts
     if counts.success_rate is not None:
@@ -156,7 +161,7 @@ def _run_values(run: StoredRun) -> Iterator[tuple[str, float]]:
     yield "run.verify_errors", counts.verify_errors
     yield "run.minutes", run.elapsed_s / 60
     found: dict[str, float] = {}
-    for row in snapshot.rows:
+    for row in (each for each in snapshot.rows if each.gpu_uuid in uuids):
         for name, value in _row_values(row):
             found[name] = max(value, found.get(name, value))
     yield from found.items()
@@ -171,10 +176,10 @@ def _row_values(row: SlotRow) -> Iterator[tuple[str, float]]:
     }
     if row.temperature_c is not None and row.margin_c is not None:
         told["slowdown_c"] = row.temperature_c + row.margin_c
-    if row.device_used_bytes is not None and row.device_total_bytes and row.gpu_uuid is not None:
+    if row.device_used_bytes is not None and row.device_total_bytes:
         told["memory_used_gib"] = row.device_used_bytes / GIB
         told["memory_used_pct"] = 100 * row.device_used_bytes / row.device_total_bytes
-    if row.budget_bytes is not None and row.cap_bytes is not None and row.gpu_uuid is not None:
+    if row.budget_bytes is not None and row.cap_bytes is not None:
         told["context_gib"] = (row.budget_bytes - row.cap_bytes) / GIB
     yield from ((f"run.{name}", value) for name, value in told.items() if value is not None)
 

@@ -18,6 +18,7 @@ from orchestrator.tuning.claims_page import judged
 from orchestrator.tuning.levers import PLAIN
 from orchestrator.tuning.rows import Row, Verdict
 from orchestrator.tuning.store import Result, Subject, tunings_folder, write
+from tests.advise.made_runs import make_run
 from tests.scene import ROOT
 from workers.host.facts import CardFacts, DriverFacts
 from workers.training.plans_main import answer
@@ -88,6 +89,28 @@ def test_a_card_brings_its_own_figures_and_hides_the_tunings_of_others(
     assert (facts.cards, facts.values["here.power_limit_w"], facts.rows) == (frozenset({"rtx-3060"}), 170.0, {})
     store("mine", "2026-11-20T10:00:00Z", 1.2, card="GPU-1")
     assert facts_of(load(), tmp_path / "runs").rows["gpt"][0].speed_ratio == 1.2
+
+
+def test_a_run_on_a_card_of_this_machine_answers_for_heat_and_use_and_one_elsewhere_for_its_steps_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ORCHESTRATOR_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(claims_facts, "_planned", lambda _plans: ({}, {}))
+    worker = {"temperature_c": 81.5, "margin_c": 11.5, "utilisation_pct": 97.0, "device_used_bytes": 20 * GIB}
+    make_run(tmp_path / "runs", worker, {**worker, "temperature_c": 70.0}, seconds=2)
+    found = {}
+    for uuid in ("GPU-0", "GPU-9"):
+        card = CardFacts(index=0, name="NVIDIA GeForce RTX 3090", uuid=uuid, total_bytes=int(23.69 * GIB))
+        facts = DriverFacts(cards=(card,))
+        monkeypatch.setattr(claims_facts, "look_at_cards", lambda facts=facts: facts)
+        shown = judged(load(), facts_of(load(), tmp_path / "runs"))
+        found[uuid] = {(each.claim.seed, each.claim.line): each.here for each in shown}
+    here, elsewhere = found["GPU-0"], found["GPU-9"]
+    assert (here["000", 280].verdict, here["000", 280].low) == (Verdict.REFUTED, 81.5)
+    assert (here["000", 252].verdict, here["004", 186].low) == (Verdict.CONFIRMED, 93.0)
+    assert (here["002", 36].verdict, here["002", 211].low) == (Verdict.CONFIRMED, 20.0)
+    assert elsewhere["000", 280].verdict is Verdict.UNDECIDED
+    assert here["001", 138].low == elsewhere["001", 138].low == 100.0
 
 
 def test_the_chosen_set_answers_for_all_levers_together_and_the_baseline_for_a_lever_at_its_plain_value(
