@@ -87,7 +87,7 @@ def test_a_run_tells_once_what_its_plan_predicted_within_a_fifth_of_what_it_meas
 def test_levers_of_the_model_work_together_and_tell_what_really_ran(in_child: InChild, tmp_path: Path) -> None:
     model = {"attention": "cudnn", "activations_on_host": True, "adapter": "dora", "adapter_rank": 4}
     objective = {"layer_decay": 0.9, "dropout": 0.1, "r_drop": 1.0, "label_smoothing": 0.1}
-    levers = {**model, **objective, "ema_decay": 0.9, "ema_on": "host"}
+    levers = {**model, **objective, "ema_decay": 0.9, "ema_on": "host", "states_on_host": 50}
     (report,) = in_child(trained, str(tmp_path), spec(**levers), [WHOLE])
     assert report.verdict is Verdict.DONE
     (attention,) = events(report, "attention")
