@@ -15,15 +15,13 @@ from typing import Any, Final, TypeAlias
 from orchestrator.tuning.arms import Arm, ArmError, Measured
 from orchestrator.tuning.journal import Journal, PassData
 from orchestrator.tuning.levers import Candidate
-from orchestrator.tuning.rounds import BASELINE, disturbance, seconds_of, turns
+from orchestrator.tuning.rounds import AGAIN, BASELINE, disturbance, seconds_of, turns
 from orchestrator.tuning.statistics import effects
 from workers.tuning.messages import ArmSpec, Opened
 
 MakeSpec: TypeAlias = Callable[[str, Mapping[str, Any], int], ArmSpec]
 """From name, changes against the baseline, and how much to add to the seed."""
 
-AGAIN: Final = "a/a=the baseline"
-"""The arm that is the baseline once more: what it seems to gain is the error of the method."""
 SEEDS: Final = ("seed 1", "seed 2")
 """The baseline with other seeds; trained for the first steps only."""
 
@@ -37,6 +35,7 @@ _ALWAYS: Final = 2
 _OPENING_SHARE: Final = 0.1
 _FEWEST_STEPS: Final = 8
 _MOST_STEPS: Final = 100
+_WARM_UP_STEPS: Final = 2
 
 
 class BaselineError(Exception):
@@ -127,16 +126,17 @@ class Measuring:
 
     def _wave(self, pass_name: str, wave: Sequence[Candidate], until_s: float, number: int) -> None:
         data, arms = self._journal.data(pass_name), dict[str, Arm]()
+        wanted: list[tuple[str, Mapping[str, Any], int]] = [(BASELINE, {}, 1), (AGAIN, {}, 1)]
+        wanted += [(each.name, each.changes, each.copies) for each in wave]
+        # What was compared before a kill is not compared again, but arms have to warm up, all of them by equal steps.
+        known = all(name in self._journal.opened or name in data.lost for name, _, _ in wanted)
+        steps = _WARM_UP_STEPS if known else self._journal.steps or _FEWEST_STEPS
         try:
-            for name, changes, copies in [
-                (BASELINE, {}, 1),
-                (AGAIN, {}, 1),
-                *((each.name, each.changes, each.copies) for each in wave),
-            ]:
+            for name, changes, copies in wanted:
                 too_late = self._clock.spent_s() > until_s and len(arms) > _ALWAYS
                 if name not in data.lost and not too_late:
                     self._say(f"{pass_name}: preparing {name}, {self._left()}")
-                    self._start(pass_name, arms, name, changes, copies)
+                    self._start(pass_name, arms, Arm(self._make_spec(name, changes, 0), copies), steps)
             if BASELINE not in arms:
                 raise BaselineError(data.lost.get(BASELINE, "it did not start"))
             self._rounds(pass_name, arms, until_s, number)
@@ -192,17 +192,16 @@ class Measuring:
                 detail: dict[str, Any] = {"pass_name": pass_name, "arm": name, "loss": loss}
                 self._journal.note("later", self._clock.spent_s(), **detail)
 
-    def _start(self, pass_name: str, arms: dict[str, Arm], name: str, changes: Mapping[str, Any], copies: int) -> None:
-        """Open an arm. What was compared before a kill is not compared again, but it has to warm up."""
-        known = name in self._journal.opened
-        arm = arms[name] = Arm(self._make_spec(name, changes, 0), copies)
+    def _start(self, pass_name: str, arms: dict[str, Arm], arm: Arm, steps: int) -> None:
+        """Open an arm, and write down its first steps if they were not compared before."""
+        arms[arm.name] = arm
         try:
-            opened = arm.open(2 if known else self._journal.steps or _FEWEST_STEPS)
+            opened = arm.open(steps)
         except ArmError as error:
-            self._lose(pass_name, arms, name, str(error))
+            self._lose(pass_name, arms, arm.name, str(error))
             return
-        if not known:
-            self._journal.note_opened(name, opened, self._clock.spent_s())
+        if arm.name not in self._journal.opened:
+            self._journal.note_opened(arm.name, opened, self._clock.spent_s())
 
     def _lose(self, pass_name: str, arms: dict[str, Arm], name: str, reason: str) -> None:
         arms.pop(name).close()

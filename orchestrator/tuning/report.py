@@ -11,7 +11,7 @@ from orchestrator.tuning.journal import PassData
 from orchestrator.tuning.levers import Candidate
 from orchestrator.tuning.pareto import Point, pareto_set
 from orchestrator.tuning.parity import Course, Noise, Parity, at_equal_time, judge_loss, parity_of
-from orchestrator.tuning.rounds import BASELINE
+from orchestrator.tuning.rounds import AGAIN, BASELINE
 from orchestrator.tuning.rows import ParityClass, Row, Verdict
 from orchestrator.tuning.statistics import Effect, effects, holm
 from orchestrator.tuning.verdicts import Judged, judge_memory, judge_speed
@@ -105,17 +105,23 @@ def _judged(row: Row, candidate: Candidate, effect: Effect | None, found: Measur
         return replace(row, verdict=Verdict.BROKEN, reason=f"{parity.said}; {speed.reason}")
     judged: Judged = speed
     if candidate.aim == "memory":
-        judged = judge_memory(row.peak_bytes, found.data.peaks.get(BASELINE), resolve=_SAME_BYTES)
+        judged = judge_memory(row.peak_bytes, found.data.peaks.get(BASELINE), resolve=_same_bytes(found.data))
         judged = replace(judged, reason=f"{judged.reason}; {speed.reason}")
     elif candidate.aim == "loss" and parity is not None:
-        later = found.data.later
-        judged = judge_loss(parity, at_equal_time(later.get(candidate.name), later.get(BASELINE), found.noise))
+        later = found.data.later  # the baseline itself has two turns in each round, and has trained for longer
+        judged = judge_loss(parity, at_equal_time(later.get(candidate.name), later.get(AGAIN), found.noise))
         if effect is None or math.isinf(effect.high):  # then chance decides who has trained longer
             judged = replace(judged, verdict=Verdict.UNDECIDED)
         judged = replace(judged, reason=f"{judged.reason}; {speed.reason}")
         return replace(row, verdict=judged.verdict, reason=judged.reason)
     said = judged.reason if parity is None else f"{judged.reason}; {parity.said}"
     return replace(row, verdict=judged.verdict, reason=said)
+
+
+def _same_bytes(data: PassData) -> float:
+    """Return the share by which peaks differ without a cause: twice what two equal arms differ by."""
+    baseline, again = data.peaks.get(BASELINE), data.peaks.get(AGAIN)
+    return max(_SAME_BYTES, 2 * abs(again / baseline - 1)) if baseline and again else _SAME_BYTES
 
 
 def _parity(candidate: Candidate, found: Measurements) -> Parity | None:

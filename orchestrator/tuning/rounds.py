@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Final
 
 BASELINE: Final = "baseline"
+AGAIN: Final = "a/a=the baseline"
+"""The arm that is the baseline once more: what it seems to gain is the error of the method."""
 
 #: Clocks that differ by more than this share between two arms of a round make their speeds incomparable.
 _CLOCK_SHARE: Final = 0.02

@@ -27,10 +27,10 @@ from orchestrator.tuning.drawing import table
 from orchestrator.tuning.journal import Journal, PassData
 from orchestrator.tuning.kinds import Kind, matmul, training
 from orchestrator.tuning.levers import Candidate
-from orchestrator.tuning.measuring import AGAIN, SEEDS, BaselineError, Clock, Measuring, Plan
+from orchestrator.tuning.measuring import SEEDS, BaselineError, Clock, Measuring, Plan
 from orchestrator.tuning.parity import noise_of
 from orchestrator.tuning.report import Measurements, course_of, pareto_names, rows_of
-from orchestrator.tuning.rounds import BASELINE
+from orchestrator.tuning.rounds import AGAIN, BASELINE
 from orchestrator.tuning.rows import ParityClass, Row
 from orchestrator.tuning.tuned_yaml import tuned
 from workers.files import replace_whole
