@@ -180,11 +180,12 @@ class Loop:
     def is_plainly_told(self) -> bool:
         """Whether steps of the smallest size can tell if the signal is right.
 
-        Garbage may be right by chance, and is believed for a while. So is a signal that leaves the smallest size just
-        about enough: its own peak never proves that wrong, and the margins forbid it now and then.
+        Garbage may be right by chance, and is believed for a while; noise as large as the signal is garbage. So is a
+        signal that leaves the smallest size just about enough: its own peak never proves that wrong, and the margins
+        forbid it now and then.
         """
         signal = self.signal
-        if signal.garbage or signal.garbage_peaks:
+        if signal.garbage or signal.garbage_peaks or signal.noise >= 1.0:
             return False
         said_bytes = self.free_bytes * signal.lie
         if signal.stuck_share is not None:
