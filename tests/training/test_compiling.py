@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+import resource
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from workers.training.rungs import offered_micro_batches
 from workers.training.settings import TrainSettings
 from workers.training.tasks import TrainTask
 from workers.training.trainer import Trainer
+from workers.units import MIB
 
 #: The compiler's own code uses what torch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -98,6 +101,20 @@ def test_a_compiler_that_runs_out_of_memory_is_given_three_trials() -> None:
             part(3)
     assert float(part(3)) == pytest.approx(float(part(1)) * 3)
     assert [name for name, _ in made.news()] == ["not_compiled"]
+
+
+def test_a_cap_that_leaves_the_compiler_no_room_keeps_it_out() -> None:
+    made, part = compiling(nn.Linear(8, 1), "eager")
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    now_bytes = psutil.Process().memory_info().data
+    resource.setrlimit(resource.RLIMIT_DATA, (now_bytes + 100 * MIB, before[1]))
+    try:
+        part(3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+    ((name, figures),) = made.news()
+    assert name == "not_compiled"
+    assert "the compiler may take and keep 256 MiB" in figures["reason"]
 
 
 def test_an_error_of_the_model_itself_is_not_the_compilers() -> None:

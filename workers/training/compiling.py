@@ -7,11 +7,13 @@ evaluation. The result differs by rounding. Says what it did in `news`; does not
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +22,7 @@ from workers.settings import FailureKind
 from workers.training.errors import TaskError, TrainingError
 from workers.training.keyed import KeyedDropout
 from workers.training.settings import TrainSettings
+from workers.units import MIB
 
 T = TypeVar("T")
 
@@ -33,6 +36,9 @@ _MOST_FAILURES: Final = 3
 
 #: Of an error's text.
 _LONGEST: Final = 300
+
+#: Host memory that the compiler takes and keeps. Measured with two small blocks: 95 MiB; larger graphs take more.
+_NEEDED_BYTES: Final = 256 * MIB
 
 _COMPILED_TOO_OFTEN: Final = "FailOnRecompileLimitHit"
 
@@ -85,6 +91,10 @@ class Compiling:
         if not self._pending or rows == 1:
             return compute()
         began_s = time.perf_counter()
+        if not self._made and (lack := _lack()) is not None:
+            self._pending = False
+            self._tell("not_compiled", 0.0, reason=lack)
+            return compute()
         try:
             result = self._compiled(compute)
         except Exception as error:
@@ -155,3 +165,13 @@ class Compiling:
 
     def _tell(self, name: str, seconds: float, **figures: object) -> None:
         self._news.append((name, {"unit": self._unit, "mode": self._mode, "seconds": round(seconds, 3), **figures}))
+
+
+def _lack() -> str | None:
+    """Return why the cap of a CPU device leaves no room for the compiler; `None`: it does, or there is no such cap."""
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    left_bytes = limit_bytes - psutil.Process().memory_info().data
+    if limit_bytes == resource.RLIM_INFINITY or left_bytes >= _NEEDED_BYTES:
+        return None
+    left_mib, needed_mib = left_bytes // MIB, _NEEDED_BYTES // MIB
+    return f"the cap leaves {left_mib} MiB, and the compiler may take and keep {needed_mib} MiB of that on a CPU"
