@@ -117,26 +117,26 @@ def span_of(expression: str, values: Mapping[str, float]) -> float:
 def compare(claim: Claim, low: float, high: float) -> Verdict:
     """Return the verdict on a claim, of a value between `low` and `high`.
 
-    A value that overlaps the claim confirms it. An effect (see `QUANTITIES`) may also be PARTLY there, absent, or more
-    than claimed, which confirms it as well; any other value outside the claim refutes it.
+    A value that overlaps the claim confirms it, any other one refutes it. An effect (see `QUANTITIES`) may also be
+    absent, or smaller than claimed: PARTLY. More of a gain than claimed confirms it, more of a cost refutes it. An
+    interval that holds both the claim and no effect is too wide to tell.
     """
     claimed_low = float("-inf") if claim.low is None else claim.low
     claimed_high = float("inf") if claim.high is None else claim.high
-    if low <= claimed_high and high >= claimed_low:
-        return Verdict.CONFIRMED
+    overlaps = low <= claimed_high and high >= claimed_low
     neutral = QUANTITIES[claim.quantity][1]
-    if neutral is None:
-        return Verdict.REFUTED
+    if neutral is None or claimed_low <= neutral <= claimed_high:
+        return Verdict.CONFIRMED if overlaps else Verdict.REFUTED
     width = RESOLVE * (abs(neutral) or 100.0)
     if low >= neutral - width and high <= neutral + width:
         return Verdict.NO_EFFECT
-    is_gain = claimed_low >= neutral
     if low <= neutral <= high:
         return Verdict.UNDECIDED
-    if (low > neutral) is not is_gain:
+    is_gain = claimed_low > neutral
+    is_beyond = low > claimed_high if is_gain else high < claimed_low
+    if (low > neutral) is not is_gain or (is_beyond and not is_gain):
         return Verdict.REFUTED
-    is_more = low > claimed_high if is_gain else high < claimed_low
-    return Verdict.CONFIRMED if is_more else Verdict.PARTLY
+    return Verdict.CONFIRMED if overlaps or is_beyond else Verdict.PARTLY
 
 
 def _of_value(claim: Claim, facts: Facts) -> Here:
@@ -190,10 +190,11 @@ def _of_tuning(claim: Claim, facts: Facts) -> Here:
     low = (arm.speed_low or 0.0) / (other.speed_high or 1.0)
     high = (arm.speed_high or 0.0) / (other.speed_low or 1.0)
     verdict = compare(claim, low, high)
-    on_speed = {each.verdict for each in arms if each.parity_class != ParityClass.OBJECTIVE}  # that one is on its loss
-    if Verdict.UNDECIDED in on_speed and verdict is not Verdict.CONFIRMED:
-        verdict = Verdict.UNDECIDED  # the test over all levers together did not find it real
     measured = [each for each in arms if each.reason]
+    # The verdict of an arm whose objective differs is on its loss, and two arms are not compared with the baseline.
+    on_speed = [each for each in measured if len(measured) == 1 and each.parity_class != ParityClass.OBJECTIVE]
+    if any(each.verdict is Verdict.UNDECIDED for each in on_speed):
+        verdict = Verdict.UNDECIDED  # the test over all levers together did not find it real
     return Here(
         verdict=verdict,
         reason="; ".join(f"{each.lever}={each.setting}: {each.reason}" for each in measured),

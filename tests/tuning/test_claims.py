@@ -98,6 +98,11 @@ def test_the_verdict_on_a_speed_follows_the_rows_of_the_tuning(claim: Claim) -> 
         assert verdict(row(claim, 1.04, 1.05), *other) is Verdict.PARTLY
     for reported in (Verdict.BROKEN, Verdict.UNAVAILABLE):
         assert verdict(row(claim, middle, middle, reported), *other) is reported
+    if high > 1:
+        assert verdict(row(claim, 20.0, 20.0), *other) is Verdict.CONFIRMED  # more of a gain
+    else:
+        assert verdict(row(claim, 0.1, 0.1), *other) is Verdict.REFUTED  # more of a cost
+    assert verdict(row(claim, 0.5 * min(low, 1), 2 * max(high, 1)), *other) is Verdict.UNDECIDED  # too wide to tell
     unmeasured = replace(row(claim, wrong, wrong, Verdict.REFUTED), speed_low=None, speed_high=None)
     assert verdict(unmeasured, *other) is Verdict.UNDECIDED
     if not other:
