@@ -144,6 +144,11 @@ def chosen(candidates: Sequence[Candidate], wanted: Sequence[str]) -> list[Candi
     if unknown := [name for name in wanted if name not in known]:
         levers = ", ".join(dict.fromkeys(each.lever for each in candidates))
         raise UsageError(f"--levers names {unknown[0]!r}, which is none; valid: {levers}, or one as KEY=VALUE")
+    return picked(candidates, wanted)
+
+
+def picked(candidates: Sequence[Candidate], wanted: Sequence[str]) -> list[Candidate]:
+    """Return the same, where names were checked before; what the baseline has already is no candidate."""
     return [each for each in candidates if not wanted or each.lever in wanted or each.name in wanted]
 
 

@@ -134,7 +134,7 @@ class Measuring:
         try:
             for name, changes, copies in wanted:
                 too_late = self._clock.spent_s() > until_s and len(arms) > _ALWAYS
-                if name not in data.lost and not too_late:
+                if (name == BASELINE or name not in data.lost) and not too_late:
                     self._say(f"{pass_name}: preparing {name}, {self._left()}")
                     self._start(pass_name, arms, Arm(self._make_spec(name, changes, 0), copies), steps)
             if BASELINE not in arms:

@@ -113,7 +113,7 @@ def tune(folder: Path, say: Callable[[str], None], budget_s: float | None = None
     journal = Journal(folder)
 
     def choose(candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-        named = levers.chosen(candidates, asked.wanted)
+        named = (levers.picked if trains else levers.chosen)(candidates, asked.wanted)
         return levers.for_rehearsal(named) if asked.rehearse and trains and not asked.wanted else named
 
     log, trains = folder / "arms.log", asked.workload != products.WORKLOAD
