@@ -73,7 +73,8 @@ def training_lines(training: _Told) -> Iterator[str]:
         steps, names = cap["steps"], ", ".join(cap["nodes"][:_MOST_NAMES])
         if more := cap["nodes"][_MOST_NAMES:]:
             names += f" and {len(more)} more"
-        parts = [key for key in steps[0] if key.endswith("_bytes") and (key not in _OPTIONAL or steps[0][key])]
+        parts = [key for key in steps[0] if key.endswith("_bytes")]
+        parts = [key for key in parts if key not in _OPTIONAL or any(step[key] for step in steps)]
         rows = [
             ("micro x accumulation", *(f"{step['micro_batch']} x {step['accumulation']}" for step in steps)),
             ("checkpointed blocks", *(f"{step['memory_level']} of {training['blocks']}" for step in steps)),

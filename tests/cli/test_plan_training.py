@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from orchestrator.cli.plan import budgets, plan_json, plan_text
-from orchestrator.cli.plan_training import training_plan
+from orchestrator.cli.plan_training import training_lines, training_plan
 from orchestrator.config.schema import Config
 from tests.cli.conftest import Command
 from tests.scene import MIB, ROOT
@@ -104,6 +104,14 @@ def test_a_person_reads_the_parts_the_verdict_and_what_to_change(small: tuple[Co
         "or take a smaller train.preset"
     )
     assert max(len(line) for line in fits.splitlines() if line.startswith("  ")) <= 80
+
+
+def test_where_states_may_go_to_the_host_it_says_what_lies_there() -> None:
+    config = config_of({"pc1": 150}, preset="gpt-mini", states_on_host="auto")
+    training = planned(config)
+    (cap,) = training["caps"]
+    assert "fits only with checkpointing of all 6 blocks and states on the host" in cap["sentence"]
+    assert any(line.strip().startswith("on_host, MiB") for line in training_lines(training))
 
 
 def test_where_checkpointing_is_turned_off_it_is_what_to_change() -> None:
