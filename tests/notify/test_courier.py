@@ -59,7 +59,7 @@ def test_a_server_that_never_answers_is_given_up_at_the_deadline_and_delays_no_o
     assert sent[0].reason == "no answer within 8 s"
     assert str(hole.port) in sent[0].name
     assert took_s < PATIENCE_S / 2
-    left = [" ".join(child.cmdline()) for child in psutil.Process().children()]
+    left = [" ".join(child.as_dict(["cmdline"])["cmdline"] or []) for child in psutil.Process().children()]
     assert not [line for line in left if "courier" in line]
 
 
