@@ -32,7 +32,7 @@ def add_to(app: typer.Typer) -> None:
         overrides: opt.Overrides = None,
         json_output: opt.AsJson = False,
     ) -> None:
-        """Measure what each setting of a training brings here, and write tuned.yaml."""
+        """Measure what each setting brings here; write tuned.yaml."""
         from orchestrator.tuning import claims_verb, verb  # noqa: PLC0415 - `--help` should not wait
 
         if local and rehearse:
@@ -72,7 +72,7 @@ def add_to(app: typer.Typer) -> None:
         run_dir: opt.RunDir = None,
         json_output: opt.AsJson = False,
     ) -> None:
-        """Say why the cards of a run were not busy, and which keys to change."""
+        """Say why cards were not busy, and which keys to change."""
         from orchestrator.advise import verb  # noqa: PLC0415 - only this verb needs it
 
         runs_dir = Path(config_of(config, overrides, {"run.dir": run_dir}).run.dir)
