@@ -23,7 +23,8 @@ from orchestrator.watch.archive import read_run
 from orchestrator.watch.records import SlotRecord
 
 _TARGET_S = 30.0
-_PATIENCE_S = 240.0
+#: More than `up --stay` waits for a `ray start` that hangs (180 s), and a second one after that.
+_PATIENCE_S = 300.0
 _SETTLING_S = 5.0
 
 
@@ -36,10 +37,15 @@ def run(seconds: Sequence[float], rate: str | None, workers: int) -> Result:
             scene = _Scene(pair, folder, rate, workers)
             rows = [scene.row(f"cut of {cut_s:g} s", functools.partial(scene.cut, cut_s)) for cut_s in seconds]
             rows.append(scene.row("raylet killed", scene.kill))
+            said = scene.said()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     back_s = [row["back_after_s"] for row in rows]
-    broken = [f"{row['event']}: pc2's slots were not back in {_PATIENCE_S:.0f} s" for row in rows if not row["is_back"]]
+    broken = [
+        f"{row['event']}: pc2's slots were not back in {_PATIENCE_S:.0f} s; in the end {said}"
+        for row in rows
+        if not row["is_back"]
+    ]
     figures = {"rounds": rows, "back_after_most_s": max(back_s), "target_s": _TARGET_S}
     return Result(bench="cuts", figures={**figures, "target_met": max(back_s) <= _TARGET_S}, broken=broken)
 
@@ -76,6 +82,11 @@ class _Scene:
         }
         progress(json.dumps(row))
         return row
+
+    def said(self) -> str:
+        """Return the states of pc2's slots, and what the program that keeps its node said last."""
+        states = ", ".join(f"{slot.slot} {slot.state} ({slot.reason})" for slot in self._slots())
+        return f"{states}; {'; '.join(self._said.read_text().splitlines()[-4:])}"
 
     def cut(self, cut_s: float) -> None:
         self._pair.cable(plugged=False)
