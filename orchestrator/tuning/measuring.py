@@ -16,7 +16,7 @@ from orchestrator.tuning.arms import Arm, ArmError, Measured
 from orchestrator.tuning.journal import Journal, PassData
 from orchestrator.tuning.levers import Candidate
 from orchestrator.tuning.rounds import AGAIN, BASELINE, disturbance, seconds_of, turns
-from orchestrator.tuning.statistics import effects
+from orchestrator.tuning.statistics import effects, least_rounds
 from workers.tuning.messages import ArmSpec, Opened
 
 MakeSpec: TypeAlias = Callable[[str, Mapping[str, Any], int], ArmSpec]
@@ -25,8 +25,8 @@ MakeSpec: TypeAlias = Callable[[str, Mapping[str, Any], int], ArmSpec]
 SEEDS: Final = ("seed 1", "seed 2")
 """The baseline with other seeds; trained for the first steps only."""
 
-#: With fewer rounds no interval is worth a look.
-_LEAST_ROUNDS: Final = 6
+#: Of the budget: until then a pass may go on that has too few rounds for any interval.
+_LATEST: Final = 0.9
 
 #: The baseline, its repetition, and one candidate are measured in any case.
 _ALWAYS: Final = 2
@@ -57,6 +57,16 @@ class Plan:
     seed: int = 0
     seeds: bool = True
     """Whether something is trained, so that losses are compared."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ends:
+    """When the rounds of some arms end, in seconds of the tuning."""
+
+    usual_s: float
+    latest_s: float
+    """While there are fewer rounds than these."""
+    enough_rounds: int
 
 
 class Clock:
@@ -108,6 +118,8 @@ class Measuring:
     def run(self, pass_name: str, candidates: Sequence[Candidate], until_s: float) -> PassData:
         """Measure candidates against the baseline until all are resolved, or the time is over.
 
+        It goes on after `until_s`, to 0.9 of the budget at most, while there are too few rounds for any interval.
+
         Raises:
             BaselineError: The baseline has died.
         """
@@ -115,16 +127,22 @@ class Measuring:
         begin_s, over_at_s = self._clock.spent_s(), data.over_at_s
         if over_at_s >= self._plan.budget_s or (data.rounds and begin_s >= until_s):
             return data
+        latest_s = max(until_s, _LATEST * self._plan.budget_s)
         waves = -(-len(candidates) // self._plan.at_once)
         size = math.ceil(len(candidates) / max(1, waves))
         for number in range(waves):
             wave = list(candidates[number * size : (number + 1) * size])
             share = (number + 1) / waves
-            self._wave(pass_name, wave, begin_s + share * (until_s - begin_s), number)
+            ends = _Ends(
+                usual_s=begin_s + share * (until_s - begin_s),
+                latest_s=begin_s + share * (latest_s - begin_s),
+                enough_rounds=least_rounds(len(candidates), self._plan.confidence),
+            )
+            self._wave(pass_name, wave, ends, number)
         self._journal.note("over", self._clock.spent_s(), pass_name=pass_name, budget_s=self._plan.budget_s)
         return data
 
-    def _wave(self, pass_name: str, wave: Sequence[Candidate], until_s: float, number: int) -> None:
+    def _wave(self, pass_name: str, wave: Sequence[Candidate], ends: _Ends, number: int) -> None:
         data, arms = self._journal.data(pass_name), dict[str, Arm]()
         wanted: list[tuple[str, Mapping[str, Any], int]] = [(BASELINE, {}, 1), (AGAIN, {}, 1)]
         wanted += [(each.name, each.changes, each.copies) for each in wave]
@@ -133,24 +151,27 @@ class Measuring:
         steps = _WARM_UP_STEPS if known else self._journal.steps or _FEWEST_STEPS
         try:
             for name, changes, copies in wanted:
-                too_late = self._clock.spent_s() > until_s and len(arms) > _ALWAYS
+                too_late = self._clock.spent_s() > ends.usual_s and len(arms) > _ALWAYS
                 if (name == BASELINE or name not in data.lost) and not too_late:
                     self._say(f"{pass_name}: preparing {name}, {self._left()}")
                     self._start(pass_name, arms, Arm(self._make_spec(name, changes, 0), copies), steps)
             if BASELINE not in arms:
                 raise BaselineError(data.lost.get(BASELINE, "it did not start"))
-            self._rounds(pass_name, arms, until_s, number)
+            self._rounds(pass_name, arms, ends, number)
             self._evaluate(pass_name, arms)
         finally:
             for arm in arms.values():
                 arm.close()
 
-    def _rounds(self, pass_name: str, arms: dict[str, Arm], until_s: float, wave: int) -> None:
+    def _rounds(self, pass_name: str, arms: dict[str, Arm], ends: _Ends, wave: int) -> None:
         """Run rounds; each takes about as long as the one before, and none begins that would end too late."""
         data, took_s = self._journal.data(pass_name), 0.0
         names = [name for name in arms if name != BASELINE]
         counted = len([each for each in data.rounds if any(name in each for name in names)])
-        while self._clock.spent_s() + took_s <= until_s or counted + sum(data.dropped.values()) == 0:
+        while (
+            self._clock.spent_s() + took_s <= (ends.usual_s if counted >= ends.enough_rounds else ends.latest_s)
+            or counted + sum(data.dropped.values()) == 0
+        ):
             began_s, measured, number = self._clock.spent_s(), list[Measured](), len(data.rounds)
             drawn = number + sum(data.dropped.values())
             for name in turns([each for each in names if each in arms], self._plan.seed + wave, drawn):
@@ -173,7 +194,7 @@ class Measuring:
             widest = self._widest(data, [name for name in names if name in arms])
             told = "" if widest is None or math.isinf(widest) else f", widest ±{100 * widest:.1f} %"
             self._say(f"{pass_name}: round {counted}, {len(names)} arms{told}, {self._left()}")
-            if counted >= _LEAST_ROUNDS and widest is not None and widest <= self._plan.resolve:
+            if widest is not None and widest <= self._plan.resolve:
                 return
 
     def _widest(self, data: PassData, names: Sequence[str]) -> float | None:

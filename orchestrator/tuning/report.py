@@ -38,7 +38,7 @@ class Measurements:
 
 def rows_of(candidates: Sequence[Candidate], found: Measurements, impossible: Mapping[str, str]) -> list[Row]:
     """Return a row for each candidate; `impossible` says why some could not be tried."""
-    names = [each.name for each in candidates]
+    names = [each.name for each in candidates if each.name not in impossible]
     measured = found.effects(names)
     real = holm({name: effect.p for name, effect in measured.items()}, 1 - found.confidence)
     return [

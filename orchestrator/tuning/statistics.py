@@ -51,8 +51,7 @@ def effect_of(ratios: Sequence[float], confidence: float) -> Effect | None:
     """Return the effect that log ratios show, with an interval of this confidence; `None` without any round."""
     if not ratios:
         return None
-    # Even the whole range of n values misses the median if all of them lie on one side of it: 2 chances in 2^n.
-    if 2.0 ** (1 - len(ratios)) > 1 - confidence:
+    if len(ratios) < least_rounds(1, confidence):
         low, high = -math.inf, math.inf
     else:
         low, high = bootstrap_interval(ratios, confidence)
@@ -63,6 +62,14 @@ def effect_of(ratios: Sequence[float], confidence: float) -> Effect | None:
         p=signed_rank_p(ratios),
         rounds=len(ratios),
     )
+
+
+def least_rounds(arms: int, confidence: float) -> int:
+    """Return how many rounds the intervals of so many arms need to hold together with this confidence.
+
+    Even the whole range of n values misses the median if all of them lie on one side of it: 2 chances in 2^n.
+    """
+    return 1 + math.ceil(math.log2(max(1, arms) / (1 - confidence)))
 
 
 def effects(

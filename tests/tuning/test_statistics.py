@@ -12,7 +12,7 @@ import pytest
 from orchestrator.tuning import store
 from orchestrator.tuning.rounds import Block, disturbance, seconds_of, turns
 from orchestrator.tuning.rows import Row, Verdict
-from orchestrator.tuning.statistics import Effect, effect_of, effects, holm, log_ratios, signed_rank_p
+from orchestrator.tuning.statistics import Effect, effect_of, effects, holm, least_rounds, log_ratios, signed_rank_p
 from orchestrator.tuning.verdicts import judge_memory, judge_speed
 
 #: From a place in the simulated time to how slow the machine is then.
@@ -83,6 +83,18 @@ def test_the_interval_is_the_one_that_many_resamples_show() -> None:
     effect = effect_of(values, 0.95)
     assert log_ratios([{"b": 1.0, "a": effect.low}], "a", "b") == pytest.approx([medians[500]], abs=1e-9)
     assert log_ratios([{"b": 1.0, "a": effect.high}], "a", "b") == pytest.approx([medians[-500]], abs=1e-9)
+
+
+@pytest.mark.parametrize("arms", [1, 22])
+def test_the_least_rounds_are_the_first_with_an_interval_and_enough_for_a_lever_to_be_real(arms: int) -> None:
+    enough = least_rounds(arms, 0.95)
+    names = [f"lever {number}" for number in range(arms)]
+    rounds = [{"baseline": 2.0, **dict.fromkeys(names, 1.0 + 0.01 * number)} for number in range(enough)]
+    found = effects(rounds, "baseline", names, 0.95)
+    assert all(effect.excludes_one and effect.high < 3 for effect in found.values())
+    assert holm({name: effect.p for name, effect in found.items()}, 0.05) == set(names)
+    too_few = effects(rounds[1:], "baseline", names, 0.95)
+    assert {effect.low for effect in too_few.values()} == {0.0}
 
 
 def test_signed_ranks_count_all_signs() -> None:
