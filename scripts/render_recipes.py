@@ -66,6 +66,8 @@ def plans_of(paths: Sequence[Path]) -> list[dict[str, Any]]:
 def sums_of(training: Mapping[str, Any]) -> list[str]:
     """Return a comment for each cap of a plan: the parts in GiB, their sum, and the cap. Raises ValueError."""
     lines = []
+    if not training["caps"]:
+        raise ValueError(training["not_planned"] or "no node has a worker")
     for cap in training["caps"]:
         if cap["verdict"] == "does_not_fit":
             raise ValueError(cap["sentence"])
@@ -73,6 +75,7 @@ def sums_of(training: Mapping[str, Any]) -> list[str]:
         parts = " + ".join(f"{part} {step[f'{part}_bytes'] / GIB:.2f}" for part in _PARTS if step[f"{part}_bytes"])
         total = f"{step['total_bytes'] / GIB:.2f} of {cap['cap_bytes'] / GIB:.2f} GiB"
         split = f"{step['micro_batch']} x {step['accumulation']} samples"
+        split += ", all blocks checkpointed" if 0 < step["memory_level"] == training["blocks"] else ""
         host = f", {step['on_host_bytes'] / GIB:.2f} GiB in host memory" if step["on_host_bytes"] else ""
         lines.append(f"# {', '.join(cap['nodes'])} with {split}{host}:\n#   {parts}\n#   = {total}")
     return lines

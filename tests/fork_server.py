@@ -127,6 +127,8 @@ class ForkServer:
             with theirs:
                 self._process = subprocess.Popen(
                     [sys.executable, __file__, str(theirs.fileno())],
+                    # torch imports NumPy, whose OpenBLAS begins a thread for each further core.
+                    env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -210,7 +212,7 @@ if __name__ == "__main__":
     _own = {str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
     _BASE_PATH = [entry for entry in sys.path if entry not in _own]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch misses NumPy, and says so once
+        warnings.simplefilter("ignore")  # torch says so once where NumPy is not installed
         import torch
 
     _threads = len(list(Path("/proc/self/task").iterdir()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from textwrap import wrap
 from typing import Any
 
 from orchestrator.advise.advice import Advice
@@ -48,21 +49,28 @@ def _card(answer: CardAnswer) -> dict[str, Any]:
 
 
 def answer_lines(
-    run_id: str | None, answers: Sequence[CardAnswer], advice: Sequence[Advice], notes: Sequence[str], glyphs: Glyphs
+    run_id: str | None,
+    answers: Sequence[CardAnswer],
+    advice: Sequence[Advice],
+    notes: Sequence[str],
+    glyphs: Glyphs,
+    width: int | None = None,
 ) -> Iterator[str]:
-    """Yield the answer, line by line: each card with its causes, then what to do."""
+    """Yield the answer, line by line: each card with its causes, then what to do.
+
+    Words are broken at a width, commands are not: they are there to be copied. `None`: nothing is broken.
+    """
     yield f"{QUESTION}" + ("" if run_id is None else f" (run {glyphs.clean(run_id)})")
     for answer in answers:
         yield ""
-        yield from _card_lines(answer, glyphs)
+        yield from _card_lines(answer, glyphs, width)
     if advice:
         yield ""
         yield "What to change:"
     for number, one in enumerate(advice, start=1):
         key = "" if one.key is None else f"{one.key}: {one.value}. "
-        yield f"{number:3}  {glyphs.clean(key + one.text)}"
-        gain = _gain(one)
-        yield f"     expected: {gain} (source: {glyphs.clean(one.source)})"
+        yield from _wrapped(f"{number:3}  ", glyphs.clean(key + one.text), width)
+        yield from _wrapped(" " * 5, f"expected: {_gain(one)} (source: {glyphs.clean(one.source)})", width)
         yield f"     type: {glyphs.clean(one.command)}"
         if one.measure is not None:
             yield f"     measure: {glyphs.clean(one.measure)}"
@@ -71,18 +79,32 @@ def answer_lines(
         yield "Nothing to change."
     if notes:
         yield ""
-        yield from (glyphs.clean(note) for note in notes)
+    for note in notes:
+        words, _, command = glyphs.clean(note).partition("; type: ")
+        yield from _wrapped("", f"{words}." if command else words, width)
+        if command:
+            yield f"     type: {command}"
 
 
-def _card_lines(answer: CardAnswer, glyphs: Glyphs) -> Iterator[str]:
+def _wrapped(head: str, words: str, width: int | None) -> list[str]:
+    """Return words behind a head, in lines of a width that begin below each other."""
+    if width is None:
+        return [head + words]
+    indent = " " * len(head)
+    return wrap(head + words, max(width, 40), subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+
+
+def _card_lines(answer: CardAnswer, glyphs: Glyphs, width: int | None) -> Iterator[str]:
     card, busy = answer.card, answer.division.busy
     title = glyphs.clean(f"{card.node}, {card.name}, {counted(len(card.slots), 'worker')}")
     if answer.unknown is not None:
-        yield f"{title}: cannot tell, because {glyphs.clean(answer.unknown)}"
+        yield from _wrapped("", f"{title}: cannot tell, because {glyphs.clean(answer.unknown)}", width)
         return
-    yield f"{title}: {'busy share unknown' if busy is None else f'busy {100 * busy:.0f} % of the time'}"
+    told = "busy share unknown" if busy is None else f"busy {100 * busy:.0f} % of the time"
+    yield from _wrapped("", f"{title}: {told}", width)
     for found in answer.causes:
-        yield f"  {100 * found.share:3.0f} %  {found.cause.value:<11}  {glyphs.clean(found.text)}"
+        head = f"  {100 * found.share:3.0f} %  {found.cause.value:<11}  "
+        yield from _wrapped(head, glyphs.clean(found.text), width)
     if not answer.causes:
         yield "  no cause took 5 % of the time"
 

@@ -74,8 +74,21 @@ class CardFacts:
     used_bytes: int | None = None
     """By all programs."""
     total_bytes: int | None = None
+    torch: str | None = None
+    """The version that the run's workers used; `None`: it was not recorded."""
+    driver: str | None = None
+    """The same of its driver; `None` of a processor as well."""
     holders: tuple[Holder, ...] = ()
-    """Other programs that hold memory of this card now; only of a card in this machine."""
+    """Other programs that hold memory of this card now; only of a card in this machine, as all below."""
+    usual_power_limit_w: float | None = None
+    """The limit that the driver sets by itself."""
+    pcie_lanes: int | None = None
+    most_pcie_lanes: int | None = None
+    """What card and slot could use."""
+    is_wsl: bool = False
+    """Whether its machine is Linux under Windows."""
+    cores: int | None = None
+    """Physical cores of its machine; `None`: it is another one than this."""
 
     @property
     def foreign_bytes(self) -> int | None:
@@ -92,6 +105,8 @@ class RunFacts:
 
     run_id: str
     cards: tuple[CardFacts, ...]
+    mode: str = "cluster"
+    """How it was started: `cluster`, `local`, `rehearse` or `debug`."""
     keys: Keys = field(default_factory=dict)
 
     @property

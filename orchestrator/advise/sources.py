@@ -1,6 +1,7 @@
 """What a change of a key may bring, and who says so: a tuning on this card or on its type, or a guide. Pure.
 
-A measurement here goes before one elsewhere, and both before a guide. Does not read them (`collect.py`).
+A tuning holds for one card, driver, torch and model. One that was made with the run's driver and torch goes before
+one that was not, then one of this card before one of its type, and all before a guide. Does not read them.
 """
 
 from __future__ import annotations
@@ -76,14 +77,28 @@ def guide(run: RunFacts, key: str, value: str, claims: Iterable[Claim]) -> Claim
 
 
 def _fitting(run: RunFacts, card: CardFacts, known: Known) -> Iterator[tuple[Result, str]]:
-    """Yield the tunings of the run's model, those of this very card first."""
-    of_model = [result for result in known.results if result.subject.model == run.model]
-    here = [result for result in of_model if result.subject.card == (card.uuid or _CPU)]
-    for result in here:
-        yield result, f"measured here, tuning {result.tune_id}"
-    for result in of_model:
-        if result not in here and card.uuid is not None and result.device_name == card.name:
-            yield result, f"measured on the same card type, tuning {result.tune_id}"
+    """Yield the tunings of the run's model on such a card, those that fit it best first, and say what does not fit."""
+    ranked = []
+    for result in known.results:
+        is_here = result.subject.card == (card.uuid or _CPU)
+        is_of_type = card.uuid is not None and result.device_name == card.name
+        if result.subject.model == run.model and (is_here or is_of_type):
+            other = _otherwise(result, card)
+            where = "here" if is_here else "on the same card type"
+            ranked.append((bool(other), not is_here, result, f"measured {where}{other}, tuning {result.tune_id}"))
+    for _, _, result, source in sorted(ranked, key=lambda each: each[:2]):
+        yield result, source
+
+
+def _otherwise(result: Result, card: CardFacts) -> str:
+    """Return with what other versions than the run's it was measured; empty: with the same."""
+    subject = result.subject
+    pairs = {"torch": (subject.torch, card.torch), "driver": (subject.driver, card.driver)}
+    others = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    if not others:
+        return ""
+    had = " and ".join(f"{name} {tuned or 'unknown'}" for name, (tuned, _) in others.items())
+    return f" with {had}, this run has {' and '.join(now or 'not recorded its own' for _, now in others.values())}"
 
 
 def _row(result: Result, key: str, value: str) -> Row | None:

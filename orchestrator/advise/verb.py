@@ -19,8 +19,12 @@ ADVICE: Final = 1
 CANNOT_TELL: Final = 3
 
 
-def advise(runs_dir: Path, run_id: str, say: Callable[[str], None], glyphs: Glyphs, *, json: bool) -> int:
+def advise(
+    runs_dir: Path, run_id: str, say: Callable[[str], None], glyphs: Glyphs, *, json: bool, width: int | None = None
+) -> int:
     """Print the answer for a run and return the exit code: 0 nothing to change, 1 advice, 3 cannot tell.
+
+    `width` is that of the terminal; `None`: there is none, and no line is broken.
 
     Raises:
         UsageError: There is no such run.
@@ -41,7 +45,7 @@ def advise(runs_dir: Path, run_id: str, say: Callable[[str], None], glyphs: Glyp
     if json:
         say(answer_json(facts.run_id, code, told, todo, more))
     else:
-        for line in answer_lines(facts.run_id, told, todo, more, glyphs):
+        for line in answer_lines(facts.run_id, told, todo, more, glyphs, width):
             say(line)
     return code
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def add_to(app: typer.Typer) -> None:
         json_output: opt.AsJson = False,
     ) -> None:
         """Measure what each setting brings here; write tuned.yaml."""
-        from orchestrator.tuning import claims_verb, verb  # noqa: PLC0415 - `--help` should not wait
+        from orchestrator.tuning import asked, claims_verb, verb  # noqa: PLC0415 - `--help` should not wait
 
         if local and rehearse:
             raise UsageError("--local and --rehearse exclude each other")
@@ -48,13 +49,13 @@ def add_to(app: typer.Typer) -> None:
         if resume is not None:
             if local or rehearse or overrides or preset is not None or levers is not None:
                 raise UsageError("--resume goes on with what was asked for; only --budget may change")
-            folder = verb.folder_of(resume)
+            folder = asked.folder_of(resume)
         else:
             loaded = config_of(config, overrides, {"train.preset": preset})
-            wanted = [name.strip() for name in (levers or "").split(",") if name.strip()]
+            wanted = asked.names_in(levers or "")
             text = Path(config).read_text(encoding="utf-8")
-            folder = verb.begin(
-                verb.asked_of(loaded, text, rehearse=rehearse, budget_s=budget_s, wanted=wanted, workload=workload)
+            folder = asked.begin(
+                asked.asked_of(loaded, text, rehearse=rehearse, budget_s=budget_s, wanted=wanted, workload=workload)
             )
         progress = verb.Progress()
         progress.line(f"If this is interrupted: python -m orchestrator tune --resume {folder.name}")
@@ -62,7 +63,8 @@ def add_to(app: typer.Typer) -> None:
             result = verb.tune(folder, progress, budget_s)
         finally:
             progress.close()
-        print_text(json.dumps(result.plain(), indent=2) if json_output else verb.result_text(folder, result))
+        width = shutil.get_terminal_size(fallback=(0, 0)).columns or None  # without a terminal, all columns
+        print_text(json.dumps(result.plain(), indent=2) if json_output else verb.result_text(folder, result, width))
 
     @app.command()
     def advise(
@@ -76,4 +78,6 @@ def add_to(app: typer.Typer) -> None:
         from orchestrator.advise import verb  # noqa: PLC0415 - only this verb needs it
 
         runs_dir = Path(config_of(config, overrides, {"run.dir": run_dir}).run.dir)
-        raise typer.Exit(verb.advise(runs_dir, run_id, print_text, glyphs_for(sys.stdout.encoding), json=json_output))
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        glyphs = glyphs_for(sys.stdout.encoding)
+        raise typer.Exit(verb.advise(runs_dir, run_id, print_text, glyphs, json=json_output, width=width))

@@ -102,8 +102,10 @@ def _judged(cap: _Told, config: Config, blocks: int) -> dict[str, str]:
         said = f"{'fits whole' if whole else 'fits'} with {_split(usual)} of {cap_text}"
         return {"verdict": "fits" if whole else "fits_in_parts", "sentence": said}
     if fullest is not None:
-        also = " and states on the host" if fullest["on_host_bytes"] and train.states_on_host == "auto" else ""
-        said = f"fits only with checkpointing of all {blocks} blocks{also}, with {_split(fullest)} of {cap_text}"
+        # Where memory decides on states as well, steps between those that are shown may fit.
+        is_shared = fullest["on_host_bytes"] and train.states_on_host == "auto"
+        how = f"with checkpointing of all {blocks} blocks" + (" and states on the host" if is_shared else "")
+        said = f"fits {'' if is_shared else 'only '}{how}, with {_split(fullest)} of {cap_text}"
         if fixed is None:
             return {"verdict": "fits_checkpointed", "sentence": said}
         advice = f"does not fit with train.checkpoint: {train.checkpoint}; it {said}: set train.checkpoint: auto"

@@ -87,6 +87,7 @@ class _LocalNode:
         self._raylet: psutil.Process | None = None
         self._needed: list[psutil.Process] = []
         self._start: subprocess.Popen[bytes] | None = None
+        self._started: dict[psutil.Process, str] = {}
         self._question: subprocess.Popen[bytes] | None = None
         self._unreachable = ""
         self._failure = _ENDED
@@ -112,6 +113,7 @@ class _LocalNode:
             now_s=time.monotonic(),
             is_reachable=not self._unreachable,
             is_starting=self._start is not None,
+            is_in_vain=self._start is not None and self._has_lost_one(self._start.pid),
             is_running=bool(self._needed) and not any(map(nodes.has_ended, self._needed)),
             is_asking=self._question is not None,
             is_member=is_member,
@@ -145,14 +147,16 @@ class _LocalNode:
             )
         elif action is Action.END:
             if self._start is not None and not self._unreachable:
-                self._failure = f"`ray start` did not end in time: {self._last_words()}"
+                lost = [log for process, log in self._started.items() if nodes.has_ended(process)]
+                late = f"`ray start` did not end in time: {self._last_words()}"
+                self._failure = f"what `ray start` has started has ended, see {lost[0]}" if lost else late
             self.end()
 
     def end(self) -> None:
         """End all that was started for the node, here or by `up` before."""
         nodes.end(nodes.processes_of(self._node), _GRACE_S)
         self._start = self._question = self._raylet = None
-        self._needed = []
+        self._needed, self._started = [], {}
 
     def say(self, known: Node) -> None:
         """Show the node's state: one line that changes in a terminal, else a line for each change."""
@@ -171,13 +175,28 @@ class _LocalNode:
             _show(f"{time.strftime('%H:%M:%S')} {self._node}: {one_line(text)}")
 
     def _find(self) -> None:
-        by_name = {}
+        by_name: dict[str, psutil.Process] = {}
         for process in nodes.processes_of(self._node):
             with suppress(psutil.Error):  # it has ended
-                by_name[process.name()] = process
+                known = by_name.setdefault(process.name(), process)
+                if process.create_time() < known.create_time():  # a raylet that starts a worker forks before it
+                    by_name[process.name()] = process
         self._raylet = by_name.get("raylet")
-        needed = ("raylet", "gcs_server") if self._command.is_head else ("raylet",)
-        self._needed = [by_name[name] for name in needed] if by_name.keys() >= set(needed) else []
+        names = self._names
+        self._needed = [by_name[name] for name in names] if by_name.keys() >= set(names) else []
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """What the processes are called that the node needs."""
+        return ("raylet", "gcs_server") if self._command.is_head else ("raylet",)
+
+    def _has_lost_one(self, pid: int) -> bool:
+        """Say whether a process has ended that `ray start` has started and the node needs."""
+        with suppress(psutil.Error):  # it has ended, which the next poll sees
+            for child in psutil.Process(pid).children():
+                if child not in self._started and child.name() in self._names:
+                    self._started[child] = _option(child, "--stderr_filepath=")
+        return any(map(nodes.has_ended, self._started))
 
     def _last_words(self) -> str:
         self._reports.seek(0)
@@ -195,10 +214,14 @@ def _why_unreachable(address: str) -> str:
 
 def _node_id(raylet: psutil.Process) -> str:
     """The id by which the cluster knows a raylet."""
-    option = "--node_id="
+    return _option(raylet, "--node_id=")
+
+
+def _option(process: psutil.Process, option: str) -> str:
+    """Return what an option of a process says; nothing if it has none, or has ended."""
     try:
-        return next((word.removeprefix(option) for word in raylet.cmdline() if word.startswith(option)), "")
-    except psutil.Error:  # it has ended, which the next poll sees
+        return next((word.removeprefix(option) for word in process.cmdline() if word.startswith(option)), "")
+    except psutil.Error:
         return ""
 
 

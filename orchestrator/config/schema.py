@@ -264,6 +264,32 @@ class NotifyConfig(_Section):
         return None if self.every is None else parse_duration(self.every)
 
 
+class TuneConfig(_Section):
+    """How `tune` measures, and what it chooses by."""
+
+    budget: Annotated[float | str, BeforeValidator(_duration), Field(description=VALID_DURATION)] = "15m"
+    """As typed; `--budget` and the length of a rehearsal go before it. Code reads `budget_s`."""
+    resolve: Annotated[float, Field(gt=0, le=0.5)] = 0.01
+    """A share of the speed: the rounds end when every interval is at most so wide on either side."""
+    confidence: Annotated[float, Field(ge=0.5, le=0.999)] = 0.95
+    levers: Annotated[
+        str,
+        Field(
+            pattern=r"^[\w.=-]+(?: *, *[\w.=-]+)*$", max_length=1024, description="all, or levers with commas between"
+        ),
+    ] = "all"
+    objective: Literal["speed", "memory", "balanced"] = "speed"
+    parity_steps: Annotated[int, Field(ge=8, le=1_000)] = 100
+    """First optimiser steps of each arm that are compared; fewer where the budget has no room for so many."""
+    seeds: Annotated[int, Field(ge=2, le=10)] = 3
+    """Of the baseline: what lies between them is the noise that losses are compared with."""
+
+    @property
+    def budget_s(self) -> float:
+        """How long it measures, in seconds."""
+        return parse_duration(self.budget)
+
+
 class Config(_Section):
     """All of cluster.yaml. Frozen; a changed copy is a new configuration and validated again."""
 
@@ -279,6 +305,7 @@ class Config(_Section):
     thermal: ThermalConfig = ThermalConfig()
     verify: VerifyConfig = VerifyConfig()
     notify: NotifyConfig = NotifyConfig()
+    tune: TuneConfig = TuneConfig()
     run: RunConfig = RunConfig()
 
     @property

@@ -80,7 +80,13 @@ def due_at_s(slot: Slot, rules: Rules) -> float | None:
     should_end_s = _should_end_s(slot) if slot.phase is Phase.WORKING else None
     if should_end_s is None:
         return None
-    return should_end_s + (min(rules.stale_after_s, rules.hang_timeout_s) if slot.ready else rules.start_timeout_s)
+    patience_s = silence_s(slot, rules)
+    return should_end_s + (min(rules.stale_after_s, patience_s) if slot.ready else patience_s)
+
+
+def silence_s(slot: Slot, rules: Rules) -> float:
+    """Return how long (seconds) the running slice may be overdue before its process is taken for hung."""
+    return max(rules.slow_step_s, rules.hang_timeout_s if slot.ready else rules.start_timeout_s)
 
 
 def _should_end_s(slot: Slot) -> float | None:

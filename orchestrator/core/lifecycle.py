@@ -145,7 +145,7 @@ def _time_passed_while_pausing(slot: Slot, _: Tick, moment: Moment) -> Transitio
 def _time_passed_while_working(slot: Slot, _: Tick, moment: Moment) -> Transition:
     overdue_s = dispatch.overdue_s(slot, moment)
     rules = moment.rules
-    if overdue_s > (rules.hang_timeout_s if slot.ready else rules.start_timeout_s):
+    if overdue_s > dispatch.silence_s(slot, rules):
         what = "no report" if slot.ready else "its process did not come up"
         why = f"{what} for {overdue_s:.0f} s; its process was ended"
         return restart_policy.died(slot, why, moment, before=(Restart(),))

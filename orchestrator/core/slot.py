@@ -62,6 +62,11 @@ class Rules:
     hang_timeout_s: float
     stale_after_s: float
     start_timeout_s: float
+    slow_step_s: float = 0.0
+    """How long a step may take where the workload is known to have slow ones, such as those in which torch compiles.
+
+    They may come at any time: where the first step had one sample, or after a change of how memory is used.
+    """
     restart_backoff_s: float
     restart_backoff_max_s: float
     max_deaths: int

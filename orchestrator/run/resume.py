@@ -46,6 +46,7 @@ def rules_of(config: Config, past: Past) -> Rules:
         **run.model_dump(include=set(Rules.__slots__)),
         leak_flag_bytes=None if run.leak_flag_mib is None else int(run.leak_flag_mib * MIB),
         leak_limit_bytes=None if run.leak_limit_mib is None else int(run.leak_limit_mib * MIB),
+        slow_step_s=config.train.slow_step_s if config.workload.name == "train" else 0.0,
         seed=config.workload.seed,
         has_counted=past.elapsed_s > 0,
     )

@@ -7,7 +7,7 @@ what is asked.
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, Final, TypeVar
 
@@ -17,9 +17,6 @@ from workers.tuning.messages import ArmSpec, Done, Evaluate, Evaluated, Open, Op
 
 Answer = TypeVar("Answer", Opened, Done, Evaluated)
 
-#: Of the longest compilation that was ever measured, 170 s, and a model that is slow to load.
-_OPEN_S: Final = 600.0
-_TURN_S: Final = 300.0
 _END_S: Final = 5.0
 
 
@@ -27,20 +24,13 @@ class ArmError(Exception):
     """An arm refused, died, or did not answer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """A turn of an arm, of all of its processes together."""
-
-    block: Block
-    peak_bytes: int
-
-
 class Arm:
     """One arm: one process, or several that work at the same time."""
 
-    def __init__(self, spec: ArmSpec, copies: int = 1) -> None:
-        """Start the processes; they open nothing yet."""
+    def __init__(self, spec: ArmSpec, patience_s: float, copies: int = 1) -> None:
+        """Start the processes; they open nothing yet. One that does not answer within `patience_s` is killed."""
         self.name = spec.name
+        self._patience_s = patience_s
         self._members = [_Member(replace(spec, seed=spec.seed + number)) for number in range(copies)]
 
     def open(self, steps: int) -> Opened:
@@ -49,26 +39,26 @@ class Arm:
         Raises:
             ArmError: It cannot.
         """
-        answers = self._ask(Open(steps=steps), Opened, _OPEN_S)
+        answers = self._ask(Open(steps=steps), Opened, self._patience_s)
         return replace(
             answers[0],
             peak_bytes=sum(each.peak_bytes for each in answers),
             host_bytes=sum(each.host_bytes for each in answers),
         )
 
-    def turn(self, seconds: float, least_steps: int) -> Measured:
-        """Have it work.
+    def turn(self, seconds: float, least_steps: int) -> Block:
+        """Have it work, all of its processes together.
 
         Raises:
             ArmError: It cannot.
         """
-        done = self._ask(Turn(seconds=seconds, least_steps=least_steps), Done, _TURN_S + seconds)
+        done = self._ask(Turn(seconds=seconds, least_steps=least_steps), Done, self._patience_s + seconds)
         speed = sum(each.samples / each.seconds for each in done if each.seconds > 0)
         if speed <= 0:
             raise ArmError("it did nothing in its turn")
         clocks = [each.clock_mhz for each in done if each.clock_mhz]
         shares = [each.neighbour_share for each in done if each.neighbour_share is not None]
-        block = Block(
+        return Block(
             arm=self.name,
             seconds_per_sample=1 / speed,
             clock_mhz=sum(clocks) / len(clocks) if clocks else None,
@@ -76,7 +66,6 @@ class Arm:
             # Each copy takes the others for neighbours.
             neighbour_share=shares[0] if len(done) == 1 and shares else None,
         )
-        return Measured(block=block, peak_bytes=sum(each.peak_bytes for each in done))
 
     def evaluate(self) -> Evaluated:
         """Have it compute its validation loss.
@@ -84,7 +73,7 @@ class Arm:
         Raises:
             ArmError: It cannot.
         """
-        return self._ask(Evaluate(), Evaluated, _TURN_S)[0]
+        return self._ask(Evaluate(), Evaluated, self._patience_s)[0]
 
     def close(self) -> None:
         """End its processes."""
@@ -132,7 +121,7 @@ class _Member:
         connection: Connection = self._connection
         if not connection.poll(patience_s):
             self._process.kill()
-            raise ArmError(f"it did not answer within {patience_s:.0f} s")
+            raise ArmError(f"it took more than {patience_s:.0f} s, so that the budget leaves it no rounds")
         try:
             return connection.recv()
         except (EOFError, ConnectionResetError) as error:

@@ -6,6 +6,7 @@ Does not judge: it words what `claims_verdict.py` found.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from typing import Any
 
 from orchestrator.tuning.claims import NEEDS, QUANTITIES, Claim, Claims, Workload
 from orchestrator.tuning.claims_verdict import Facts, Here, judge
-from orchestrator.tuning.rows import Row, Verdict
+from orchestrator.tuning.rows import Verdict
+from orchestrator.tuning.verdicts import Claimed
 from orchestrator.watch.cells import aligned
 
 SCHEMA = 1
@@ -45,23 +47,32 @@ def page_json(all_judged: Sequence[Judged]) -> str:
     return json.dumps({"schema": SCHEMA, "claims": rows, "verdicts": _counts(all_judged)}, indent=1, allow_nan=False)
 
 
-def guide_says(claims: Claims, workload: Workload | None, row: Row, plain: Mapping[str, object]) -> str | None:
-    """Return what guides claim of the speed of a row of `tune`, such as `1.5 to 2 x (003)`; `None`: nothing.
+def guides_say(
+    claims: Claims, workload: Workload | None, lever: str, setting: str, plain: Mapping[str, object]
+) -> Claimed | None:
+    """Return what guides claim of the speed of a lever at a setting, all of them together; `None`: nothing.
 
     Args:
         claims: The claims of all guides.
         workload: What was tuned.
-        row: A lever at one setting.
+        lever: As a row of `tune` names it.
+        setting: The same.
         plain: The settings of the baseline, which the row is compared with.
     """
-    setting, baseline = row.setting.split(" with ")[0], str(plain.get(row.lever)).lower()
-    said = [
-        f"{_span(each.low, each.high, 'x')} ({each.seed})"
+    setting, baseline = setting.split(" with ", maxsplit=1)[0], str(plain.get(lever)).lower()
+    found = [
+        each
         for each in claims.all
-        if (each.workload, each.lever, each.setting) == (workload, row.lever, setting)
+        if (each.workload, each.lever, each.setting) == (workload, lever, setting)
         and (each.against or baseline).lower() == baseline
     ]
-    return ", ".join(dict.fromkeys(said)) or None
+    if not found:
+        return None
+    return Claimed(
+        said=", ".join(dict.fromkeys(f"{_span(each.low, each.high, 'x')} ({each.seed})" for each in found)),
+        low=min(-math.inf if each.low is None else each.low for each in found),
+        high=max(math.inf if each.high is None else each.high for each in found),
+    )
 
 
 def _lines(claims: Claims, all_judged: Sequence[Judged]) -> Iterator[str]:

@@ -7,6 +7,7 @@ missing among them gives UNAVAILABLE (it cannot be had here) or UNDECIDED (a com
 from __future__ import annotations
 
 import ast
+import math
 import operator
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -15,6 +16,7 @@ from typing import Any, Final
 
 from orchestrator.tuning.claims import QUANTITIES, Claim, Workload, names_in
 from orchestrator.tuning.rows import ParityClass, Row, Verdict
+from orchestrator.tuning.verdicts import against
 
 #: Effects of at most this share count as none, as `tune` resolves by default.
 RESOLVE: Final = 0.01
@@ -118,25 +120,13 @@ def compare(claim: Claim, low: float, high: float) -> Verdict:
     """Return the verdict on a claim, of a value between `low` and `high`.
 
     A value that overlaps the claim confirms it, any other one refutes it. An effect (see `QUANTITIES`) may also be
-    absent, or smaller than claimed: PARTLY. More of a gain than claimed confirms it, more of a cost refutes it. An
-    interval that holds both the claim and no effect is too wide to tell.
+    absent, or smaller than claimed; see `verdicts.against`.
     """
-    claimed_low = float("-inf") if claim.low is None else claim.low
-    claimed_high = float("inf") if claim.high is None else claim.high
-    overlaps = low <= claimed_high and high >= claimed_low
+    claimed = (-math.inf if claim.low is None else claim.low, math.inf if claim.high is None else claim.high)
     neutral = QUANTITIES[claim.quantity][1]
-    if neutral is None or claimed_low <= neutral <= claimed_high:
-        return Verdict.CONFIRMED if overlaps else Verdict.REFUTED
-    width = RESOLVE * (abs(neutral) or 100.0)
-    if low >= neutral - width and high <= neutral + width:
-        return Verdict.NO_EFFECT
-    if low <= neutral <= high:
-        return Verdict.UNDECIDED
-    is_gain = claimed_low > neutral
-    is_beyond = low > claimed_high if is_gain else high < claimed_low
-    if (low > neutral) is not is_gain or (is_beyond and not is_gain):
-        return Verdict.REFUTED
-    return Verdict.CONFIRMED if overlaps or is_beyond else Verdict.PARTLY
+    if neutral is None:
+        return Verdict.CONFIRMED if low <= claimed[1] and high >= claimed[0] else Verdict.REFUTED
+    return against(claimed, low, high, neutral=neutral, width=RESOLVE * (abs(neutral) or 100.0))
 
 
 def _of_value(claim: Claim, facts: Facts) -> Here:

@@ -26,8 +26,8 @@ class PassData:
     """By reason."""
     lost: dict[str, str] = field(default_factory=dict)
     """Arms that refused or died, with the reason."""
-    peaks: dict[str, int] = field(default_factory=dict)
-    """Highest use of the device in a turn."""
+    clocks_mhz: list[float] = field(default_factory=list)
+    """Of the card, one of each round that counts; empty without a card."""
     later: dict[str, float] = field(default_factory=dict)
     """Validation losses at the end of the pass, which are those at equal time."""
     over_at_s: float = -1.0
@@ -87,10 +87,10 @@ class Journal:
         if kind == "round":
             if entry["dropped"] is None:
                 data.rounds.append(entry["seconds"])
+                if entry.get("clock_mhz"):
+                    data.clocks_mhz.append(entry["clock_mhz"])
             else:
                 data.dropped[entry["dropped"]] = data.dropped.get(entry["dropped"], 0) + 1
-            for arm, peak in entry["peaks"].items():
-                data.peaks[arm] = max(peak, data.peaks.get(arm, 0))
         elif kind == "lost":
             data.lost[entry["arm"]] = entry["reason"]
         elif kind == "later":

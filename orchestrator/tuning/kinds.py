@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import platform
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import psutil
-import pynvml
 
 from orchestrator.config.schema import Config
 from orchestrator.tuning import levers, passes, products
 from orchestrator.tuning.levers import Candidate
 from orchestrator.tuning.measuring import MakeSpec
 from workers.node_agent import mps
-from workers.nvml import queries
+from workers.node_agent.protocol import AgentClient, AgentError, AgentOrders, AgentOutcome
 from workers.settings import WorkerSpec
 from workers.tuning.messages import ArmSpec
 
@@ -33,6 +31,8 @@ class Kind:
     """As results are found again by."""
     trains: bool
     """Whether losses are compared."""
+    dtype_key: str
+    """The key that says in which number type an arm computes."""
     baseline: Mapping[str, Any]
     candidates: Sequence[Candidate]
     impossible: Mapping[str, str]
@@ -72,6 +72,7 @@ def training(
     return Kind(
         model=config.train.preset,
         trains=True,
+        dtype_key="precision",
         baseline=baseline,
         candidates=candidates,
         impossible={name: reason for name, reason in impossible.items() if reason is not None},
@@ -81,9 +82,13 @@ def training(
 
 
 def matmul(
-    config: Config, spec: WorkerSpec, log: Path, choose: Callable[[Sequence[Candidate]], Sequence[Candidate]]
+    config: Config,
+    spec: WorkerSpec,
+    log: Path,
+    choose: Callable[[Sequence[Candidate]], Sequence[Candidate]],
+    shared: AgentOutcome,
 ) -> Kind:
-    """Return the tuning of matmul on one card, or on the CPU."""
+    """Return the tuning of matmul on one card, or on the CPU; `shared` says where MPS is, or why it is not."""
     on_card, seed = spec.device == "cuda", config.workload.seed
     baseline = products.baseline_of(spec.workload.size)
     candidates = choose(products.candidates(baseline, spec.duty))
@@ -93,17 +98,21 @@ def matmul(
         keys = {**baseline, **changes}
         workload = replace(spec.workload, name=products.WORKLOAD, dtype=keys["dtype"], size=keys["size"])
         own = replace(spec, slot=f"tune/{name}", duty=keys["duty"], workload=workload)
-        return ArmSpec(name=name, spec=own, seed=seed + more_seed, log=log)
+        environment = {}
+        if keys["compute_share_mode"] == "mps" and shared.pipe_directory is not None:
+            environment = mps.client_environment(shared.pipe_directory, None, None)
+        return ArmSpec(name=name, spec=own, seed=seed + more_seed, log=log, environment=environment)
 
     return Kind(
         model=products.WORKLOAD,
         trains=False,
+        dtype_key="dtype",
         baseline=baseline,
         candidates=candidates,
         impossible=products.impossible(
             candidates,
             on_card=on_card,
-            mps_obstacle=_mps_obstacle(),
+            mps_obstacle=None if shared.pipe_directory is not None else shared.mps_problem or "MPS is not on",
             room_bytes=room_bytes,
             budget_bytes=spec.budget_bytes,
         ),
@@ -112,10 +121,19 @@ def matmul(
     )
 
 
-def _mps_obstacle() -> str | None:
+@contextmanager
+def mps_for(tune_id: str, *, on_card: bool) -> Iterator[AgentOutcome]:
+    """Have an MPS daemon on this PC for the length of a tuning, as a run has; also a killed one ends it."""
+    orders = AgentOrders(node="this PC", run_id=tune_id, card_count=1, mps=True)
+    if not on_card:
+        yield orders.failed("there is no card for MPS to share")
+        return
+    agent = AgentClient(orders)
     try:
-        with queries.opened():
-            cards = queries.cards()
-    except pynvml.NVMLError:
-        cards = ()
-    return mps.obstacle(system=sys.platform, kernel=platform.release(), cards=cards)
+        try:
+            outcome = agent.outcome()
+        except AgentError as error:
+            outcome = orders.failed(str(error))
+        yield outcome
+    finally:
+        agent.end()

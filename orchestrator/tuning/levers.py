@@ -37,6 +37,8 @@ class Candidate:
     """Workers at once."""
     slow: bool = False
     """Whether it takes longer to begin than a rehearsal has time for."""
+    beside: str | None = None
+    """The arm that has the other keys which this lever needs, and not the lever: what it is judged against."""
 
     @property
     def name(self) -> str:
@@ -134,8 +136,8 @@ def train_candidates(baseline: Mapping[str, Any]) -> list[Candidate]:
     return [each for each in _all(baseline) if any(baseline.get(key) != value for key, value in each.changes.items())]
 
 
-def chosen(candidates: Sequence[Candidate], wanted: Sequence[str]) -> list[Candidate]:
-    """Return the candidates that `--levers` names, by key or by `key=value`; all if it names none.
+def chosen(candidates: Sequence[Candidate], wanted: Sequence[str], where: str = "--levers") -> list[Candidate]:
+    """Return the candidates that are named `where`, by key or by `key=value`; all if none is named.
 
     Raises:
         UsageError: A name fits no lever.
@@ -143,7 +145,7 @@ def chosen(candidates: Sequence[Candidate], wanted: Sequence[str]) -> list[Candi
     known = {name for each in candidates for name in (each.lever, each.name)}
     if unknown := [name for name in wanted if name not in known]:
         levers = ", ".join(dict.fromkeys(each.lever for each in candidates))
-        raise UsageError(f"--levers names {unknown[0]!r}, which is none; valid: {levers}, or one as KEY=VALUE")
+        raise UsageError(f"{where} names {unknown[0]!r}, which is none; valid: {levers}, or one as KEY=VALUE")
     return picked(candidates, wanted)
 
 
@@ -182,6 +184,7 @@ def _all(baseline: Mapping[str, Any]) -> Iterator[Candidate]:
         for value in lever.values:
             beside = {key: other for key, other in (lever.beside or {}).items() if baseline.get(key) != other}
             with_ = "".join(f" with {key} {_text(other)}" for key, other in beside.items())
+            arms = [f"{key}={_text(other)}" for key, other in beside.items()]
             yield Candidate(
                 lever=lever.key,
                 setting=_text(value) + with_,
@@ -190,6 +193,7 @@ def _all(baseline: Mapping[str, Any]) -> Iterator[Candidate]:
                 aim=lever.aim,
                 needs_card=lever.needs_card,
                 slow=lever.slow,
+                beside=arms[0] if len(arms) == 1 else None,
             )
     for more in (batch + batch // 2, 2 * batch):
         yield Candidate(lever="batch", setting=str(more), changes={"batch": more}, parity=_OBJECTIVE)

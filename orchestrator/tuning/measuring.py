@@ -12,21 +12,26 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from orchestrator.tuning.arms import Arm, ArmError, Measured
+from orchestrator.tuning.arms import Arm, ArmError
 from orchestrator.tuning.journal import Journal, PassData
 from orchestrator.tuning.levers import Candidate
-from orchestrator.tuning.rounds import AGAIN, BASELINE, disturbance, seconds_of, turns
+from orchestrator.tuning.rounds import AGAIN, BASELINE, Block, clock_of, disturbance, seconds_of, turns
 from orchestrator.tuning.statistics import effects, least_rounds
 from workers.tuning.messages import ArmSpec, Opened
 
 MakeSpec: TypeAlias = Callable[[str, Mapping[str, Any], int], ArmSpec]
 """From name, changes against the baseline, and how much to add to the seed."""
 
-SEEDS: Final = ("seed 1", "seed 2")
-"""The baseline with other seeds; trained for the first steps only."""
-
 #: Of the budget: until then a pass may go on that has too few rounds for any interval.
 _LATEST: Final = 0.9
+
+#: Of the budget, for an answer of an arm; and the bounds of that. In 15 minutes this leaves room for the longest
+#: compilation that was measured, 170 s; an arm that is slower would have no rounds.
+_PATIENCE_SHARE: Final = 0.25
+_LEAST_PATIENCE_S: Final = 30.0
+_MOST_PATIENCE_S: Final = 600.0
+#: As the baseline takes for its first steps: an arm gets so many times as long.
+_AS_LONG: Final = 4.0
 
 #: The baseline, its repetition, and one candidate are measured in any case.
 _ALWAYS: Final = 2
@@ -34,7 +39,6 @@ _ALWAYS: Final = 2
 #: Of the budget, for the first steps of all arms; and the bounds of how many steps that are.
 _OPENING_SHARE: Final = 0.1
 _FEWEST_STEPS: Final = 8
-_MOST_STEPS: Final = 100
 _WARM_UP_STEPS: Final = 2
 
 
@@ -55,8 +59,15 @@ class Plan:
     at_once: int
     """Arms beside the baseline and its repetition that live at the same time."""
     seed: int = 0
-    seeds: bool = True
-    """Whether something is trained, so that losses are compared."""
+    compared_steps: int = _FEWEST_STEPS
+    """First steps of each arm, at most."""
+    seeds: int = 1
+    """Baselines that differ by their seed alone; 1: nothing is trained, so no losses are compared."""
+
+    @property
+    def seed_names(self) -> tuple[str, ...]:
+        """The baselines with other seeds, which do the first steps only."""
+        return tuple(f"seed {number}" for number in range(1, self.seeds))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +114,13 @@ class Measuring:
             probe = self._baseline("baseline, once", _FEWEST_STEPS)
             step_s = max(probe.step_s, 1e-6)
             steps = int(_OPENING_SHARE * self._plan.budget_s / (arms + 4) / step_s)
-            steps = min(_MOST_STEPS, max(_FEWEST_STEPS, steps)) if self._plan.seeds else _FEWEST_STEPS
+            steps = min(self._plan.compared_steps, max(_FEWEST_STEPS, steps))
             self._journal.note("steps", self._clock.spent_s(), steps=steps)
         if BASELINE not in self._journal.opened:
             self._journal.note_opened(
                 BASELINE, self._baseline(BASELINE, self._journal.steps or _FEWEST_STEPS), self._clock.spent_s()
             )
-        for number, name in enumerate(SEEDS if self._plan.seeds else (), 1):
+        for number, name in enumerate(self._plan.seed_names, 1):
             if name not in self._journal.opened:
                 with suppress(ArmError):
                     self._open_and_close(name, number)
@@ -154,7 +165,7 @@ class Measuring:
                 too_late = self._clock.spent_s() > ends.usual_s and len(arms) > _ALWAYS
                 if (name == BASELINE or name not in data.lost) and not too_late:
                     self._say(f"{pass_name}: preparing {name}, {self._left()}")
-                    self._start(pass_name, arms, Arm(self._make_spec(name, changes, 0), copies), steps)
+                    self._start(pass_name, arms, self._arm(name, changes, 0, copies), steps)
             if BASELINE not in arms:
                 raise BaselineError(data.lost.get(BASELINE, "it did not start"))
             self._rounds(pass_name, arms, ends, number)
@@ -172,7 +183,7 @@ class Measuring:
             self._clock.spent_s() + took_s <= (ends.usual_s if counted >= ends.enough_rounds else ends.latest_s)
             or counted + sum(data.dropped.values()) == 0
         ):
-            began_s, measured, number = self._clock.spent_s(), list[Measured](), len(data.rounds)
+            began_s, measured, number = self._clock.spent_s(), list[Block](), len(data.rounds)
             drawn = number + sum(data.dropped.values())
             for name in turns([each for each in names if each in arms], self._plan.seed + wave, drawn):
                 try:
@@ -182,13 +193,11 @@ class Measuring:
                     if name == BASELINE:
                         raise BaselineError(str(error)) from error
             kept, dropped = len(data.rounds), sum(data.dropped.values())
-            blocks = [each.block for each in measured]
             # On a machine that is never quiet, at most half of the time is given away for nothing.
-            why = disturbance(blocks) if dropped < kept else None
-            seconds = seconds_of((block.arm, block.seconds_per_sample) for block in blocks)
-            peaks = {each.block.arm: each.peak_bytes for each in measured}
-            detail = {"pass_name": pass_name, "seconds": dict(seconds), "peaks": peaks, "dropped": why}
-            self._journal.note("round", self._clock.spent_s(), **detail)
+            why = disturbance(measured) if dropped < kept else None
+            seconds = seconds_of((block.arm, block.seconds_per_sample) for block in measured)
+            detail: dict[str, Any] = {"seconds": dict(seconds), "clock_mhz": clock_of(measured), "dropped": why}
+            self._journal.note("round", self._clock.spent_s(), pass_name=pass_name, **detail)
             counted += why is None
             took_s = self._clock.spent_s() - began_s
             widest = self._widest(data, [name for name in names if name in arms])
@@ -229,7 +238,7 @@ class Measuring:
         self._journal.note("lost", self._clock.spent_s(), pass_name=pass_name, arm=name, reason=reason)
 
     def _open_and_close(self, name: str, seed: int) -> None:
-        arm = Arm(self._make_spec(name, {}, seed))
+        arm = self._arm(name, {}, seed)
         try:
             opened = arm.open(self._journal.steps or _FEWEST_STEPS)
         finally:
@@ -238,13 +247,24 @@ class Measuring:
 
     def _baseline(self, name: str, steps: int) -> Opened:
         self._say(f"preparing the baseline, {self._left()}")
-        arm = Arm(self._make_spec(name, {}, 0))
+        arm = Arm(self._make_spec(name, {}, 0), _MOST_PATIENCE_S)
         try:
             return arm.open(steps)
         except ArmError as error:
             raise BaselineError(str(error)) from error
         finally:
             arm.close()
+
+    def _arm(self, name: str, changes: Mapping[str, Any], more_seed: int, copies: int = 1) -> Arm:
+        return Arm(self._make_spec(name, changes, more_seed), self._patience_s, copies)
+
+    @property
+    def _patience_s(self) -> float:
+        """How long an arm may take for its first steps, or a turn."""
+        baseline = self._journal.opened.get(BASELINE)
+        usual_s = 0.0 if baseline is None else baseline.first_step_s + baseline.step_s * (self._journal.steps or 0)
+        wanted_s = max(_LEAST_PATIENCE_S, _PATIENCE_SHARE * self._plan.budget_s, _AS_LONG * usual_s)
+        return min(_MOST_PATIENCE_S, wanted_s)
 
     def _left(self) -> str:
         seconds = max(0.0, self._plan.budget_s - self._clock.spent_s())

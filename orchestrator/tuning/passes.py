@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from orchestrator.tuning.levers import Candidate
+from orchestrator.tuning.objective import Gain, Objective, told
 from orchestrator.tuning.rows import ParityClass, Row, Verdict
-from orchestrator.tuning.statistics import Effect
 
 YOURS: Final = "your file"
 
@@ -32,11 +32,27 @@ class Choice:
     decided: bool
 
 
-def winners(judged: Sequence[Judged]) -> list[Candidate]:
-    """Return the levers that made it faster and kept the result, one for each key, in the order of the ladder."""
-    fast = [(each, row) for each, row in judged if _may_be_chosen(each) and row.verdict == Verdict.CONFIRMED]
+def winners(
+    judged: Sequence[Judged], gains: Mapping[str, Gain], objective: Objective, resolve: float
+) -> list[Candidate]:
+    """Return the levers that help and keep the result, one for each key, in the order of the ladder.
+
+    Args:
+        judged: Each lever with its row.
+        gains: What each of them gains over the baseline, by name.
+        objective: What counts.
+        resolve: Gains of at most this share count as none.
+    """
+    helping = [
+        (gain.ratio, each)
+        for each, row in judged
+        if _may_be_chosen(each, row, objective)
+        and (gain := gains.get(each.name)) is not None
+        and gain.low > 1.0
+        and gain.high > 1.0 + resolve
+    ]
     taken: list[Candidate] = []
-    for each, _ in sorted(fast, key=lambda pair: -(pair[1].speed_ratio or 0.0)):
+    for _, each in sorted(helping, key=lambda pair: -pair[0]):
         if not any(each.changes.keys() & other.changes.keys() for other in taken):
             taken.append(each)
     return [each for each, _ in judged if each in taken]
@@ -50,6 +66,7 @@ def merged(several: Sequence[Candidate]) -> Candidate:
         setting=" + ".join(each.setting for each in several),
         changes={key: value for each in several for key, value in each.changes.items()},
         parity=None if several[0].parity is None else ParityClass.EXACT if exact else ParityClass.NUMERIC,
+        aim="memory" if any(each.aim == "memory" for each in several) else "speed",
         copies=max(each.copies for each in several),
     )
 
@@ -69,6 +86,7 @@ def with_one_left_out(several: Sequence[Candidate]) -> dict[str, Candidate]:
             setting=rest.setting,
             changes=rest.changes,
             parity=rest.parity,
+            aim=rest.aim,
             copies=rest.copies,
         )
         for left in several
@@ -89,34 +107,41 @@ def your_file(baseline: Mapping[str, Any], yours: Mapping[str, Any]) -> Candidat
     )
 
 
-def kept_after_stacking(several: Sequence[Candidate], steps: Sequence[Effect | None]) -> list[Candidate]:
-    """Return the levers that did not make the set before them slower; `steps` compares each set with that one."""
-    return [each for each, effect in zip(several, steps, strict=True) if effect is None or effect.high >= 1.0]
+def kept_after_stacking(several: Sequence[Candidate], steps: Sequence[Gain | None]) -> list[Candidate]:
+    """Return the levers that did not make the set before them worse; `steps` compares each set with that one."""
+    return [each for each, gain in zip(several, steps, strict=True) if gain is None or gain.high >= 1.0]
 
 
-def kept_after_leaving_out(several: Sequence[Candidate], without: Mapping[str, Effect | None]) -> list[Candidate]:
-    """Return the levers without which the set was not faster; `without` compares each rest with the whole set."""
+def kept_after_leaving_out(several: Sequence[Candidate], without: Mapping[str, Gain | None]) -> list[Candidate]:
+    """Return the levers without which the set was not better; `without` compares each rest with the whole set."""
     kept = []
     for each in several:
-        effect = without.get(each.name)
-        if effect is None or effect.low <= 1.0:
+        gain = without.get(each.name)
+        if gain is None or gain.low <= 1.0:
             kept.append(each)
     return kept
 
 
-def open_questions(judged: Sequence[Judged], resolve: float) -> list[str]:
-    """Return the levers that could still turn out faster by more than the resolution."""
+def open_questions(
+    judged: Sequence[Judged], gains: Mapping[str, Gain], objective: Objective, resolve: float
+) -> list[str]:
+    """Return the levers that could still turn out to help by more than the resolution."""
     return [
         each.name
         for each, row in judged
-        if _may_be_chosen(each) and row.verdict == Verdict.UNDECIDED and (row.speed_high or 2.0) > 1 + resolve
+        if _may_be_chosen(each, row, objective)
+        and ((gain := gains.get(each.name)) is None or (gain.narrows and gain.low <= 1.0 < 1.0 + resolve < gain.high))
     ]
 
 
 def choose(
-    best: Candidate | None, yours: Candidate | None, best_to_yours: Effect | None, open_levers: Sequence[str]
+    best: Candidate | None,
+    yours: Candidate | None,
+    best_to_yours: Gain | None,
+    open_levers: Sequence[str],
+    objective: Objective,
 ) -> Choice:
-    """Return the faster one of the best set and the user's file; the file where that cannot be told.
+    """Return the better one of the best set and the user's file; the file where that cannot be told.
 
     `best` is `None` if no lever helped: then the baseline stands for it.
     """
@@ -124,21 +149,23 @@ def choose(
     doubt = "" if decided else f"; UNDECIDED for {', '.join(open_levers[:4])}{' and more' * (len(open_levers) > 4)}"
     name, changes = ("baseline", {}) if best is None else (best.name, best.changes)
     if yours is None:
-        found = "no lever is faster than the baseline" if best is None else f"{best.name} is faster than the baseline"
-        return Choice(name=name, changes=changes, reason=found + doubt, decided=decided)
+        found = "no lever is better than the baseline" if best is None else f"{best.name} is better than the baseline"
+        return Choice(name=name, changes=changes, reason=f"for {objective}, {found}{doubt}", decided=decided)
     if best_to_yours is None:
         reason = "your file was not measured against the best set, so it stays"
         return Choice(name=yours.name, changes=yours.changes, reason=reason + doubt, decided=False)
     if math.isinf(best_to_yours.high):
         reason = "your file stays, because too few rounds compare it with the best set"
         return Choice(name=yours.name, changes=yours.changes, reason=reason + doubt, decided=False)
-    span = f"{best_to_yours.ratio:.3f} x your file's speed, {best_to_yours.low:.3f} to {best_to_yours.high:.3f}"
+    span = told(objective, name, best_to_yours)
     if best_to_yours.low > 1.0:
-        return Choice(name=name, changes=changes, reason=f"{name} has {span}{doubt}", decided=decided)
-    reason = f"your file stays: {name} has {span}{doubt}"
+        return Choice(name=name, changes=changes, reason=f"{span}{doubt}", decided=decided)
     sure = decided and best_to_yours.high < 1.0
-    return Choice(name=yours.name, changes=yours.changes, reason=reason, decided=sure)
+    return Choice(name=yours.name, changes=yours.changes, reason=f"your file stays: {span}{doubt}", decided=sure)
 
 
-def _may_be_chosen(candidate: Candidate) -> bool:
-    return candidate.aim == "speed" and candidate.parity in {ParityClass.EXACT, ParityClass.NUMERIC, None}
+def _may_be_chosen(candidate: Candidate, row: Row, objective: Objective) -> bool:
+    """Whether a lever keeps the result, and is for what counts."""
+    is_for_it = candidate.aim == "speed" or (candidate.aim == "memory" and objective != "speed")
+    keeps = candidate.parity in {ParityClass.EXACT, ParityClass.NUMERIC, None}
+    return is_for_it and keeps and row.verdict not in {Verdict.BROKEN, Verdict.UNAVAILABLE}

@@ -18,7 +18,7 @@ _TF32: Final = "tf32 is a mode of a card's matrix units"
 
 def baseline_of(size: int) -> dict[str, Any]:
     """Return what the other arms differ from."""
-    return {"dtype": "fp32", "size": size, "workers": 1, "duty": None}
+    return {"dtype": "fp32", "size": size, "workers": 1, "duty": None, "compute_share_mode": "none"}
 
 
 def candidates(baseline: Mapping[str, Any], duty: float | None) -> list[Candidate]:
@@ -32,7 +32,16 @@ def candidates(baseline: Mapping[str, Any], duty: float | None) -> list[Candidat
             Candidate(lever="workers", setting=str(count), changes={"workers": count}, copies=count)
             for count in (2, 3, 7)
         ),
-        Candidate(lever="compute_share_mode", setting="mps", changes={"compute_share_mode": "mps"}),
+        *(
+            Candidate(
+                lever="compute_share_mode",
+                setting=f"mps with workers {count}",
+                changes={"compute_share_mode": "mps", "workers": count},
+                copies=count,
+                beside=f"workers={count}",
+            )
+            for count in (2, 3, 7)
+        ),
         Candidate(lever="power_limit_w", setting="lower", changes={"power_limit_w": "lower"}),
     ]
     shares = [each for each in dict.fromkeys((duty, 0.6)) if each is not None and each < 1]
@@ -48,15 +57,14 @@ def impossible(
     Args:
         several: The candidates.
         on_card: Whether the device is a card.
-        mps_obstacle: Why MPS cannot work here; `None`: it could.
+        mps_obstacle: Why MPS is not on; `None`: it is.
         room_bytes: What all workers of an arm may hold together.
         budget_bytes: What each of them holds.
     """
     found = {each.name: each.needs_card for each in several if each.needs_card is not None and not on_card}
     for each in several:
-        if each.lever == "compute_share_mode":
-            other = "tune starts no MPS daemon; compare two runs, with --set compute_share_mode=mps and without"
-            found[each.name] = mps_obstacle or other
+        if each.lever == "compute_share_mode" and mps_obstacle is not None:
+            found[each.name] = mps_obstacle
         elif each.lever == "power_limit_w":
             without = "there is no card whose power could be limited"
             found[each.name] = "burn --sweep power=FROM..TO:STEP measures it, as root" if on_card else without

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
+from orchestrator.tuning.absolute import Absolute, absolute_of
 from orchestrator.tuning.journal import PassData
 from orchestrator.tuning.levers import Candidate
+from orchestrator.tuning.objective import Gain, Objective, gain_of
 from orchestrator.tuning.pareto import Point, pareto_set
 from orchestrator.tuning.parity import Course, Noise, Parity, at_equal_time, judge_loss, parity_of
 from orchestrator.tuning.rounds import AGAIN, BASELINE
 from orchestrator.tuning.rows import ParityClass, Row, Verdict
 from orchestrator.tuning.statistics import Effect, effects, holm
-from orchestrator.tuning.verdicts import Judged, judge_memory, judge_speed
+from orchestrator.tuning.verdicts import Claimed, judge_memory, judge_speed
 from workers.tuning.messages import Opened
 
-#: Peaks of memory that differ by less than this share are the same: allocators round, and a CPU's peaks vary.
-_SAME_BYTES: Final = 0.05
+#: Two draws of a normal distribution differ by less than so many standard deviations in 95 % of cases.
+_TWO_DRAWS: Final = 2.77
+
+#: The mean range of 2, 3, 4 and more draws, in standard deviations (Tippett, 1925).
+_MEAN_RANGES: Final = (1.13, 1.69, 2.06, 2.33, 2.53, 2.70, 2.85, 2.97, 3.08, 3.17)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,27 +35,58 @@ class Measurements:
     noise: Noise
     resolve: float
     confidence: float
+    seed_names: Sequence[str] = ()
+    """The baselines with other seeds."""
+    dtype_of: Callable[[Candidate | None], str | None] = lambda _: None
+    """The number type of a candidate; `None`: of the baseline."""
+    claims: Mapping[str, Claimed] = field(default_factory=dict)
+    """What guides say of the speed of an arm."""
 
-    def effects(self, names: Sequence[str], to: str = BASELINE) -> dict[str, Effect]:
-        """Return the effect of each arm against another one."""
-        return effects(self.data.rounds, to, names, self.confidence)
+    def effect(self, name: str, against: str = BASELINE, of: int = 1) -> Effect | None:
+        """Return the effect of an arm; its interval holds together with those of `of` arms in all."""
+        confidence = 1 - (1 - self.confidence) / max(1, of)
+        return effects(self.data.rounds, against, [name], confidence).get(name)
+
+    def gain(self, objective: Objective, name: str, against: str = BASELINE, of: int = 1) -> Gain | None:
+        """Return what an arm gains over another one, by what is to be best."""
+        effect = self.effect(name, against, of)
+        return gain_of(objective, effect, self.peak_bytes(name), self.peak_bytes(against), self.peak_noise)
+
+    def peak_bytes(self, name: str) -> int | None:
+        """Return the highest use of the device by tensors in the first steps of an arm."""
+        return None if name not in self.opened else self.opened[name].peak_bytes or None
+
+    @property
+    def peak_noise(self) -> float:
+        """The share by which peaks of equal arms differ: from the baseline, its repetition, and other seeds."""
+        known = [peak for name in (BASELINE, AGAIN, *self.seed_names) if (peak := self.peak_bytes(name))]
+        if len(known) < 2:
+            return 0.0
+        return _TWO_DRAWS / _MEAN_RANGES[len(known) - 2] * (max(known) / min(known) - 1)
+
+    def absolute(self, candidate: Candidate | None) -> Absolute:
+        """Return what an arm does and takes, not compared with anything; `None`: the baseline."""
+        name = BASELINE if candidate is None else candidate.name
+        per_item_s = [each[name] for each in self.data.rounds if name in each]
+        return absolute_of(per_item_s, self.opened.get(name), self.dtype_of(candidate), self.data.clocks_mhz)
 
 
 def rows_of(candidates: Sequence[Candidate], found: Measurements, impossible: Mapping[str, str]) -> list[Row]:
     """Return a row for each candidate; `impossible` says why some could not be tried."""
-    names = [each.name for each in candidates if each.name not in impossible]
-    measured = found.effects(names)
-    real = holm({name: effect.p for name, effect in measured.items()}, 1 - found.confidence)
+    possible = [each for each in candidates if each.name not in impossible]
+    judged = {each.name: found.effect(each.name, _against(each, found), len(possible)) for each in possible}
+    real = holm({name: effect.p for name, effect in judged.items() if effect is not None}, 1 - found.confidence)
     return [
         Row(
             lever=each.lever,
             setting=each.setting,
+            claim=_said(each, found),
             parity_class=None if each.parity is None else each.parity.value,
             verdict=Verdict.UNAVAILABLE,
             reason=impossible[each.name],
         )
         if each.name in impossible
-        else _row(each, measured.get(each.name), found, real=each.name in real)
+        else _row(each, found.effect(each.name, of=len(possible)), judged[each.name], found, real=each.name in real)
         for each in candidates
     ]
 
@@ -74,18 +110,54 @@ def pareto_names(candidates: Sequence[Candidate], rows: Sequence[Row], opened: M
     return tuple(point.name for point in pareto_set(points))
 
 
-def _row(candidate: Candidate, effect: Effect | None, found: Measurements, *, real: bool) -> Row:
+def course_of(opened: Opened) -> Course:
+    """Return what is compared of an arm's first steps."""
+    return Course(losses=opened.losses, weights_sha256=opened.weights_sha256, validation_loss=opened.validation_loss)
+
+
+def _against(candidate: Candidate, found: Measurements) -> str:
+    """Return what a candidate is judged against: the arm of the keys that it needs beside its own, if there was one."""
+    beside = candidate.beside
+    is_known = beside is not None and beside in found.opened and beside not in found.data.lost
+    return beside if beside is not None and is_known and found.effect(candidate.name, beside) else BASELINE
+
+
+def _said(candidate: Candidate, found: Measurements) -> str | None:
+    claim = found.claims.get(candidate.name)
+    return None if claim is None else claim.said
+
+
+def _row(candidate: Candidate, effect: Effect | None, judged: Effect | None, found: Measurements, *, real: bool) -> Row:
+    """Return the row of a candidate.
+
+    Args:
+        candidate: The lever.
+        effect: Its speed against the baseline, which is shown.
+        judged: Its speed against what it is judged against.
+        found: All measurements.
+        real: Whether that is a difference.
+    """
     opened, lost = found.opened.get(candidate.name), found.data.lost.get(candidate.name)
+    arm, baseline = found.absolute(candidate), found.absolute(None)
     row = Row(
         lever=candidate.lever,
         setting=candidate.setting,
+        claim=_said(candidate, found),
         speed_ratio=None if effect is None else effect.ratio,
         speed_low=None if effect is None or not effect.low else effect.low,
         speed_high=None if effect is None or math.isinf(effect.high) else effect.high,
-        peak_bytes=found.data.peaks.get(candidate.name),
+        peak_bytes=arm.peak_bytes,
         parity_class=None if candidate.parity is None else candidate.parity.value,
         verdict=Verdict.UNDECIDED,
         reason=lost or "the budget ended before its first round",
+        samples_per_s=arm.items_per_s if candidate.parity is not None else None,
+        tflops=arm.tflops,
+        mfu_pct=arm.mfu_pct,
+        peak_delta_bytes=arm.more_peak_bytes(baseline),
+        host_bytes=arm.host_bytes,
+        host_delta_bytes=arm.more_host_bytes(baseline),
+        once_s=arm.once_s,
+        pays_after_s=arm.pays_after_s(baseline, effect),
     )
     if lost is not None:
         # One that never began cannot run here; one that began was ended, and might run again.
@@ -94,22 +166,28 @@ def _row(candidate: Candidate, effect: Effect | None, found: Measurements, *, re
         return replace(row, verdict=verdict, reason=f"{lost}, after {rounds} rounds" if opened else lost)
     if opened is None:
         return row
-    return _judged(row, candidate, effect, found, real=real)
+    return _judged(row, candidate, judged, found, real=real)
 
 
 def _judged(row: Row, candidate: Candidate, effect: Effect | None, found: Measurements, *, real: bool) -> Row:
-    speed = judge_speed(effect, real=real, resolve=found.resolve)
-    parity = _parity(candidate, found)
+    against = _against(candidate, found)
+    speed = judge_speed(effect, real=real, resolve=found.resolve, claim=found.claims.get(candidate.name))
+    if against != BASELINE:
+        speed = replace(speed, reason=f"against {against}: {speed.reason}")
+    parity = _parity(candidate, found, against)
     row = replace(row, loss_gap_noise=None if parity is None else parity.gap_noise)
     if parity is not None and parity.kept is False:
         return replace(row, verdict=Verdict.BROKEN, reason=f"{parity.said}; {speed.reason}")
-    judged: Judged = speed
+    judged = speed
     if candidate.aim == "memory":
-        judged = judge_memory(row.peak_bytes, found.data.peaks.get(BASELINE), resolve=_same_bytes(found.data))
+        peaks = (row.peak_bytes, found.peak_bytes(against))
+        judged = judge_memory(*peaks, noise=found.peak_noise, resolve=found.resolve)
         judged = replace(judged, reason=f"{judged.reason}; {speed.reason}")
     elif candidate.aim == "loss" and parity is not None:
-        later = found.data.later  # the baseline itself has two turns in each round, and has trained for longer
-        judged = judge_loss(parity, at_equal_time(later.get(candidate.name), later.get(AGAIN), found.noise))
+        # The baseline itself has two turns in each round, and has trained for longer than its repetition.
+        same_time = AGAIN if against == BASELINE else against
+        later = found.data.later
+        judged = judge_loss(parity, at_equal_time(later.get(candidate.name), later.get(same_time), found.noise))
         if effect is None or math.isinf(effect.high):  # then chance decides who has trained longer
             judged = replace(judged, verdict=Verdict.UNDECIDED)
         judged = replace(judged, reason=f"{judged.reason}; {speed.reason}")
@@ -118,19 +196,8 @@ def _judged(row: Row, candidate: Candidate, effect: Effect | None, found: Measur
     return replace(row, verdict=judged.verdict, reason=said)
 
 
-def _same_bytes(data: PassData) -> float:
-    """Return the share by which peaks differ without a cause: twice what two equal arms differ by."""
-    baseline, again = data.peaks.get(BASELINE), data.peaks.get(AGAIN)
-    return max(_SAME_BYTES, 2 * abs(again / baseline - 1)) if baseline and again else _SAME_BYTES
-
-
-def _parity(candidate: Candidate, found: Measurements) -> Parity | None:
+def _parity(candidate: Candidate, found: Measurements, against: str) -> Parity | None:
     if candidate.parity is None:
         return None
-    arm, baseline = (course_of(found.opened[name]) for name in (candidate.name, BASELINE))
-    return parity_of(candidate.parity, arm, baseline, found.noise)
-
-
-def course_of(opened: Opened) -> Course:
-    """Return what is compared of an arm's first steps."""
-    return Course(losses=opened.losses, weights_sha256=opened.weights_sha256, validation_loss=opened.validation_loss)
+    arm, other = (course_of(found.opened[name]) for name in (candidate.name, against))
+    return parity_of(candidate.parity, arm, other, found.noise)

@@ -56,6 +56,12 @@ def disturbance(blocks: Sequence[Block]) -> str | None:
     return None
 
 
+def clock_of(blocks: Sequence[Block]) -> float | None:
+    """Return the mean clock of the card in a round; `None` where it has no sensor."""
+    clocks = [block.clock_mhz for block in blocks if block.clock_mhz]
+    return sum(clocks) / len(clocks) if clocks else None
+
+
 def seconds_of(blocks: Iterable[tuple[str, float]]) -> Mapping[str, float]:
     """Return the seconds a sample of each arm of a round; of several turns their geometric mean."""
     logs: dict[str, list[float]] = {}

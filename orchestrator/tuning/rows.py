@@ -48,20 +48,35 @@ class Row:
     """The key of `train:` or `workload:`; of several keys, joined by ` + `."""
     setting: str
     claim: str | None = None
-    """What guides say of its speed, such as `1.5 to 2 x (003)`. `tune --claims` judges that; the verdict does not."""
+    """What guides say of its speed, such as `1.5 to 2 x (003)`."""
     speed_ratio: float | None = None
     """Samples per second divided by the baseline's of the same round, the median over rounds."""
     speed_low: float | None = None
     speed_high: float | None = None
     """With `speed_low` the interval of `speed_ratio`, simultaneous over all rows of a table."""
     peak_bytes: int | None = None
-    """The highest use of the device by tensors in a block."""
+    """The highest use of the device by tensors in the first steps."""
     parity_class: str | None = None
     """A value of `ParityClass`."""
     loss_gap_noise: float | None = None
     """The gap to the baseline's loss, as a multiple of what another seed changes."""
     verdict: Verdict
     reason: str
+    samples_per_s: float | None = None
+    """Optimised samples, or tokens where lengths differ; the median over rounds. Of matmul not given."""
+    tflops: float | None = None
+    """Operations of the model, without what is repeated, in 10^12 a second."""
+    mfu_pct: float | None = None
+    """Those, of what the card is rated for in this number type at its clock."""
+    peak_delta_bytes: int | None = None
+    """`peak_bytes` less the baseline's."""
+    host_bytes: int | None = None
+    """Resident memory of the process."""
+    host_delta_bytes: int | None = None
+    once_s: float | None = None
+    """What the first step took beyond another one, such as a compilation."""
+    pays_after_s: float | None = None
+    """When it has done as much as the baseline, which began sooner; `None` while it is not known to be faster."""
 
     def plain(self) -> dict[str, Any]:
         """Return it as JSON holds it."""

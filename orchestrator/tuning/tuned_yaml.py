@@ -7,7 +7,7 @@ edited (in braces, with anchors), the whole configuration is written anew. Does 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import yaml
@@ -15,6 +15,9 @@ import yaml
 from orchestrator.config.load import config_from_text, dump_config
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError
+from orchestrator.tuning.levers import PLAIN
+from orchestrator.tuning.rows import Row
+from workers.units import MIB
 
 _SECTION: Final = re.compile(r"^train:[ \t]*(#.*)?$", re.MULTILINE)
 
@@ -39,6 +42,26 @@ def tuned(text: str, config: Config, changes: Mapping[str, Any], notes: Mapping[
     except ConfigError:
         pass
     return _edited(dump_config(wanted), changes, notes)
+
+
+def notes_of(changes: Mapping[str, Any], rows: Sequence[Row], tune_id: str) -> dict[str, str]:
+    """Return what is said beside each changed key: its own measurement, where it has one."""
+    by_name: dict[str, Row] = {}
+    for row in rows:
+        by_name.setdefault(f"{row.lever}={row.setting}", row)
+    notes = {}
+    for key, value in changes.items():
+        found = by_name.get(f"{key}={str(value).lower() if isinstance(value, bool) else value}")
+        other = "as the baseline" if key in PLAIN else "as it was measured"
+        notes[key] = f"tune {tune_id}: {other if found is None else ', '.join(_figures(found)) or other}"
+    return notes
+
+
+def _figures(row: Row) -> Iterator[str]:
+    if row.speed_ratio is not None and row.speed_low is not None and row.speed_high is not None:
+        yield f"{row.speed_ratio:.3f} x the baseline's speed ({row.speed_low:.3f} to {row.speed_high:.3f})"
+    if row.peak_bytes is not None and row.peak_delta_bytes is not None:
+        yield f"{row.peak_delta_bytes / MIB:+.1f} MiB peak memory"
 
 
 def _edited(text: str, changes: Mapping[str, Any], notes: Mapping[str, str]) -> str:

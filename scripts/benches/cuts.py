@@ -23,7 +23,7 @@ from orchestrator.watch.archive import read_run
 from orchestrator.watch.records import SlotRecord
 
 _TARGET_S = 30.0
-#: More than `up --stay` waits for a `ray start` that hangs (180 s), and a second one after that.
+#: More than `up --stay` gives two starts of Ray that hang (60 s and 120 s), and a third one that does not.
 _PATIENCE_S = 300.0
 _SETTLING_S = 5.0
 

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from orchestrator.advise import verb
-from orchestrator.advise.advice import FROM_COUNTERS
-from orchestrator.advise.facts import CardFacts, SlotFacts
+from orchestrator.advise.advice import FROM_COUNTERS, FROM_DRIVER, advice
+from orchestrator.advise.causes import answers
+from orchestrator.advise.facts import CardFacts, RunFacts, SlotFacts
 from orchestrator.advise.shares import Cause, divide
+from orchestrator.advise.sources import Known
 from orchestrator.burn.sweep import parse_sweep
 from orchestrator.cli.app import app
 from orchestrator.core.slot import HeadState, SlotState
@@ -125,6 +127,59 @@ def test_a_pass_of_the_profiler_tells_synchronisations_from_gaps(tmp_path: Path)
 TRAINS = "workload: {name: train}\ntrain: {preset: gpt-mini, loader_workers: 0, precision: fp32, compile: off}"
 
 
+#: What a worker tells once its device is open.
+OPENED = {**event(name="device_opened", torch="2.13", driver="580"), "slot": "pc1/0"}
+
+
+def test_a_tuning_with_the_versions_of_the_run_goes_before_one_of_this_very_card(
+    tmp_path: Path, state_dir: Path
+) -> None:
+    tuned(state_dir, torch="2.9")
+    tuned(state_dir, card="GPU-9")
+    make_run(tmp_path / "new", trains(data_wait_pct=60.0), config=TRAINS, events=[OPENED])
+    assert asked(tmp_path / "new")[1]["advice"][0]["source"] == "measured on the same card type, tuning of-GPU-9"
+    make_run(tmp_path / "old", trains(data_wait_pct=60.0), config=TRAINS)
+    source = asked(tmp_path / "old")[1]["advice"][0]["source"]
+    assert "with torch 2.9 and driver 580, this run has not recorded its own" in source
+
+
+def test_the_shares_of_a_training_are_those_of_all_its_processes(tmp_path: Path) -> None:
+    """Each process tells a share of its own time, so that of the last one says nothing of those before it."""
+
+    def killed_at_90(second: int) -> Mapping[str, Any]:
+        if second < 90:
+            return trains(copies_pct=40.0)
+        return {"state": HeadState.RESTARTING, "progress": Progress()} if second < 92 else trains(copies_pct=4.0)
+
+    make_run(tmp_path, killed_at_90)
+    causes = {each["cause"]: each["share_pct"] for each in asked(tmp_path)[1]["cards"][0]["causes"]}
+    # 90 s at 40 % and 28 s at 4 %, of the time in which it reported.
+    assert causes["copies"] == pytest.approx(31.5 * 118 / 120, abs=1.0)
+
+
+def test_what_the_driver_says_of_a_card_here_is_advice_with_its_source() -> None:
+    slot = SlotFacts(slot="pc1/0", states_s={WorkerState.RUNNING: 60.0}, duty_got=1.0, copies=0.3)
+    told = {"power_limit_w": 250.0, "usual_power_limit_w": 350.0, "pcie_lanes": 4, "most_pcie_lanes": 16}
+    card = CardFacts(node="pc1", name="card", uuid="GPU-0", slots=(slot,), **told)  # type: ignore[arg-type]
+    run = RunFacts(run_id="night", cards=(card,))
+    made = advice(run, answers(run), Known())
+    assert [one.source for one in made] == [FROM_COUNTERS, FROM_DRIVER, FROM_DRIVER]
+    assert made[1].command == "sudo nvidia-smi -i GPU-0 -pl 350"
+    assert "4 of 16 PCIe lanes" in made[2].text
+    asked_for = RunFacts(run_id="night", cards=(card,), keys={"nodes": {"pc1": {"power_limit_w": 250.0}}})
+    assert all("-pl" not in one.command for one in advice(asked_for, answers(asked_for), Known()))
+
+
+def test_several_trainings_on_one_card_are_told_of_and_words_keep_to_the_terminal(tmp_path: Path) -> None:
+    make_run(tmp_path, *[trains(data_wait_pct=60.0)] * 3, config=TRAINS)
+    said: list[str] = []
+    verb.advise(tmp_path, "latest", said.append, UNICODE, json=False, width=60)
+    assert "The 3 workers on" in "\n".join(said)
+    assert any(line.endswith("--set nodes.pc1.workers=1") for line in said)
+    commands = ("type: ", "measure: ")
+    assert all(len(line) <= 60 for line in said if not line.strip().startswith(commands))
+
+
 def tuned(folder: Path, **subject: str) -> None:
     """Keep a tuning as `tune` does."""
     rows = [("loader_workers", "auto", 1.4), ("precision", "bf16", 1.8), ("compile", "block", 1.1)]
@@ -161,6 +216,11 @@ def tuned(folder: Path, **subject: str) -> None:
     [
         ({}, "measured here, tuning of-GPU-0"),
         ({"card": "GPU-9"}, "measured on the same card type, tuning of-GPU-9"),
+        ({"torch": "2.9"}, "measured here with torch 2.9, this run has 2.13, tuning of-GPU-0"),
+        (
+            {"card": "GPU-9", "torch": "2.9", "driver": "550"},
+            "measured on the same card type with torch 2.9 and driver 550, this run has 2.13 and 580, tuning of-GPU-9",
+        ),
         ({"model": "cnn-small"}, None),
     ],
 )
@@ -168,14 +228,14 @@ def test_what_a_tuning_measured_goes_before_what_the_counters_allow(
     tmp_path: Path, state_dir: Path, subject: dict[str, str], source: str | None
 ) -> None:
     tuned(state_dir, **subject)
-    make_run(tmp_path / "runs", trains(data_wait_pct=60.0), config=TRAINS)
+    make_run(tmp_path / "runs", trains(data_wait_pct=60.0), config=TRAINS, events=[OPENED])
     _, told = asked(tmp_path / "runs")
     by_key = {one["key"]: one for one in told["advice"]}
     first = by_key["train.loader_workers"]
-    assert first["measure"] == "python -m orchestrator tune --levers loader_workers"
+    assert first["measure"] == "python -m orchestrator tune --rehearse --preset gpt-mini --levers loader_workers"
     if source is None:
         assert first["source"].startswith(FROM_COUNTERS)
-        assert "tune --preset gpt-mini" in told["notes"][0]
+        assert "tune --rehearse --preset gpt-mini" in told["notes"][0]
         assert list(by_key) == ["train.loader_workers"]
         return
     assert first["source"] == source

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,12 +18,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator.cli.nodes import command_for, execute, stop_node, stop_runs
+from orchestrator.cli.nodes import command_for, end, execute, stop_node, stop_runs
 from orchestrator.config.schema import Config
 from orchestrator.core.node_commands import NODE_MARK
 from orchestrator.errors import UsageError
 from tests.core.scene import REFERENCE
-from tests.scene import PATIENCE_S, ROOT
+from tests.scene import PATIENCE_S, ROOT, wait_for
 
 #: A name no other process on this machine is marked with.
 NODE = f"test-{os.getpid()}"
@@ -282,9 +283,11 @@ def test_the_heads_address_is_this_pcs_where_nothing_says_otherwise() -> None:
 
 def test_executing_runs_the_steps_then_ray_with_the_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for `ray` beside this Python, because nothing may really be started here."""
-    tool = tmp_path / "ray"
-    tool.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/argv\nenv > {tmp_path}/environment\nexit 5\n')
-    tool.chmod(0o700)
+    tool = f"import os, sys\nopen('{tmp_path}/argv', 'w').write(' '.join(sys.argv[1:]))\n"
+    tool += f"open('{tmp_path}/environment', 'w').write('\\n'.join('='.join(each) for each in os.environ.items()))\n"
+    for name, text in (("ray", f"{tool}sys.exit(5)\n"), ("python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o700)
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("secret")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
@@ -309,3 +312,16 @@ def test_without_a_token_nothing_starts_and_the_way_to_one_is_told(
         execute(command_for(REFERENCE, "pc2", "h:6379"))
     assert "scp -- h:.ray/auth_token" in str(told.value)
     assert not (tmp_path / "started").exists()
+
+
+def test_the_heads_store_is_ended_after_all_others(tmp_path: Path) -> None:
+    """Ended together with them, it would wait for them until it is killed."""
+    shutil.copy(shutil.which("sleep") or "sleep", tmp_path / "gcs_server")
+    store = subprocess.Popen([tmp_path / "gcs_server", "600"])
+    at_the_end = f"sleep 0.5; grep -q zombie /proc/{store.pid}/status || touch {tmp_path}/store-lives; exit"
+    loop = f"touch {tmp_path}/ready; while :; do sleep 0.1; done"
+    other = subprocess.Popen(["sh", "-c", f"trap '{at_the_end}' TERM; {loop}"])
+    wait_for((tmp_path / "ready").exists, "trap")
+    end([psutil.Process(store.pid), psutil.Process(other.pid)], PATIENCE_S)
+    assert (tmp_path / "store-lives").exists()
+    assert (store.wait(PATIENCE_S), other.wait(PATIENCE_S)) == (-signal.SIGTERM, 0)

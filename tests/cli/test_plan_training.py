@@ -110,7 +110,7 @@ def test_where_states_may_go_to_the_host_it_says_what_lies_there() -> None:
     config = config_of({"pc1": 150}, preset="gpt-mini", states_on_host="auto")
     training = planned(config)
     (cap,) = training["caps"]
-    assert "fits only with checkpointing of all 6 blocks and states on the host" in cap["sentence"]
+    assert "fits with checkpointing of all 6 blocks and states on the host" in cap["sentence"]
     assert any(line.strip().startswith("on_host, MiB") for line in training_lines(training))
 
 
@@ -121,6 +121,16 @@ def test_where_checkpointing_is_turned_off_it_is_what_to_change() -> None:
     assert cap["verdict"] == "does_not_fit"
     assert "does not fit with train.checkpoint: none; it fits only with checkpointing of all 6" in cap["sentence"]
     assert cap["sentence"].endswith("set train.checkpoint: auto")
+
+
+def test_rows_of_ones_own_documents_are_planned_as_those_of_made_ones() -> None:
+    # The text lies on other PCs alone.
+    mine = config_of({"pc1": 2_000}, preset="gpt-mini", data="/nowhere", documents="lines", packing=True)
+    made = config_of({"pc1": 2_000}, preset="gpt-mini", min_seq=8, packing=True)
+    plain = config_of({"pc1": 2_000}, preset="gpt-mini", data="/nowhere")
+    (rows,), (made_rows,), (windows,) = (planned(config)["caps"] for config in (mine, made, plain))
+    assert rows == made_rows
+    assert rows["steps"][0]["activations_bytes"] > windows["steps"][0]["activations_bytes"], "the mask of rows"
 
 
 @pytest.fixture

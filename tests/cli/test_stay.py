@@ -1,6 +1,7 @@
 """What `up NODE --exec --stay` does with processes, a socket for the head, and a stand-in for Ray.
 
 The stand-in is a script that leaves a process of the raylet's name behind, or fails; `tests/cluster/nodes` has Ray.
+As Ray's own program it is written in Python, and goes on as a shell.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ import sys
 from orchestrator.cli.stay import keep
 from orchestrator.core.node_commands import NODE_MARK, NodeCommand
 node, address, script = sys.argv[-3:]
-how = dict(environment={NODE_MARK: node}, argv=("sh", script), is_head=False, token_steps=())
+how = dict(environment={NODE_MARK: node}, argv=(script, script + ".sh"), is_head=False, token_steps=())
 sys.exit(keep(NodeCommand(head_address=address, **how)))
 """
+
+
+STAND_IN = "import os, sys; os.execvp('sh', ['sh', sys.argv[1]])"
 
 
 class Kept:
@@ -59,10 +63,12 @@ class Kept:
 def keep(tmp_path: Path) -> Iterator[Callable[[str], Kept]]:
     """Keep a node whose `ray start` is a shell script."""
     shutil.copy(shutil.which("sleep") or "sleep", tmp_path / "raylet")
+    (tmp_path / "ray").write_text(STAND_IN)
+    (tmp_path / "ray").chmod(0o700)
     kept: list[Kept] = []
 
     def started(script: str, address: str = "127.0.0.1:1") -> Kept:
-        (tmp_path / "ray").write_text(script)
+        (tmp_path / "ray.sh").write_text(script)
         kept.append(Kept(tmp_path, address, len(kept)))
         return kept[-1]
 
@@ -79,8 +85,12 @@ def head() -> Iterator[str]:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
+def raylets() -> list[psutil.Process]:
+    return [process for process in processes_of(NODE) if process.name() == "raylet"]
+
+
 def raylet() -> psutil.Process:
-    (found,) = [process for process in processes_of(NODE) if process.name() == "raylet"]
+    (found,) = raylets()
     return found
 
 
@@ -113,6 +123,38 @@ def test_a_raylet_that_is_killed_is_started_again_and_stop_ends_it_and_its_keepe
 def test_why_a_start_has_failed_is_said(keep: Callable[..., Kept], head: str, tmp_path: Path) -> None:
     kept = keep(f"{tmp_path}/raylet 600 & echo; echo the port is in use; echo; exit 1", head)
     kept.says("`ray start` has failed: the port is in use; next try after 2 s")
+
+
+def test_a_start_whose_raylet_has_ended_is_not_waited_for(keep: Callable[..., Kept], head: str, tmp_path: Path) -> None:
+    """Ray's own start would wait half a minute for it."""
+    kept = keep(f"{tmp_path}/raylet 3 & sleep 600", head)
+    kept.says("what `ray start` has started has ended", times=2)
+    (tmp_path / "ray.sh").write_text(f"{tmp_path}/raylet 600 &")
+    kept.says("up, a member")
+    assert [process.name() for process in processes_of(NODE) if process.name() in {"sh", "sleep"}] == []
+
+
+def test_a_child_with_the_raylets_name_is_not_taken_for_it(
+    keep: Callable[..., Kept], head: str, tmp_path: Path
+) -> None:
+    """A raylet that starts a worker has such a child until the worker's program runs in it."""
+    program = tmp_path / "raylet"
+    family = (
+        "import os, sys\n"
+        f"for _ in range(7): os.fork() or os.execv('{program}', ['raylet', '601'])\n"
+        f"os.execv('{program}', ['raylet', '602'])\n"
+    )
+    (tmp_path / "family.py").write_text(family)
+    kept = keep(f"{sys.executable} {tmp_path}/family.py & sleep 3", head)
+    kept.says("up, a member")
+    (parent,) = [process for process in raylets() if "602" in process.cmdline()]
+    children = parent.children()
+    assert len(children) == 7
+    for child in children:
+        child.kill()
+    time.sleep(3)  # further looks
+    assert parent.is_running()
+    assert kept.said().count("up, a member") == 1
 
 
 def test_a_node_that_runs_is_kept_and_a_second_keeper_is_refused(

@@ -163,7 +163,7 @@ def nothing_left() -> Iterator[None]:
         for process in descendants():
             if process.pid not in before:
                 process.kill()
-    assert shared_memory() <= shared
+    wait_for(lambda: shared_memory() <= shared, f"end of {shared_memory() - shared}")  # others make files there, too
 
 
 @pytest.fixture
@@ -218,8 +218,8 @@ def start(nothing_left: None, short_tmp: Path) -> Iterator[Starter]:
         for folder in head.runs.glob("*"):
             illegal = [event for event in read_events(folder) if event["event"] == "illegal_event"]
             assert illegal == [], "the lifecycle got an event that its table does not allow"
-    # What a run leaves in its temporary folder besides the runs themselves is litter.
-    assert [path.name for path in short_tmp.iterdir() if path.name.startswith("orch-")] == []
+    # What a run leaves in its temporary folder besides the runs themselves is litter; a killed head's goes a bit later.
+    wait_for(lambda: not list(short_tmp.glob("orch-*")), f"end of {list(short_tmp.glob('orch-*'))}")
 
 
 #: Asks Ray itself, not us, how many living actors each node has.

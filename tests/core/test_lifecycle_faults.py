@@ -165,6 +165,19 @@ def test_an_overdue_slice_is_stale_until_its_report_comes() -> None:
     assert scene.slot.reason == "steady"
 
 
+@pytest.mark.parametrize("ready", [False, True], ids=["first step", "later step"])
+@pytest.mark.parametrize("slow_step_s", [30.0, 600.0])
+def test_a_step_that_may_be_slow_is_waited_for_whether_it_is_the_first_or_not(ready: bool, slow_step_s: float) -> None:
+    begin = Scene.working if ready else Scene.joined
+    scene = begin(slow_step_s=slow_step_s)
+    limit_s = max(slow_step_s, RULES.hang_timeout_s if ready else RULES.start_timeout_s)
+    slice_s = RULES.slice_s if ready else 0.0
+    assert Restart() not in scene.deeds(Tick(), later_s=slice_s + limit_s)
+    assert scene.slot.restarts == 0
+    assert Restart() in scene.deeds(Tick(), later_s=1.0)
+    assert scene.slot.restarts == 1
+
+
 def test_a_queued_slice_is_not_overdue_while_another_runs() -> None:
     scene = Scene.working()
     for _ in range(8):

@@ -51,6 +51,7 @@ rules_of_run = st.builds(
     hang_timeout_s=st.sampled_from([15.0, 60.0]),
     stale_after_s=st.sampled_from([5.0, 10.0]),
     start_timeout_s=st.sampled_from([2.0, 120.0]),
+    slow_step_s=st.sampled_from([0.0, 30.0, 600.0]),
     restart_backoff_s=st.sampled_from([0.5, 1.0]),
     restart_backoff_max_s=st.sampled_from([1.0, 60.0, 600.0]),
     max_deaths=st.sampled_from([1, 3, 5, 8]),
@@ -502,7 +503,7 @@ class LifecycleMachine(Books):
     @property
     def longest_wait_s(self) -> float:
         numbers = self.run_rules
-        slowest_s = max(numbers.hang_timeout_s, numbers.start_timeout_s) + numbers.slice_s
+        slowest_s = max(numbers.hang_timeout_s, numbers.start_timeout_s, numbers.slow_step_s) + numbers.slice_s
         return max(slowest_s, numbers.restart_backoff_max_s) + 1.0
 
     def at_its_end(self, slot: Slot) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -12,13 +13,15 @@ from orchestrator.core.rejoin import Action, Node, NodePhase, Sample, turn
 
 @dataclass
 class PC:
-    """A PC whose `ray start` takes 3 s and whose head answers at once; one turn a second."""
+    """A PC whose `ray start` takes so long, mostly 3 s, and whose head answers at once; one turn a second."""
 
     starts: Callable[[float], bool] = lambda _now_s: True
     """Whether a start that begins at this moment ends well."""
     is_plugged: bool = True
     is_running: bool = False
     is_member: bool = True
+    start_s: float = 3.0
+    is_in_vain: bool = False
     node: Node = field(default_factory=Node)
     now_s: float = 1000.0
     started_s: list[float] = field(default_factory=list)
@@ -42,6 +45,7 @@ class PC:
             now_s=self.now_s,
             is_reachable=self.is_plugged,
             is_starting=self._ready_s is not None,
+            is_in_vain=self.is_in_vain,
             is_running=self.is_running,
             is_member=self._answer,
         )
@@ -50,7 +54,7 @@ class PC:
         if action is Action.START:
             assert not self.is_running, "two nodes of one name"
             self.started_s.append(self.now_s)
-            self._ready_s = self.now_s + 3.0
+            self._ready_s = self.now_s + self.start_s
         elif action is Action.ASK:
             self._answer = self.is_member
         elif action is Action.END:
@@ -163,7 +167,33 @@ def test_a_start_that_hangs_is_ended_and_tried_again() -> None:
     pc = PC()
     pc.pass_s(1)
     pc._ready_s = float("inf")
-    assert pc.pass_s(240) == [Action.END, Action.START]
+    assert pc.pass_s(63) == [Action.END, Action.START]
+    pc.pass_s(5)
+    assert pc.node.phase is NodePhase.UP
+
+
+def test_each_start_that_took_too_long_gets_the_next_one_more_time_until_the_node_is_up() -> None:
+    pc = PC(start_s=float("inf"))
+    pc.pass_s(60 + 1 + 120 + 2 + 180 + 4 + 180 + 8 + 10)
+    lasted_s = [round(after - before) for before, after in itertools.pairwise(pc.started_s)]
+    assert lasted_s == [61 + 1, 121 + 2, 181 + 4, 181 + 8]
+    pc.start_s = 170.0
+    pc.pass_s(400)
+    assert pc.node.phase is NodePhase.UP
+    pc.pass_s(60)
+    pc.is_running, pc.start_s = False, float("inf")
+    assert pc.pass_s(66) == [Action.END, Action.START, Action.END, Action.START], "as at first"
+
+
+def test_a_start_whose_raylet_has_ended_is_ended_at_once_and_tried_again() -> None:
+    """`ray start` would wait half a minute for it, and then fail."""
+    pc = PC(start_s=float("inf"))
+    pc.pass_s(10)
+    pc.is_in_vain = True
+    assert pc.pass_s(1) == [Action.END]
+    pc.is_in_vain, pc.start_s = False, 3.0
+    assert pc.pass_s(10) == [Action.START]
+    assert pc.node.phase is NodePhase.UP
 
 
 def test_a_node_that_runs_already_is_kept_if_the_head_counts_it_in() -> None:

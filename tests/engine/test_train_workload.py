@@ -100,6 +100,24 @@ def test_levers_of_the_model_work_together_and_tell_what_really_ran(in_child: In
     assert 1 < evaluated.detail["validation_loss"] < 6
 
 
+def test_packed_lines_of_ones_own_are_evaluated_and_an_edited_file_is_told(in_child: InChild, tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    lines = [json.dumps({"text": f"{place} times " * (1 + place % 3)}) for place in range(400)]
+    path.write_text("\n".join(lines))
+    wanted = spec(data=str(path), documents="lines", packing=True, save_every_s=0.001)
+    (report,) = in_child(trained, str(tmp_path / "alone"), wanted, [WHOLE])
+    assert report.verdict is Verdict.DONE
+    (evaluated,) = events(report, "evaluated")
+    assert 1 < evaluated.detail["validation_loss"] < 6
+    in_child(trained, str(tmp_path / "edited"), wanted, [{}] * 7)
+    path.write_text("\n".join([lines[0].replace("0", "9"), *lines[1:]]))
+    (last,) = in_child(trained, str(tmp_path / "edited"), wanted, [{**WHOLE, "incarnation": 1}])
+    told = [str(each.detail["reason"]) for each in events(last, "snapshot_refused")]
+    assert "it was trained with data_fingerprint=lines" in told[0]
+    assert told[-1] == "training begins anew"
+    assert last.verdict is Verdict.DONE
+
+
 def test_a_pass_of_the_profiler_tells_where_the_time_went_and_changes_no_bit(
     in_child: InChild, tmp_path: Path, undisturbed: Report
 ) -> None:

@@ -13,7 +13,7 @@ from orchestrator.config.load import config_from_text, dump_config, load_config
 from orchestrator.core.slot import Phase
 from orchestrator.errors import ConfigError, UsageError
 from orchestrator.run.environment import Mode
-from orchestrator.run.resume import environment_of, past_of
+from orchestrator.run.resume import Past, environment_of, past_of, rules_of
 from orchestrator.run.runner import Options, go_on
 from orchestrator.watch.archive import StoredRun
 from orchestrator.watch.records import RunFacts, SlotRecord
@@ -55,6 +55,19 @@ def stored(*records: SlotRecord, folder: Path = Path("runs/x"), **changes: objec
         "slots": records,
     }
     return StoredRun(**{**usual, **changes})  # type: ignore[arg-type]  # as above
+
+
+@pytest.mark.parametrize(
+    ("given", "slow_step_s"),
+    [
+        (["workload.name=train"], 0),
+        (["workload.name=train", "train.compile=block"], 600),
+        (["workload.name=train", "train.compile=model", "train.compile_mode=max-autotune"], 1800),
+        (["train.compile=model"], 0),  # of the built-in product
+    ],
+)
+def test_slow_steps_are_known_from_what_is_compiled(given: list[str], slow_step_s: float) -> None:
+    assert rules_of(load_config(str(ROOT / "cluster.yaml"), given), Past()).slow_step_s == slow_step_s
 
 
 def test_a_slot_goes_on_with_its_counters_and_what_was_under_way_is_lost() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,9 +83,12 @@ def test_batches_of_similar_length_use_each_sample_once() -> None:
 
 
 def test_each_document_is_in_one_row_and_rows_are_full() -> None:
-    lengths = [each - 1 for each in MadeText(256, 256, 0, least_seq=8).lengths(range(3000))]
-    rows = packed(lengths, 256)
-    assert sorted(document for row in rows for document in row) == list(range(3000))
+    made = MadeText(256, 256, 0, items=5000, least_seq=8)
+    lengths = [each - 1 for each in made.lengths(range(5000))]
+    found = PackedRows(made, 256)
+    rows = [found.documents_of(row) for row in range(len(found))]
+    assert sorted(document for row in rows for document in row) == list(range(5000))
+    assert max(max(row) - min(row) for row in rows) < 1024, "those of a row lie near each other in a file"
     filled = [sum(lengths[document] for document in row) for row in rows]
     assert max(filled) <= 256
     assert sum(filled) > 0.98 * 256 * len(rows)
@@ -158,21 +162,24 @@ def test_less_is_filled_up_in_batches_of_similar_length_and_nearly_nothing_in_pa
     assert wasted[2] < 0.03
 
 
-def test_a_preset_plans_for_its_longest_document() -> None:
-    plans = []
-    for keys in ({}, {"min_seq": 4}, {"min_seq": 4, "packing": True}):
+def test_a_preset_plans_for_its_longest_document(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("some words\n" * 20)
+    plans, own = list[int](), {"data": str(tmp_path), "documents": "lines"}
+    kinds: list[dict[str, Any]] = [{}, {"min_seq": 4}, {"min_seq": 4, "packing": True}, own, own | {"packing": True}]
+    for keys in kinds:
         chosen = TrainSettings(preset="gpt-nano", batch=4, **keys)
         plans.append(MemoryPlanner(find_task(chosen, 0), chosen, on_card=False).plan(4, 0).activations_bytes)
     assert plans[1] == pytest.approx(plans[0], rel=0.02)
     assert plans[2] >= plans[0]
+    assert plans[3:] == plans[1:3], "whatever lengths the text has"
 
 
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        ({"packing": True}, "set train.min_seq"),
+        ({"packing": True}, r"set train.documents \(your own text\) or train.min_seq \(made text\)"),
         ({"packing": True, "preset": "cnn-small"}, "train.packing is for the GPT presets, and cnn-small is none"),
-        ({"bucketing": True}, "those of gpt-nano have one length, or do not tell it; set train.min_seq"),
+        ({"bucketing": True}, "those of gpt-nano have one length, or do not tell it; set train.documents "),
         ({"min_seq": 64}, "train.min_seq is 64, and a text has at most 64 tokens"),
     ],
 )
@@ -188,11 +195,17 @@ def test_what_has_no_unequal_lengths_is_refused_in_one_sentence(keys: dict[str, 
         {"packing": True, "bucketing": True},
         {"min_seq": 4, "data": "here"},
         {"min_seq": 4, "r_drop": 1.0, "dropout": 0.1},
+        {"documents": "lines", "data": "here", "r_drop": 1.0, "dropout": 0.1},
     ],
 )
 def test_keys_that_exclude_each_other_are_refused(keys: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="valid: one of them"):
         TrainSettings(**keys)
+
+
+def test_documents_without_a_text_of_ones_own_are_refused() -> None:
+    with pytest.raises(ValidationError, match="documents: windows, or also set train"):
+        TrainSettings(documents="lines")
 
 
 def test_operations_go_by_tokens_and_not_by_what_fills_up() -> None:

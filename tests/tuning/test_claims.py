@@ -14,7 +14,7 @@ import typer.main
 from orchestrator.cli.app import app
 from orchestrator.tuning import claims as data
 from orchestrator.tuning.claims import NEEDS, QUANTITIES, Claim
-from orchestrator.tuning.claims_page import guide_says, judged, page_json, page_text
+from orchestrator.tuning.claims_page import guides_say, judged, page_json, page_text
 from orchestrator.tuning.claims_verdict import Facts, judge, span_of
 from orchestrator.tuning.rows import Row, Verdict
 
@@ -231,14 +231,17 @@ def test_the_page_has_every_claim_and_says_what_would_measure_more() -> None:
 
 def test_a_row_of_a_tuning_says_what_guides_claim_of_it_against_the_same_baseline() -> None:
     def said(lever: str, setting: str, workload: data.Workload = "gpt") -> str | None:
-        made = Row(lever=lever, setting=setting, verdict=Verdict.CONFIRMED, reason="made")
-        return guide_says(CLAIMS, workload, made, {"optimizer": "adamw-foreach", "attention": "auto"})
+        found = guides_say(CLAIMS, workload, lever, setting, {"optimizer": "adamw-foreach", "attention": "auto"})
+        return None if found is None else found.said
 
     assert said("precision", "bf16") == "1.5 to 2 x (003)"
     assert said("optimizer", "adamw-fused") == "1.05 to 1.1 x (003)"
     assert said("r_drop", "0.5 with dropout 0.1") == "0.5 to 0.75 x (004)"
     assert said("attention", "flash") is None  # the guide compares with another baseline: math
     assert said("channels_last", "true") is None  # of CNNs alone
+    both = guides_say(CLAIMS, "matmul", "dtype", "tf32", {"dtype": "fp32"})
+    assert both is not None
+    assert (both.said, both.low, both.high) == ("1.2 to 1.3 x (003), 2 to 3 x (004)", 1.2, 3.0)
 
 
 def test_each_command_that_is_named_can_be_typed() -> None:

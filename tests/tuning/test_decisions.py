@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,16 +12,22 @@ import pytest
 from orchestrator.config.load import config_from_text, load_config
 from orchestrator.errors import UsageError
 from orchestrator.tuning import levers, passes, products
+from orchestrator.tuning.absolute import absolute_of
+from orchestrator.tuning.drawing import table
 from orchestrator.tuning.journal import PassData
 from orchestrator.tuning.levers import Candidate
+from orchestrator.tuning.objective import Gain, Objective, gain_of, told
 from orchestrator.tuning.parity import Course, Noise, noise_of, parity_of
 from orchestrator.tuning.report import Measurements, pareto_names, rows_of
-from orchestrator.tuning.rows import ParityClass, Row
+from orchestrator.tuning.rows import ParityClass, Row, Verdict
 from orchestrator.tuning.statistics import Effect
-from orchestrator.tuning.tuned_yaml import tuned
+from orchestrator.tuning.store import Result, Subject
+from orchestrator.tuning.tuned_yaml import notes_of, tuned
+from orchestrator.tuning.verdicts import Claimed
 from tests.scene import ROOT
 from workers.training.settings import TrainSettings
 from workers.tuning.messages import Opened
+from workers.units import GIB, MIB
 
 BASE = levers.baseline_of(TrainSettings(), on_card=False)
 SEEDS = [Course(losses=[4.0, 3.0 + shift, 2.0 + shift], validation_loss=2.0 + shift) for shift in (0.0, 0.1, 0.2)]
@@ -40,7 +47,8 @@ ALL = [FAST, SLOW, SMALL, WRONG, DEAD, NEVER]
 
 
 def opened(**fields: Any) -> Opened:  # noqa: ANN401 - fields of a message
-    return Opened(**{"losses": (4.0, 3.0, 2.0), "weights_sha256": "a", "host_bytes": 100, **fields})
+    steps = {"losses": (4.0, 3.0, 2.0), "weights_sha256": "a", "first_step_s": 1.1, "step_s": 0.1}
+    return Opened(**{**steps, "host_bytes": 100, "peak_bytes": 100 * MIB, "flop": 2e9, **fields})
 
 
 @pytest.fixture
@@ -54,17 +62,19 @@ def found() -> Measurements:
     data = PassData(
         rounds=list[Mapping[str, float]](rounds),
         lost={DEAD.name: "its process was ended by SIGKILL"},
-        peaks={"baseline": 100, FAST.name: 90, SLOW.name: 100, SMALL.name: 60, WRONG.name: 100},
     )
     arms = {
         "baseline": opened(),
-        FAST.name: opened(losses=(4.0, 3.001, 2.001), weights_sha256="b"),
+        "seed 1": opened(peak_bytes=101 * MIB),
+        FAST.name: opened(losses=(4.0, 3.001, 2.001), weights_sha256="b", peak_bytes=90 * MIB, first_step_s=3.1),
         SLOW.name: opened(),
-        SMALL.name: opened(),
+        SMALL.name: opened(peak_bytes=60 * MIB, host_bytes=250),
         WRONG.name: opened(losses=(4.0, 3.2, 2.3), weights_sha256="c"),
         DEAD.name: opened(),
     }
-    return Measurements(data=data, opened=arms, noise=noise_of(SEEDS), resolve=0.01, confidence=0.95)
+    return Measurements(
+        data=data, opened=arms, noise=noise_of(SEEDS), resolve=0.01, confidence=0.95, seed_names=["seed 1"]
+    )
 
 
 def test_each_lever_gets_the_verdict_of_what_it_is_for(found: Measurements) -> None:
@@ -77,21 +87,85 @@ def test_each_lever_gets_the_verdict_of_what_it_is_for(found: Measurements) -> N
     assert pareto_names(ALL, rows, found.opened) == (FAST.name, SMALL.name)
 
 
-def test_only_levers_that_are_faster_and_keep_the_result_are_stacked(found: Measurements) -> None:
-    rows = rows_of(ALL, found, {NEVER.name: ""})
-    assert [each.name for each in passes.winners(list(zip(ALL, rows, strict=True)))] == [FAST.name]
+def gains(found: Measurements, objective: Objective) -> dict[str, Gain]:
+    known = {each.name: found.gain(objective, each.name) for each in ALL if each is not DEAD}
+    return {name: gain for name, gain in known.items() if gain is not None}
+
+
+@pytest.mark.parametrize(
+    ("objective", "names"),
+    [("speed", [FAST.name]), ("memory", [FAST.name, SMALL.name]), ("balanced", [FAST.name, SMALL.name])],
+)
+def test_levers_that_help_and_keep_the_result_are_stacked(
+    found: Measurements, objective: Objective, names: list[str]
+) -> None:
+    """The third is 0.8 x as fast with 0.6 x the memory: 1.33 x the speed for each byte."""
+    judged = list(zip(ALL, rows_of(ALL, found, {NEVER.name: ""}), strict=True))
+    gained = gains(found, objective)
+    assert [each.name for each in passes.winners(judged, gained, objective, 0.01)] == names
+    assert passes.open_questions(judged, gained, objective, 0.01) == [DEAD.name], "it died, and might be better"
+
+
+def test_figures_of_an_arm_stand_beside_the_baselines(found: Measurements) -> None:
+    fast, _, small, *_ = rows_of(ALL, found, {NEVER.name: ""})
+    assert fast.samples_per_s == pytest.approx(2.0, rel=0.01)
+    assert fast.tflops == pytest.approx(2.0 * 2e9 / 1e12, rel=0.01)
+    assert fast.mfu_pct is None, "no rating of a CPU is known"
+    assert (fast.peak_bytes, fast.peak_delta_bytes) == (90 * MIB, -10 * MIB)
+    assert (small.host_bytes, small.host_delta_bytes) == (250, 150)
+    assert fast.once_s == pytest.approx(3.0)
+    assert fast.pays_after_s == pytest.approx(5.0, rel=0.02), "2 (T - 3) = T - 1"
+    assert small.pays_after_s is None, "it is slower"
+
+
+def test_mfu_is_of_the_cards_rating_in_the_number_type_of_the_arm_at_its_clock() -> None:
+    card = opened(card="GPU-1", device_name="NVIDIA GeForce RTX 3090", device_bytes=24 * GIB, flop=1e12)
+    rated = absolute_of([0.05], card, "bf16", [1695.0])
+    assert rated.tflops == 20.0
+    assert rated.mfu_pct == pytest.approx(100 * 20 / 71.2, rel=0.01)
+    assert absolute_of([0.05], card, "bf16", [1695.0 / 2]).mfu_pct == pytest.approx(200 * 20 / 71.2, rel=0.01)
+    assert absolute_of([0.05], card, "fp32", [1695.0]).mfu_pct == pytest.approx(100 * 20 / 35.6, rel=0.01)
+
+
+def test_a_lever_that_needs_another_one_is_judged_against_that(found: Measurements) -> None:
+    """On the host the average takes no memory of the device; with the baseline, it would take all of its own."""
+    device = candidate("ema_decay", 0.99, parity=ParityClass.OBJECTIVE, aim="loss")
+    (host,) = levers.chosen(levers.train_candidates(BASE), ["ema_on"])
+    assert host.beside == "ema_decay=0.99"
+    for each in found.data.rounds:
+        each.update({device.name: 1.0, host.name: 1.3})  # type: ignore[attr-defined]
+    arms = {**found.opened, device.name: opened(peak_bytes=140 * MIB), host.name: opened(peak_bytes=110 * MIB)}
+    (row,) = rows_of([host], replace(found, opened=arms), {})
+    assert row.verdict == "CONFIRMED"
+    assert "-21.4 % peak memory; against ema_decay=0.99" in row.reason
+    assert row.peak_delta_bytes == 10 * MIB
+    (alone,) = rows_of([host], replace(found, opened={**found.opened, host.name: arms[host.name]}), {})
+    assert alone.verdict == "REFUTED", "without the other arm the baseline stands for it"
+
+
+@pytest.mark.parametrize("width", [None, 200, 120, 80, 60])
+def test_a_table_has_the_columns_that_its_terminal_has_room_for(found: Measurements, width: int | None) -> None:
+    rows = rows_of(ALL, replace(found, claims={FAST.name: Claimed(said="1.5 to 2 x (003)", low=1.5, high=2.0)}), {})
+    result = Result(
+        tune_id="t", subject=Subject(card="cpu", driver=None, torch="2.13", model="gpt-nano"), device_name="CPU",
+        created_at="", duration_s=1.0, rounds=12, rows=tuple(rows),
+    )  # fmt: skip
+    _, _, _, headings, first, *_ = table(result, width)
+    assert {"lever", "setting", "speed x", "peak MiB", "verdict"} <= set(re.split(r"\s{2,}", headings))
+    assert ("once s" in headings) is (width is None or width >= 200)
+    assert ("1.5 to 2 x (003)" in first) is (width is None or width >= 120)
+    assert width is None or width == 60 or max(len(headings), len(first)) <= width
 
 
 def test_of_two_levers_of_a_key_the_faster_one_is_taken() -> None:
     slower = candidate("precision", "fp16")
     other = candidate("optimizer", "adamw-fused")
-    row = Row(lever="", setting="", verdict="CONFIRMED", reason="")  # type: ignore[arg-type]  # equal to its text
-    judged = [
-        (slower, replace(row, speed_ratio=1.1)),
-        (FAST, replace(row, speed_ratio=1.2)),
-        (other, replace(row, speed_ratio=1.3)),
-    ]
-    several = passes.winners(judged)
+    row = Row(lever="", setting="", verdict=Verdict.CONFIRMED, reason="")
+    gained = {
+        each.name: Gain(ratio=ratio, low=ratio - 0.05, high=ratio + 0.05)
+        for each, ratio in ((slower, 1.1), (FAST, 1.2), (other, 1.3))
+    }
+    several = passes.winners([(each, row) for each in (slower, FAST, other)], gained, "speed", 0.01)
     assert [each.name for each in several] == [FAST.name, other.name]
     assert [dict(each.changes) for each in passes.cumulative(several)] == [
         {"precision": "bf16"},
@@ -116,8 +190,8 @@ def test_the_users_file_stays_unless_a_set_is_faster_beyond_doubt(
     low: float, high: float, open_levers: list[str], name: str, *, decided: bool
 ) -> None:
     yours = passes.your_file({"optimizer": "adamw-foreach"}, {"optimizer": "adamw-loop"})
-    effect = Effect(ratio=(low + high) / 2, low=low, high=high, p=0.0, rounds=20)
-    choice = passes.choose(FAST, yours, effect, open_levers)
+    gain = Gain(ratio=(low + high) / 2, low=low, high=high)
+    choice = passes.choose(FAST, yours, gain, open_levers, "speed")
     assert (choice.name, choice.decided) == (name, decided)
 
 
@@ -176,10 +250,48 @@ def test_tuned_yaml_can_be_made_of_any_file(section: str) -> None:
 @pytest.mark.parametrize("on_card", [True, False])
 def test_levers_of_matmul_that_cannot_be_measured_say_what_would(*, on_card: bool) -> None:
     several = products.candidates(products.baseline_of(4096), 0.7)
-    why = products.impossible(several, on_card=on_card, mps_obstacle=None, room_bytes=8 * 2**30, budget_bytes=2**31)
+    why = products.impossible(
+        several, on_card=on_card, mps_obstacle="no MPS here", room_bytes=8 * 2**30, budget_bytes=2**31
+    )
     assert [each.setting for each in several if each.lever == "duty"] == ["0.7", "0.6"]
     assert ("dtype=tf32" in why) is not on_card
     assert "7 workers of 2.00 GiB do not fit 8.00 GiB" in why["workers=7"]
     assert "workers=3" not in why
-    assert "compute_share_mode=mps" in why["compute_share_mode=mps"]
+    assert why["compute_share_mode=mps with workers 2"] == "no MPS here"
+    with_mps = products.impossible(
+        several, on_card=on_card, mps_obstacle=None, room_bytes=8 * 2**30, budget_bytes=2**31
+    )
+    assert "compute_share_mode=mps with workers 2" not in with_mps
+    assert "7 workers" in with_mps["compute_share_mode=mps with workers 7"]
     assert ("burn --sweep" in why["power_limit_w=lower"]) is on_card
+
+
+def test_each_objective_has_its_own_gain_and_words() -> None:
+    effect = Effect(ratio=1.1, low=1.0, high=1.2, p=0.01, rounds=20)
+    speed, memory, balanced = (gain_of(each, effect, 80, 100, 0.01) for each in ("speed", "memory", "balanced"))
+    assert speed is not None
+    assert memory is not None
+    assert balanced is not None
+    assert (speed.ratio, memory.ratio, balanced.ratio) == (1.1, 1.25, pytest.approx(1.375))
+    assert told("memory", "checkpoint=all", memory) == (
+        "checkpoint=all takes 0.800 x your file's peak memory, 0.792 to 0.808"
+    )
+    assert told("speed", "micro=4", speed) == "micro=4 has 1.100 x your file's speed, 1.000 to 1.200"
+    assert gain_of("memory", None, 80, 100, 0.01) == memory, "peaks need no rounds"
+    assert gain_of("balanced", None, 80, 100, 0.01) is None
+    assert gain_of("memory", effect, None, 100, 0.01) is None
+
+
+def test_each_changed_key_of_tuned_yaml_has_its_own_measurement() -> None:
+    row = Row(
+        lever="precision", setting="bf16", verdict=Verdict.CONFIRMED, reason="", speed_ratio=1.5, speed_low=1.4,
+        speed_high=1.6, peak_bytes=80 * MIB, peak_delta_bytes=-20 * MIB,
+    )  # fmt: skip
+    few = replace(row, lever="checkpoint", setting="all", speed_low=None, speed_high=None)
+    changes = {"precision": "bf16", "checkpoint": "all", "optimizer": "adamw-foreach", "steps": 5}
+    assert notes_of(changes, [row, few, replace(row, speed_ratio=9.9)], "t") == {
+        "precision": "tune t: 1.500 x the baseline's speed (1.400 to 1.600), -20.0 MiB peak memory",
+        "checkpoint": "tune t: -20.0 MiB peak memory",
+        "optimizer": "tune t: as the baseline",
+        "steps": "tune t: as it was measured",
+    }

@@ -13,7 +13,7 @@ from orchestrator.tuning import store
 from orchestrator.tuning.rounds import Block, disturbance, seconds_of, turns
 from orchestrator.tuning.rows import Row, Verdict
 from orchestrator.tuning.statistics import Effect, effect_of, effects, holm, least_rounds, log_ratios, signed_rank_p
-from orchestrator.tuning.verdicts import judge_memory, judge_speed
+from orchestrator.tuning.verdicts import Claimed, judge_memory, judge_speed
 
 #: From a place in the simulated time to how slow the machine is then.
 Drift = Callable[[int], float]
@@ -121,7 +121,11 @@ def an_effect(low: float, high: float) -> Effect:
         (0.95, 0.97, (1.05, 1.10), "REFUTED"),
         (0.995, 1.005, (1.05, 1.10), "NO EFFECT"),
         (0.98, 1.06, (1.05, 1.10), "UNDECIDED"),
-        (0.995, 1.005, (1.0, 1.0), "UNDECIDED"),
+        (0.995, 1.005, (1.0, 1.0), "CONFIRMED"),
+        (0.95, 1.05, (1.0, 1.0), "UNDECIDED"),
+        (1.05, 1.06, (1.0, 1.0), "REFUTED"),
+        (0.70, 0.75, (0.5, 0.6), "PARTLY"),
+        (0.40, 0.45, (0.5, 0.6), "REFUTED"),
         (1.02, 1.03, None, "CONFIRMED"),
         (0.90, 0.95, None, "REFUTED"),
     ],
@@ -129,13 +133,21 @@ def an_effect(low: float, high: float) -> Effect:
 def test_a_claim_is_compared_with_the_interval(
     low: float, high: float, claim: tuple[float, float] | None, verdict: str
 ) -> None:
-    assert judge_speed(an_effect(low, high), real=True, resolve=0.01, claim=claim).verdict == verdict
+    claimed = None if claim is None else Claimed(said="so much (001)", low=claim[0], high=claim[1])
+    assert judge_speed(an_effect(low, high), real=True, resolve=0.01, claim=claimed).verdict == verdict
 
 
-def test_a_memory_lever_is_judged_by_its_bytes() -> None:
-    assert [judge_memory(peak, 100, resolve=0.01).verdict for peak in (60, 100, 140, None)] == [
-        "CONFIRMED", "NO EFFECT", "REFUTED", "UNDECIDED",
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("noise", "verdicts"),
+    [
+        (0.00, ["CONFIRMED", "CONFIRMED", "NO EFFECT", "REFUTED", "UNDECIDED"]),
+        (0.04, ["CONFIRMED", "NO EFFECT", "NO EFFECT", "REFUTED", "UNDECIDED"]),
+        (0.10, ["CONFIRMED", "UNDECIDED", "UNDECIDED", "REFUTED", "UNDECIDED"]),
+    ],
+)
+def test_a_memory_lever_is_judged_by_bytes_that_equal_arms_do_not_differ_by(noise: float, verdicts: list[str]) -> None:
+    peaks = (600, 970, 1000, 1400, None)
+    assert [judge_memory(peak, 1000, noise=noise, resolve=0.01).verdict for peak in peaks] == verdicts
 
 
 def test_the_newest_result_for_a_card_is_found_again(tmp_path: Path) -> None:

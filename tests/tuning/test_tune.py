@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -64,13 +66,45 @@ def test_a_tuning_goes_on_after_a_kill_and_an_arm_that_dies_is_a_row(tmp_path: P
     assert "ended by SIGKILL" in rows["optimizer=adamw-loop"]["reason"]
     assert (rows["micro=2"]["parity_class"], rows["micro=2"]["verdict"] != "BROKEN") == ("exact", True)
     assert rows["micro=2"]["speed_ratio"] > 0
+    assert rows["micro=2"]["samples_per_s"] > 0
+    assert rows["micro=2"]["host_bytes"] > 0
     assert list(result["rows"][0]) == [
         "lever", "setting", "claim", "speed_ratio", "speed_low", "speed_high", "peak_bytes", "parity_class",
-        "loss_gap_noise", "verdict", "reason",
+        "loss_gap_noise", "verdict", "reason", "samples_per_s", "tflops", "mfu_pct", "peak_delta_bytes", "host_bytes",
+        "host_delta_bytes", "once_s", "pays_after_s",
     ]  # fmt: skip
     config, tuned = load_config(str(ROOT / "cluster.yaml")), load_config(str(folder / "tuned.yaml"))
     assert tuned.model_copy(update={"train": config.train}) == config
     assert tuned.train.batch == 4, "what was measured is in the file"
+
+
+@pytest.mark.torch
+def test_a_tuning_that_is_killed_at_random_moments_keeps_what_it_has_measured(tmp_path: Path) -> None:
+    command, measured = ["--rehearse", "--levers", LEVERS, *SMALL], b""
+    for _ in range(3):
+        process = started(tmp_path, *command, "--budget", "30m")
+        wait_for(lambda: list(tmp_path.glob("tunings/*/asked.json")), "the folder of the tuning")
+        (folder,) = tmp_path.glob("tunings/*")
+        after_s = random.uniform(0.0, 15.0)  # noqa: S311 - no secret
+        (tmp_path / f"killed after {after_s:.2f} s").touch()  # to look at, if this fails
+        time.sleep(after_s)
+        arms = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert psutil.wait_procs(arms, timeout=60)[1] == [], "arms outlived their head"
+        journal = folder / "rounds.jsonl"
+        now = journal.read_bytes() if journal.exists() else b""
+        assert now.startswith(measured), "what was measured before is still there"
+        measured = now[: now.rfind(b"\n") + 1]
+        command = ["--resume", folder.name]
+    last = started(tmp_path, *command, "--budget", "1s", "--json")
+    output, errors = last.communicate(timeout=300)
+    assert last.returncode == 0, errors
+    assert (folder / "rounds.jsonl").read_bytes().startswith(measured)
+    result = json.loads(output)
+    assert result["rounds"] + sum(result["dropped"].values()) == notes(tmp_path, "round") >= 1
+    assert {row["lever"] for row in result["rows"]} >= {"a/a", "micro", "optimizer", "precision"}
+    assert load_config(str(folder / "tuned.yaml")).train.batch == 4
 
 
 def _logs_to(process: psutil.Process, log: Path) -> bool:

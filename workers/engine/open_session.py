@@ -118,6 +118,8 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
         peak_source=info.peak_source,
         dtype=info.dtype,
         threads=info.threads,
+        torch=info.torch_version,
+        driver=info.driver,
     )
     return Session(
         spec=spec,

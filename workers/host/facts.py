@@ -39,6 +39,10 @@ class CardFacts:
     bus_width_bits: int | None = None
     power_limit_w: float | None = None
     """As delivered."""
+    pcie_lanes: int | None = None
+    """In use now; fewer generations are in use while a card rests, but not fewer lanes."""
+    most_pcie_lanes: int | None = None
+    """That the card and its slot could use together."""
     persistence: bool | None = None
     """Whether the driver keeps the card initialised while no program uses it."""
     display: bool | None = None

@@ -23,6 +23,8 @@ _PROPERTIES: Final = {
     "max_memory_clock_mhz": Question(("nvmlDeviceGetMaxClockInfo",), (pynvml.NVML_CLOCK_MEM,)),
     "bus_width_bits": Question(("nvmlDeviceGetMemoryBusWidth",)),
     "power_limit_w": Question(("nvmlDeviceGetPowerManagementDefaultLimit",), convert=lambda limit_mw: limit_mw / 1e3),
+    "pcie_lanes": Question(("nvmlDeviceGetCurrPcieLinkWidth",)),
+    "most_pcie_lanes": Question(("nvmlDeviceGetMaxPcieLinkWidth",)),
     "persistence": Question(("nvmlDeviceGetPersistenceMode",), convert=bool),
     "display": Question(("nvmlDeviceGetDisplayActive",), convert=bool),
 }

@@ -19,7 +19,7 @@ _POOL_BATCHES: Final = 64
 _POOLS_OF_EPOCH: Final = 4
 
 #: Documents that are packed together, so that a row's documents lie near each other in a file.
-_PACKED_TOGETHER: Final = 1024
+PACKED_TOGETHER: Final = 1024
 
 _STREAM: Final = 2
 
@@ -45,19 +45,17 @@ def packed(lengths: Sequence[int], room: int) -> list[list[int]]:
         ValueError: A document is longer than a row.
     """
     rows: list[list[int]] = []
-    for first in range(0, len(lengths), _PACKED_TOGETHER):
-        together = range(first, min(first + _PACKED_TOGETHER, len(lengths)))
-        left: list[tuple[int, int]] = []  # room that is left, and its row
-        for document in sorted(together, key=lambda place: (-lengths[place], place)):
-            length = lengths[document]
-            if length > room:
-                raise ValueError(f"document {document} has {length} tokens, and a row {room}")
-            found = bisect_left(left, (length, 0))
-            if found < len(left):
-                space, row = left.pop(found)
-                rows[row].append(document)
-            else:
-                space, row = room, len(rows)
-                rows.append([document])
-            insort(left, (space - length, row))
+    left: list[tuple[int, int]] = []  # room that is left, and its row
+    for document in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
+        length = lengths[document]
+        if length > room:
+            raise ValueError(f"document {document} has {length} tokens, and a row {room}")
+        found = bisect_left(left, (length, 0))
+        if found < len(left):
+            space, row = left.pop(found)
+            rows[row].append(document)
+        else:
+            space, row = room, len(rows)
+            rows.append([document])
+        insort(left, (space - length, row))
     return rows

@@ -33,7 +33,8 @@ def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
     settings = TrainSettings.model_validate(asked["settings"])
     if settings.preset in GPTS:
         # What the text says changes no size, and it may lie on the other PCs alone.
-        settings = settings.model_copy(update={"data": None})
+        least = settings.min_seq if settings.documents == "windows" else 1
+        settings = settings.model_copy(update={"data": None, "documents": "windows", "min_seq": least})
     try:
         task = find_task(settings, asked["seed"])
         devices = {cap["device"] for cap in asked["caps"]}

@@ -14,14 +14,21 @@ Precision: TypeAlias = Literal["fp32", "tf32", "bf16", "fp16"]
 Attention: TypeAlias = Literal["auto", "flash", "efficient", "cudnn", "math"]
 Compile: TypeAlias = Literal["off", "block", "model"]
 CompileMode: TypeAlias = Literal["default", "reduce-overhead", "max-autotune"]
+TextUnit: TypeAlias = Literal["windows", "files", "lines"]
 Optimizer: TypeAlias = Literal["adamw-fused", "adamw-foreach", "adamw-loop", "adamw-8bit"]
 
 #: `preset` names one of these, or the user's own `package.module:name`.
 PRESETS: Final = ("gpt-nano", "gpt-mini", "gpt2-small", "gpt2-medium", "gpt-1b", "cnn-small", "cnn-landmarks")
 
+#: A step in which torch compiles took 22 to 47 s on an idle PC, and 83 to 168 s with max-autotune (ml-engineering,
+#: torch 2.13). Ten times that: workers compile at the same time, with one thread each.
+_COMPILING_S: Final[dict[CompileMode, float]] = {"default": 600.0, "reduce-overhead": 600.0, "max-autotune": 1800.0}
+
 #: Keys that do not change what is trained: a training may go on from a snapshot that was made with other values.
+#: `documents` does; it is in the fingerprint of the text, and so not in that of trainings without one.
 _FREE: Final = frozenset(
     {
+        "documents",
         "steps",
         "epochs",
         "micro",
@@ -66,6 +73,8 @@ class TrainSettings(BaseModel):
     preset: Annotated[str, AfterValidator(_known)] = "gpt-nano"
     data: Annotated[str, Field(min_length=1)] | None = None
     """A file or folder of text to train on; `None`: made data."""
+    documents: TextUnit = "windows"
+    """What of that text is a sample: a window of `seq` bytes, or a document of up to `seq`."""
     steps: Annotated[int, Field(ge=1)] = 200
     """Optimiser steps after which the training is finished, unless `epochs` is set."""
     epochs: Annotated[int, Field(ge=1)] | None = None
@@ -178,15 +187,31 @@ class TrainSettings(BaseModel):
                 "one length; valid: one of them"
             )
         if self.min_seq is not None and self.data is not None:
-            raise ValueError("min_seq is for made text, and data is cut into windows of one length; valid: one of them")
-        if self.min_seq is not None and self.r_drop:
-            raise ValueError("r_drop compares documents of one length, and min_seq makes others; valid: one of them")
+            raise ValueError("min_seq is for made text, and data names your own; valid: one of them")
+        if self.documents != "windows" and self.data is None:
+            raise ValueError(
+                f"documents: {self.documents} is for your own text, and data: null is made text; valid: documents: "
+                "windows, or also set train.data"
+            )
+        if self.unequal and self.r_drop:
+            key = "documents" if self.min_seq is None else "min_seq"
+            raise ValueError(f"r_drop compares documents of one length, and {key} makes others; valid: one of them")
         return self
+
+    @property
+    def unequal(self) -> bool:
+        """Whether the samples are documents of unequal lengths."""
+        return self.min_seq is not None or self.documents != "windows"
 
     @property
     def first_share_pct(self) -> int:
         """The states on the host before memory has decided on them."""
         return 0 if self.states_on_host == "auto" else self.states_on_host
+
+    @property
+    def slow_step_s(self) -> float:
+        """How long (seconds) a step may take in which torch compiles; 0 where nothing is compiled."""
+        return 0.0 if self.compile == "off" else _COMPILING_S[self.compile_mode]
 
     def fingerprint(self) -> dict[str, str]:
         """Return what decides on the course of the training, for a comparison with that of a snapshot."""

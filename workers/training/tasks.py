@@ -33,6 +33,7 @@ from workers.training.sequences import (
 )
 from workers.training.settings import TrainSettings
 from workers.training.text import TextData
+from workers.training.text_documents import TextDocuments
 from workers.training.validation import SAMPLES, validation
 
 Batch: TypeAlias = Any
@@ -117,6 +118,8 @@ class TrainTask:
     """Where the settings name none."""
     items: str = "samples"
     """What `count` counts."""
+    fingerprint: str = ""
+    """Of the data, where that may change: snapshots of a training on other data are refused. Empty: not known."""
 
     def shortened(self, part: Batch) -> Batch:
         """Return a part on the host without what fills up all of its samples."""
@@ -167,30 +170,32 @@ def _gpt_task(settings: TrainSettings, shape: GptShape, seed: int) -> TrainTask:
         raise TaskError(f"train.seq is {seq}, and {settings.preset} reads at most {shape.seq} tokens")
     if settings.min_seq is not None and settings.min_seq >= seq:
         raise TaskError(f"train.min_seq is {settings.min_seq}, and a text has at most {seq} tokens; lower it")
-    made = MadeText(seq, shape.vocabulary, seed, least_seq=settings.min_seq)
+    text, unseen = _text_of(settings, seq, shape.vocabulary, seed)
     task = TrainTask(
         name=settings.preset,
         model=partial(Gpt, shape, settings.dropout),
-        dataset=TextData(settings.data, seq) if settings.data else made,
+        dataset=text,
+        fingerprint="" if isinstance(text, MadeText) else text.fingerprint(),
         loss=partial(next_token_loss, label_smoothing=settings.label_smoothing, r_drop=settings.r_drop),
         count=next_tokens,
         blocks=blocks_of,
-        evaluate=None if settings.data else validation(partial(_unseen, made), next_token_loss, next_tokens),
+        evaluate=None if unseen is None else validation(unseen, next_token_loss, next_tokens),
         lr={"gpt2-small": 6e-4, "gpt2-medium": 3e-4, "gpt-1b": 2e-4}.get(settings.preset, 2e-3),
         items="tokens",
     )
     if settings.packing:
-        if settings.min_seq is None:
+        if isinstance(text, TextData) or not settings.unequal:
             raise TaskError(
-                "train.packing puts several documents into a row, and all have its length; set train.min_seq"
+                "train.packing puts several documents into a row, and all have its length; set train.documents (your "
+                "own text) or train.min_seq (made text)"
             )
         return replace(
             task,
-            dataset=PackedRows(made, seq),
+            dataset=PackedRows(text, seq),
             loss=partial(packed_loss, label_smoothing=settings.label_smoothing),
             count=packed_tokens,
         )
-    if settings.min_seq is None:
+    if not settings.unequal:
         return task
     return replace(
         task,
@@ -221,8 +226,26 @@ def _cnn_task(settings: TrainSettings, shape: CnnShape, seed: int) -> TrainTask:
     )
 
 
+def _text_of(
+    settings: TrainSettings, seq: int, vocabulary: int, seed: int
+) -> tuple[MadeText | TextData | TextDocuments, Callable[[], Iterable[Tensor]] | None]:
+    """Return what is trained on, and samples of it that are not; `None`: there are none."""
+    if settings.data is None:
+        made = MadeText(seq, vocabulary, seed, least_seq=settings.min_seq)
+        return made, partial(_unseen, made)
+    if settings.documents == "windows":
+        own: TextData | TextDocuments = TextData(settings.data, seq)
+    else:
+        own = TextDocuments(settings.data, seq, settings.documents)
+    return own, partial(_one_by_one, own.held_out) if own.held_out else None
+
+
 def _unseen(made: MadeText) -> Iterator[Tensor]:
     return (made[ITEMS + place][None] for place in range(SAMPLES))
+
+
+def _one_by_one(samples: Iterable[Tensor]) -> Iterator[Tensor]:
+    return (each[None] for each in samples)
 
 
 def next_token_loss(model: nn.Module, tokens: Tensor, label_smoothing: float = 0.0, r_drop: float = 0.0) -> Tensor:

@@ -234,6 +234,8 @@ class Trainer:
     def identity(self) -> Identity:
         """What a snapshot of this training belongs to."""
         levers: dict[str, Lever] = {**self.settings.fingerprint(), "seed": self.seed}
+        if self.task.fingerprint:
+            levers["data_fingerprint"] = self.task.fingerprint
         return Identity.of(self.task.name, self.model.state_dict(), levers)
 
     def state(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The loss of samples that a training never sees, without what only a training adds to it (smoothing, dropout).
 
-Trainings whose losses mean different things are compared by it. Covers made data; a text of the user's is trained on
-as a whole.
+Trainings whose losses mean different things are compared by it. Of made data such samples are made; of a text of the
+user's the last ones are held out.
 """
 
 from __future__ import annotations
@@ -15,6 +15,24 @@ from workers.training.loader import on_device
 
 #: Samples, one computed after the other: that never takes more memory than the training itself.
 SAMPLES: Final = 32
+
+#: Samples of a text of the user's are held out up from so many, and then at least `SAMPLES`: at most a tenth.
+_LEAST_TO_HOLD_OUT: Final = 10 * SAMPLES
+
+_HELD_OUT_SHARE: Final = 100
+
+
+def held_out(samples: int) -> range:
+    """Return which of so many samples are never trained on: the last 1 %, and none of few."""
+    if samples < _LEAST_TO_HOLD_OUT:
+        return range(samples, samples)
+    return range(samples - max(SAMPLES, samples // _HELD_OUT_SHARE), samples)
+
+
+def spread(held: range) -> list[int]:
+    """Return those that are computed, at most `SAMPLES`, evenly spread."""
+    count = min(SAMPLES, len(held))
+    return [held[place * len(held) // count] for place in range(count)]
 
 
 def validation(

@@ -7,6 +7,7 @@ what is measured or in which order, and compares nothing: the head does.
 from __future__ import annotations
 
 import time
+import warnings
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Final, Protocol
@@ -24,6 +25,9 @@ from workers.training.errors import TrainingError
 from workers.tuning.messages import NO_ROOM, ArmSpec, Done, Evaluate, Evaluated, Open, Opened, Refused, Turn
 from workers.tuning.products import Products
 from workers.tuning.trained import Trained
+
+# Without NumPy, which nothing here uses, torch says so when its compiler is imported, on the user's terminal.
+warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 
 #: Of an error's text that is not our own.
 _LONGEST: Final = 300
@@ -93,13 +97,11 @@ def _turn(turn: Turn, work: Work, device: Device) -> Done:
     work.step()
     with _Watch(device) as watch:
         samples, seconds = device.timed(lambda: _steps(turn, work))
-    peak_bytes = device.step_peak_bytes()
     work.park()
     device.release()
     return Done(
         samples=samples,
         seconds=seconds,
-        peak_bytes=peak_bytes,
         clock_mhz=watch.clock_mhz,
         throttled=watch.throttled,
         neighbour_share=watch.neighbour_share,

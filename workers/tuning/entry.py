@@ -38,4 +38,5 @@ def run_arm(connection: Connection, spec: ArmSpec) -> None:
     log = os.open(spec.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)  # standard output belongs to the head
     os.dup2(log, 2)
+    os.environ.update(spec.environment)
     importlib.import_module(_ARM).serve(connection, spec)

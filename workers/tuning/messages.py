@@ -31,6 +31,8 @@ class ArmSpec:
     """Of weights and order; all arms read the same data."""
     log: Path
     """Where output of the process goes."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What its environment needs before CUDA starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +57,17 @@ class Opened:
     step_s: float = 0.0
     """The median of the other ones."""
     peak_bytes: int = 0
+    """The highest use of the device by tensors in a step. Turns are not looked at: what parking leaves on a CPU's heap
+    differs between equal arms by 15 %, and these peaks by 1 % (measured)."""
+    flop: float | None = None
+    """Of what a turn counts one of, in `Done.samples`: the operations of the model, without what is repeated."""
     micro: int = 0
     """Samples computed at once. Less than asked, if those did not fit."""
     device_name: str = ""
     card: str = "cpu"
     """UUID of the card, or `cpu`."""
+    device_bytes: int | None = None
+    """All of the device's memory."""
     driver: str | None = None
     torch: str = ""
     host_bytes: int = 0
@@ -82,7 +90,6 @@ class Done:
     """Samples, or tokens where lengths differ; for matmul 10^9 operations."""
     seconds: float
     """While the device computed. Going back to the device and parking are not counted."""
-    peak_bytes: int
     clock_mhz: float | None = None
     throttled: bool = False
     neighbour_share: float | None = None

@@ -41,8 +41,10 @@ class Products:
         return Opened(
             step_s=(time.perf_counter() - began_s) / max(1, steps),
             peak_bytes=self._device.step_peak_bytes(),
+            flop=_UNIT_FLOP,
             device_name=info.name,
             card=info.uuid or "cpu",
+            device_bytes=info.total_bytes,
             driver=info.driver,
             torch=info.torch_version,
             host_bytes=psutil.Process().memory_info().rss,

@@ -72,6 +72,7 @@ class Trained:
     def _open(self, steps: int) -> Opened:
         with self._device.enforced():
             self._trainer = trainer = Trainer(self._task, self._settings, self._device.torch_device, self._seed)
+            flop = trainer.flop_per_sample() / self._items()
         seconds, losses, peak_bytes = [], [], 0
         for _ in range(steps):
             began_s = time.perf_counter()
@@ -87,9 +88,11 @@ class Trained:
             first_step_s=seconds[0],
             step_s=statistics.median(seconds[1:] or seconds),
             peak_bytes=peak_bytes,
+            flop=flop,
             micro=self._micro,
             device_name=info.name,
             card=info.uuid or "cpu",
+            device_bytes=info.total_bytes,
             driver=info.driver,
             torch=info.torch_version,
             host_bytes=psutil.Process().memory_info().rss,
@@ -100,9 +103,11 @@ class Trained:
         trainer = self._opened()
         while not trainer.micro_batch(self._micro).updated:
             pass
-        batch = float(self._settings.batch)
-        # A row of packed documents is more than one document; a token is a token.
-        return batch if self._settings.min_seq is None else batch * trainer.items_per_sample
+        return self._settings.batch * self._items()
+
+    def _items(self) -> float:
+        """Return what a sample counts for. A row of packed documents is more than one document; a token is a token."""
+        return 1.0 if self._task.shorten is None else self._opened().items_per_sample
 
     def unpark(self) -> None:
         """See `Work.unpark`."""

@@ -29,6 +29,16 @@ def ray_process(node: str, name: str) -> psutil.Process | None:
     return None
 
 
+def agent_of(node: str) -> psutil.Process | None:
+    """The process that Ray starts with a node's raylet for its metrics."""
+    for process in descendants():
+        with contextlib.suppress(psutil.NoSuchProcess):  # since it was listed
+            is_agent = any(word.endswith("dashboard/agent.py") for word in process.cmdline())
+            if is_agent and process.environ().get(NODE_MARK) == node:
+                return process
+    return None
+
+
 def session_of(node: str) -> str | None:
     """The Ray session that a node's raylet belongs to: each cluster has its own."""
     raylet = ray_process(node, "raylet")
@@ -104,6 +114,20 @@ def test_a_node_whose_process_is_killed_is_started_again_until_it_is_stopped(
     by_hand.stop_node(node)
     assert kept.process.wait(PATIENCE_S) == 130, kept.said()
     assert ray_process(node, victim) is None
+
+
+def test_a_node_joins_although_its_agents_have_not_started(by_hand: ByHand, keep: Callable[[str], Kept]) -> None:
+    """On a loaded machine they need longer than Ray's raylet would wait for them."""
+    by_hand.type_what_up_prints("pc1")
+    kept = keep("pc2")
+    agent = wait_for(lambda: agent_of("pc2"), "agent of pc2")
+    agent.suspend()
+    try:
+        kept.wait_until_up(1)
+        assert "ended" not in kept.said()
+        assert "failed" not in kept.said()
+    finally:
+        agent.resume()
 
 
 def test_a_node_joins_the_new_cluster_of_a_head_that_was_stopped_and_started_and_ctrl_c_ends_it(

@@ -1,0 +1,382 @@
+"""Documents of the user's own text: each byte is in its piece, levers keep the loss, changes are noticed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as some
+from torch import Tensor
+
+from tests.training.scene import CPU
+from workers.learned_limits.store import EXPIRY_S, STATE_DIR_VARIABLE
+from workers.training import text_cache, text_index
+from workers.training.sequences import PackedRows, packed_loss, packed_tokens
+from workers.training.settings import TrainSettings
+from workers.training.snapshots.store import Snapshots
+from workers.training.tasks import TrainTask, find_task, next_token_loss
+from workers.training.text import TextData, TextError, TextFiles
+from workers.training.text_documents import TextDocuments
+from workers.training.trainer import Trainer
+from workers.training.validation import SAMPLES, held_out
+
+#: Of 288 lines `bucketing` sorts 72 at once, so that an epoch has whole pools; fewer than 320 hold nothing out.
+LINES, BATCH = 288, 12
+
+
+@dataclass(frozen=True)
+class File:
+    """The lines of a file, and the end of each; the last one may have none."""
+
+    json: bool
+    lines: list[tuple[str, bytes]]
+    ended: bool
+
+    def content(self) -> bytes:
+        lines = [(json.dumps({"text": text}) if self.json else text).encode() + end for text, end in self.lines]
+        last = lines[-1:] if self.ended else [each.rstrip(b"\r\n") for each in lines[-1:]]
+        return b"".join([*lines[:-1], *last])
+
+
+WORDS = some.text(alphabet="ab é", max_size=30)
+FILES = some.lists(
+    some.builds(
+        File,
+        json=some.booleans(),
+        lines=some.lists(some.tuples(WORDS, some.sampled_from([b"\n", b"\r\n"])), max_size=6),
+        ended=some.booleans(),
+    ),
+    max_size=4,
+)
+
+
+def tokens(data: Any) -> list[bytes]:  # noqa: ANN401 - any data set of bytes
+    return [bytes(data[index].tolist()) for index in range(len(data))]
+
+
+def written(folder: Path, lines: int = LINES, longest: int = 90) -> Path:
+    """Write lines of made words, of unequal lengths."""
+    texts = [
+        " ".join(f"word{(place * line * 7) % 23}" for place in range(1 + line * 37 % (longest // 6)))
+        for line in range(lines)
+    ]
+    path = folder / "texts.txt"
+    path.write_text("\n".join(texts) + "\n")
+    return path
+
+
+def chosen(path: Path, **keys: Any) -> TrainSettings:  # noqa: ANN401
+    usual: dict[str, Any] = {
+        "preset": "gpt-nano",
+        "seq": 32,
+        "batch": BATCH,
+        "steps": 8,
+        "precision": "fp32",
+        "data": str(path),
+        "documents": "lines",
+    }
+    return TrainSettings(**(usual | keys))
+
+
+def training(path: Path, **keys: Any) -> Trainer:  # noqa: ANN401
+    wanted = chosen(path, **keys)
+    return Trainer(find_task(wanted, 0), wanted, CPU, 0)
+
+
+@pytest.mark.parametrize("part", [text_index.MIB, 5])
+@given(files=FILES, seq=some.integers(2, 9))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_pieces_are_the_lines_cut_like_windows(
+    part: int,
+    files: list[File],
+    seq: int,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(text_index, "_PART_BYTES", part)
+    monkeypatch.setattr(text_index, "_LINES", part)
+    monkeypatch.setattr(text_index, "_PIECES", part)
+    folder = tmp_path_factory.mktemp("text")
+    for number, each in enumerate(files):
+        (folder / f"{number}.{'jsonl' if each.json else 'txt'}").write_bytes(each.content())
+    documents = [text.encode() for each in files for text, _ in each.lines]
+    pieces = [text[at : at + seq + 1] for text in documents for at in range(0, len(text) - 1, seq)]
+    if not pieces:
+        with pytest.raises(TextError):
+            TextDocuments(folder, seq, "lines")
+        return
+    data = pickle.loads(pickle.dumps(TextDocuments(folder, seq, "lines")))  # noqa: S301 - as it goes to loaders
+    assert tokens(data) == pieces
+    assert data[0].dtype == torch.int64
+    assert data.lengths(range(len(data))) == [len(each) for each in pieces]
+    with pytest.raises(IndexError):
+        data[len(pieces)]
+
+
+def test_each_file_is_a_document(tmp_path: Path) -> None:
+    for name, content in {"a.txt": "abcdefg\n", "b.jsonl": '{"text": 1}', "c": "x", "d/e": "yz"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert tokens(TextDocuments(tmp_path, 4, "files")) == [b"abcde", b"efg\n", b'{"tex', b'xt": ', b" 1}", b"yz"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"text": "cut', "is no JSON (Unterminated string starting at, column 10); correct"),
+        ('{"body": "b", "id": 1}', """has no "text" that is a string (it has the keys 'body', 'id')"""),
+        ('{"text": 5}', """has no "text" that is a string (it has the keys 'text')"""),
+        ('["text"]', 'has no "text" that is a string (it has a list)'),
+        ("[" * 100_000, "is no JSON ("),
+    ],
+    ids=["broken", "other keys", "number", "list", "deep"],
+)
+def test_a_line_of_json_without_a_text_is_named(tmp_path: Path, line: str, words: str) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text(f'{{"text": "good"}}\n\n{line}\n')
+    with pytest.raises(TextError) as refusal:
+        find_task(chosen(path), 0)
+    assert str(refusal.value).startswith(f"train.data: line 3 of {path} {words}")
+    assert str(refusal.value).endswith('valid: {"text": "a document"}')
+
+
+def test_a_line_of_json_is_not_read_without_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_index, "_LONGEST_LINE_BYTES", text_index.MIB)
+    path = tmp_path / "mine.jsonl"
+    path.write_text(json.dumps({"text": "a" * text_index.MIB}))
+    with pytest.raises(TextError, match=r"line 1 of .*mine\.jsonl is longer than 1 MiB; divide it"):
+        TextDocuments(path, 8, "lines")
+
+
+def test_a_text_without_a_document_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a\n\nb\n")
+    with pytest.raises(TextError, match=f"train.data: no line of {tmp_path} has two bytes or more; name a file"):
+        TextDocuments(tmp_path, 8, "lines")
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_lines_that_move_under_the_training_are_noticed_and_new_ones_are_not_minded(
+    tmp_path: Path, suffix: str
+) -> None:
+    texts = ["one", "the second line", "three"]
+    lines = [json.dumps({"text": text}) if suffix == "jsonl" else text for text in texts]
+    path = tmp_path / f"mine.{suffix}"
+    path.write_text("\n".join(lines))
+    data = TextDocuments(path, 8, "lines")
+    whole = tokens(data)
+    path.write_text("\n".join([*lines, "more"]))
+    assert tokens(data) == whole == [b"one", b"the seco" + b"n", b"nd line", b"three"]
+    path.write_text("\n".join([lines[0], lines[1][:-1].replace("line", "li"), lines[2]]))
+    with pytest.raises(TextError, match="was changed while it was trained on: the line at byte") as refusal:
+        tokens(data)
+    assert str(path) in str(refusal.value)
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_lines_that_come_while_the_text_is_read_are_left_out(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.{suffix}"
+    path.write_text('{"text": "one"}\n{"text": "two"}\n')
+    (tmp_path / "b.txt").write_text("the next file\n")
+    files = TextFiles(tmp_path)
+    found, checksum = text_index.index_of_lines(files, 64)
+    with path.open("a") as file:
+        file.write('{"text": "of another program"}\n{"text": "3"}\n')
+    again, checksum_again = text_index.index_of_lines(files, 64)
+    assert (again.tolist(), checksum_again) == (found.tolist(), checksum)
+
+
+@pytest.mark.parametrize("unit", ["windows", "files", "lines"])
+def test_a_training_on_an_edited_file_does_not_go_on_from_its_snapshot(tmp_path: Path, unit: str) -> None:
+    path = written(tmp_path)
+    run = training(path, documents=unit)
+    run.replay([[BATCH, 0, 2]])
+    snapshots = Snapshots(tmp_path / "saved", run.identity)
+    snapshots.discard()
+    snapshots.save(run.state(), run.step)
+    assert snapshots.close(60)
+    same = Snapshots(tmp_path / "saved", training(path, documents=unit).identity).load()
+    assert (same.step, same.refused) == (2, ())
+    content = path.read_text()
+    # Of lines every byte is read for the index.
+    path.write_text(content.replace("word1 ", "word7 ", 1) if unit == "lines" else content + "more\n")
+    other = Snapshots(tmp_path / "saved", training(path, documents=unit).identity).load()
+    assert other.state is None
+    assert "it was trained with data_fingerprint=" in other.sentences()[0]
+    assert other.sentences()[-1] == "training begins anew"
+
+
+@pytest.fixture
+def states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep the index of any text in this folder."""
+    monkeypatch.setenv(STATE_DIR_VARIABLE, str(tmp_path / "states"))
+    monkeypatch.setattr(text_cache, "_LEAST_BYTES", 0)
+    return tmp_path / "states" / "texts"
+
+
+def rewritten(path: Path) -> None:
+    """Write other lines of the same length, with the same time: only reading would tell."""
+    facts, content = path.stat(), path.read_bytes()
+    path.write_bytes(content.replace(b"\n", b" ", 5))
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+
+
+def test_a_large_text_is_read_once_until_it_is_written_to(tmp_path: Path, states: Path) -> None:
+    path = written(tmp_path)
+    first = TextDocuments(path, 16, "lines")
+    rewritten(path)
+    second = TextDocuments(path, 16, "lines")
+    assert second.fingerprint() == first.fingerprint(), "it was not read again"
+    assert second.lengths(range(len(second))) == first.lengths(range(len(first)))
+    os.utime(path)
+    assert TextDocuments(path, 16, "lines").fingerprint() != first.fingerprint()
+    assert len(TextDocuments(path, 20, "lines")) != len(first), "pieces of another length"
+    assert len(list(states.glob("*.index"))) == 3
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "header", "empty"])
+def test_a_damaged_index_is_made_again(tmp_path: Path, states: Path, damage: str) -> None:
+    path = written(tmp_path)
+    before = TextDocuments(path, 16, "lines")
+    (kept,) = states.glob("*.index")
+    content = kept.read_bytes()
+    changed = content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
+    kept.write_bytes({"cut": content[:-8], "changed": changed, "header": b"[]\n" + content, "empty": b""}[damage])
+    rewritten(path)
+    after = TextDocuments(path, 16, "lines")
+    assert after.fingerprint() != before.fingerprint(), "it was read again"
+    rewritten(path)
+    assert TextDocuments(path, 16, "lines").fingerprint() == after.fingerprint(), "and kept"
+
+
+def test_an_index_that_was_not_used_for_a_month_goes_when_another_is_kept(tmp_path: Path, states: Path) -> None:
+    path = written(tmp_path)
+    TextDocuments(path, 16, "lines")
+    (kept,) = states.glob("*.index")
+    month_ago_s = time.time() - EXPIRY_S
+    os.utime(kept, (month_ago_s + 60, month_ago_s + 60))
+    TextDocuments(path, 17, "lines")
+    assert kept.exists()
+    os.utime(kept, (month_ago_s - 60, month_ago_s - 60))
+    TextDocuments(path, 18, "lines")
+    assert not kept.exists()
+
+
+def test_without_a_place_to_keep_it_the_text_is_read_each_time(tmp_path: Path, states: Path) -> None:
+    states.parent.write_text("no folder")
+    path = written(tmp_path)
+    first = TextDocuments(path, 16, "lines")
+    rewritten(path)
+    assert TextDocuments(path, 16, "lines").fingerprint() != first.fingerprint()
+
+
+def test_another_division_of_a_text_is_another_training(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    found = [training(path, documents=unit).identity for unit in ("windows", "files", "lines")]
+    assert len({each.levers["data_fingerprint"] for each in found}) == 3
+
+
+def losses_of_an_epoch(task: TrainTask, batches: list[Tensor], model: torch.nn.Module) -> tuple[float, int]:
+    """Return the loss per token of all batches, and how many tokens they have."""
+    with torch.no_grad():
+        count = sum(task.count(batch) for batch in batches)
+        return sum(float(task.loss(model, batch)) for batch in batches) / count, count
+
+
+@pytest.mark.parametrize("unit", ["lines", "files"])
+def test_an_epoch_has_the_same_loss_per_token_filled_up_bucketed_and_packed(tmp_path: Path, unit: str) -> None:
+    path = written(tmp_path, longest=54)  # none is cut
+    if unit == "files":
+        for number, line in enumerate(path.read_text().splitlines()):
+            (tmp_path / f"{number}.txt").write_text(line)
+        path.unlink()
+        path = tmp_path
+    plain, bucketed = (training(path, seq=64, documents=unit, bucketing=each) for each in (False, True))
+    assert len(plain.task.dataset) == LINES
+    batches, wide = [list[Tensor](), list[Tensor]()], []
+    for run, found in zip((plain, bucketed), batches, strict=True):
+        for _ in range(LINES // BATCH):
+            run._feed.take()
+            found.append(run._feed.batch)
+        wide.append(sum(each[:, 1:].numel() for each in found))
+    packed = find_task(chosen(path, seq=64, documents=unit, packing=True), 0)
+    rows = packed.dataset.__getitems__(range(len(packed.dataset)))  # type: ignore[attr-defined]
+    model = plain.model.eval()
+    alone, count = losses_of_an_epoch(plain.task, batches[0], model)
+    for task, of_lever in ((bucketed.task, batches[1]), (packed, [torch.stack(rows)])):
+        loss, tokens_of_lever = losses_of_an_epoch(task, of_lever, model)
+        assert tokens_of_lever == count
+        assert abs(loss / alone - 1) <= 1e-6
+    assert wide[1] < 0.75 * wide[0], "bucketing fills up less"
+    assert len(rows) < 0.6 * LINES, "several documents share a row"
+    unmasked = torch.stack(rows)
+    unmasked[:, 2] = torch.arange(64)
+    with torch.no_grad():
+        seeing_all = float(packed_loss(model, unmasked)) / packed_tokens(unmasked)
+    assert abs(seeing_all / alone - 1) > 1e-4, "a difference would show"
+
+
+@pytest.mark.parametrize("lever", ["none", "bucketing", "packing"])
+def test_a_training_on_lines_goes_on_in_the_middle_of_an_epoch_to_the_same_bits(tmp_path: Path, lever: str) -> None:
+    path = written(tmp_path)
+    keys = {} if lever == "none" else {lever: True}
+    whole, first = training(path, dropout=0.1, **keys), training(path, dropout=0.1, **keys)
+    whole.replay([[5, 0, 8 * 3]])
+    assert whole.finished
+    first.replay([[5, 0, 3 * 3]])
+    second = training(path, dropout=0.1, loader_workers=1, **keys)
+    second.load(pickle.loads(pickle.dumps(first.state())))  # noqa: S301 - our own
+    second.replay([[5, 0, 5 * 3]])
+    second.close()
+    assert second.weights_sha256() == whole.weights_sha256()
+    other_parts = training(path, dropout=0.1, **keys)
+    other_parts.replay([[BATCH, 0, 8]])
+    for one, other in zip(whole.course.losses, other_parts.course.losses, strict=True):
+        assert abs(one / other - 1) <= 1e-6
+
+
+def test_what_is_held_out_is_the_last_hundredth_and_of_little_text_nothing() -> None:
+    assert [len(held_out(samples)) for samples in (1, 319, 320, 3_200, 100_000)] == [0, 0, SAMPLES, SAMPLES, 1_000]
+    assert held_out(100_000) == range(99_000, 100_000)
+
+
+@pytest.mark.parametrize("unit", ["windows", "lines"])
+def test_samples_that_are_held_out_are_evaluated_and_never_trained_on(tmp_path: Path, unit: str) -> None:
+    path = written(tmp_path, lines=1_000)
+    content = path.read_bytes()
+    run = training(path, documents=unit, seq=64)
+    data = run.task.dataset
+    assert isinstance(data, TextData | TextDocuments)
+    trained = tokens(data)
+    held = [bytes(each.tolist()) for each in data.held_out]
+    assert len(held) == SAMPLES
+    if unit == "windows":
+        last = [content[at : at + 65] for at in range(64 * len(data), len(content) - 64, 64)]
+        assert len(last) == SAMPLES
+        assert held == last
+    else:
+        texts = [line for line in content.splitlines() if len(line) > 1]
+        pieces = [text[at : at + 65] for text in texts for at in range(0, len(text) - 1, 64)]
+        assert trained + held == pieces
+        packed = find_task(chosen(path, seq=64, packing=True), 0).dataset
+        assert isinstance(packed, PackedRows)
+        assert sorted(each for row in range(len(packed)) for each in packed.documents_of(row)) == list(range(len(data)))
+    figures = run.evaluate()
+    model = run.model.eval()
+    with torch.no_grad():
+        total = sum(float(next_token_loss(model, each[None])) for each in data.held_out)
+    assert figures == {"validation_loss": pytest.approx(total / sum(len(each) - 1 for each in held), rel=1e-6)}
+
+
+def test_little_text_is_trained_on_as_a_whole_and_not_evaluated(tmp_path: Path) -> None:
+    run = training(written(tmp_path, longest=30))
+    assert len(run.task.dataset) == LINES
+    assert run.task.evaluate is None
+    assert run.evaluate() == {}
