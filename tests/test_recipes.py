@@ -43,6 +43,9 @@ def test_a_recipe_that_does_not_fit_has_no_sum() -> None:
     refused = {"verdict": "does_not_fit", "sentence": "does not fit: the smallest step"}
     with pytest.raises(ValueError, match=refused["sentence"]):
         sums_of({"blocks": 6, "caps": [cap | refused]})
+    late = "it took longer than 300 s"
+    with pytest.raises(ValueError, match=late):
+        sums_of({"blocks": 6, "caps": [], "not_planned": late})
 
 
 def test_what_was_measured_replaces_what_the_card_is_rated_for(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from orchestrator.core.budget import NodeBudget
 from orchestrator.errors import UsageError, one_line
 from orchestrator.watch.cells import aligned
 from workers.settings import ASSUMED_CONTEXT_BYTES
-from workers.training.settings import PRESETS
+from workers.training.settings import PRESETS, TrainSettings
 from workers.units import GIB, MIB
 
 _Told: TypeAlias = Mapping[str, Any]
@@ -99,11 +99,11 @@ def _judged(cap: _Told, config: Config, blocks: int) -> dict[str, str]:
     usual, fullest = largest.get(min(fixed or 0, blocks)), largest.get(blocks)
     if usual is not None:
         whole = usual["accumulation"] == 1
-        said = f"{'fits whole' if whole else 'fits'} with {_split(usual)} of {cap_text}"
+        on_host = "states on the host and " if _is_shared(usual, train) else ""
+        said = f"{'fits whole' if whole else 'fits'} with {on_host}{_split(usual)} of {cap_text}"
         return {"verdict": "fits" if whole else "fits_in_parts", "sentence": said}
     if fullest is not None:
-        # Where memory decides on states as well, steps between those that are shown may fit.
-        is_shared = fullest["on_host_bytes"] and train.states_on_host == "auto"
+        is_shared = _is_shared(fullest, train)
         how = f"with checkpointing of all {blocks} blocks" + (" and states on the host" if is_shared else "")
         said = f"fits {'' if is_shared else 'only '}{how}, with {_split(fullest)} of {cap_text}"
         if fixed is None:
@@ -125,6 +125,11 @@ def _judged(cap: _Told, config: Config, blocks: int) -> dict[str, str]:
     checkpointed = f", with all {blocks} blocks checkpointed," if blocks else ""
     needs = f"the smallest step{checkpointed} needs {needs_bytes / MIB:.0f} MiB, the cap is about {cap_text}"
     return {"verdict": "does_not_fit", "sentence": f"does not fit: {needs}; {', or '.join(cures)}"}
+
+
+def _is_shared(step: _Told, train: TrainSettings) -> bool:
+    """Whether memory has decided on states as well: steps between those that are shown may fit, too."""
+    return step["on_host_bytes"] > 0 and train.states_on_host == "auto"
 
 
 def _split(step: _Told) -> str:

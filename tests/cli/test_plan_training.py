@@ -107,8 +107,11 @@ def test_a_person_reads_the_parts_the_verdict_and_what_to_change(small: tuple[Co
 
 
 def test_where_states_may_go_to_the_host_it_says_what_lies_there() -> None:
-    config = config_of({"pc1": 150}, preset="gpt-mini", states_on_host="auto")
-    training = planned(config)
+    whole_blocks = config_of({"pc1": 150}, preset="gpt-mini", states_on_host="auto")
+    (cap,) = planned(whole_blocks)["caps"]
+    assert cap["sentence"].startswith("fits with states on the host and micro-batch 1 x accumulation 16, ")
+    checkpointed = config_of({"pc1": 150}, preset="gpt-mini", states_on_host="auto", micro=4, exact=True)
+    training = planned(checkpointed)
     (cap,) = training["caps"]
     assert "fits with checkpointing of all 6 blocks and states on the host" in cap["sentence"]
     assert any(line.strip().startswith("on_host, MiB") for line in training_lines(training))

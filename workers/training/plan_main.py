@@ -60,7 +60,7 @@ def _steps(planner: MemoryPlanner, settings: TrainSettings, cap_bytes: int) -> l
     smallest = planner.plan(least, planner.most_level, most_share_pct)
     found = []
     if smallest.total_bytes <= cap_bytes:
-        points = dict.fromkeys([*usual, (planner.most_level, most_share_pct)])
+        points = dict.fromkeys([*usual, (0, most_share_pct), (planner.most_level, most_share_pct)])
         found = [planner.largest_micro(cap_bytes, *point) or planner.plan(least, *point) for point in points]
     return [_told(plan, settings.batch, cap_bytes) for plan in dict.fromkeys([*found, smallest])]
 
