@@ -133,14 +133,25 @@ def stop_node(node: str) -> Iterator[str]:
 
 
 def processes_of(node: str) -> set[psutil.Process]:
-    """Return what `up NODE` started on this PC, with the children, except this very process."""
+    """Return what `up NODE` started on this PC, with the children, except this very process.
+
+    A container is a PC of its own, and may have a node of the same name: its processes are seen from outside, and are
+    told apart by their namespace.
+    """
     family: set[psutil.Process] = set()
+    here = _namespace(os.getpid())
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # another user's, or gone
-            if process.environ().get(NODE_MARK) == node and process.pid != os.getpid():
+        with suppress(psutil.Error, OSError):  # another user's, or gone
+            is_marked = process.environ().get(NODE_MARK) == node and process.pid != os.getpid()
+            if is_marked and _namespace(process.pid) == here:
                 family.add(process)
                 family.update(process.children(recursive=True))
     return family
+
+
+def _namespace(pid: int) -> str:
+    """Return the namespace of process ids that a process lives in. Raises OSError."""
+    return str(Path(f"/proc/{pid}/ns/pid").readlink())
 
 
 def end(processes: Iterable[psutil.Process], grace_s: float) -> None:

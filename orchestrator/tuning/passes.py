@@ -72,7 +72,7 @@ def merged(several: Sequence[Candidate]) -> Candidate:
 
 
 def cumulative(several: Sequence[Candidate]) -> list[Candidate]:
-    """Return the first lever with the second, these with the third, and so on; one lever alone is measured already."""
+    """Return the first lever, the first with the second, these with the third, and so on."""
     return [merged(several[:count]) for count in range(1, len(several) + 1)]
 
 

@@ -63,7 +63,8 @@ class _Scene:
         if rate is not None:
             pair.slow_down(rate)
         arguments = ("--duration", "10h", "--json", "--run-dir", str(self._runs))
-        pair.start("pc1", "run", *arguments, *common, output=folder / "run.log")
+        self._printed = folder / "run.log"
+        self._run = pair.start("pc1", "run", *arguments, *common, output=self._printed)
         _await(lambda: self._works({}), "run on both PCs")
 
     def row(self, event: str, strike: Callable[[], None]) -> dict[str, Any]:
@@ -84,9 +85,13 @@ class _Scene:
         return row
 
     def said(self) -> str:
-        """Return the states of pc2's slots, and what the program that keeps its node said last."""
+        """Return the states of pc2's slots, and what the run and the program that keeps its node said last."""
         states = ", ".join(f"{slot.slot} {slot.state} ({slot.reason})" for slot in self._slots())
-        return f"{states}; {'; '.join(self._said.read_text().splitlines()[-4:])}"
+        code = self._run.poll()
+        run = "runs" if code is None else f"ended with {code}"
+        nodes = [line for path in self._runs.glob("*/events.jsonl") for line in _lines(path) if '"node_' in line]
+        lines = [*_lines(self._said)[-4:], f"the run {run}", *_lines(self._printed)[-3:], *nodes[-4:]]
+        return f"{states}; {'; '.join(lines)}"
 
     def cut(self, cut_s: float) -> None:
         self._pair.cable(plugged=False)
@@ -113,6 +118,10 @@ class _Scene:
             stored = read_run(next(self._runs.glob("*/head.json")).parent)
             return [slot for slot in stored.slots if slot.node == "pc2"]
         return []
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines()
 
 
 def _await(ask: Callable[[], bool], what: str) -> None:

@@ -229,6 +229,18 @@ def test_the_children_of_a_marked_process_end_with_it_even_without_the_mark(star
         assert child.status() == psutil.STATUS_ZOMBIE
 
 
+def test_a_node_of_the_same_name_in_a_container_is_left_alone(start: Starter) -> None:
+    container = ["unshare", "--pid", "--fork", "--kill-child"]
+    trial = subprocess.run([*container, "true"], capture_output=True, text=True, check=False)
+    if trial.returncode != 0:
+        pytest.skip(f"a namespace of processes cannot be made here: {trial.stderr.strip()}")
+    holder = start([*container, "env", f"{NODE_MARK}={NODE}", "sh", "-c", "echo ready; sleep 60; :"])
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "ready\n"
+    assert list(stop_node(NODE)) == [f"no process of node {NODE} runs here"]
+    assert holder.poll() is None
+
+
 @pytest.mark.parametrize(("trap", "grace_s", "status"), [("", 0.5, -signal.SIGKILL), ("sleep 0.5; exit 7", 10.0, 7)])
 def test_a_marked_process_that_will_not_end_is_killed_after_its_time(
     start: Starter, monkeypatch: pytest.MonkeyPatch, trap: str, grace_s: float, status: int

@@ -19,6 +19,9 @@ from tests.scene import PATIENCE_S, ROOT, orchestrator
 #: Stands in for systemctl, because nothing may really be enabled here: notes what it is asked, and is content.
 CONTENT = '#!/bin/sh\necho "$@" >> "$0.asked"\n'
 
+#: A node is found by its name when it is kept or ended, and other tests have a pc2.
+NODE = f"service-{os.getpid()}"
+
 HEAD = ("--head-address", "10.0.0.1")
 
 
@@ -36,17 +39,25 @@ def service(home: Path, systemctl: str, *arguments: str) -> subprocess.Completed
     tool.write_text(systemctl)
     tool.chmod(0o700)
     path = f"{tool.parent}:/usr/bin:/bin"
-    return orchestrator("up", "pc2", "--service", *arguments, HOME=str(home), PATH=path, XDG_CONFIG_HOME="")
+    config = ("--config", str(config_of(home)))
+    return orchestrator("up", NODE, "--service", *config, *arguments, HOME=str(home), PATH=path, XDG_CONFIG_HOME="")
+
+
+def config_of(home: Path) -> Path:
+    """Return the reference pair's file, in which pc2 has the name of these tests."""
+    path = home / "cluster.yaml"
+    path.write_text((ROOT / "cluster.yaml").read_text().replace("pc2", NODE))
+    return path
 
 
 def test_the_unit_is_written_enabled_started_and_explained(home: Path) -> None:
-    done = service(home, CONTENT, *HEAD, "--set", "nodes.pc2.workers=1")
+    done = service(home, CONTENT, *HEAD, "--set", f"nodes.{NODE}.workers=1")
     assert done.returncode == 0, done.stderr
-    unit = home / ".config" / "systemd" / "user" / "orchestrator-pc2.service"
+    unit = home / ".config" / "systemd" / "user" / f"orchestrator-{NODE}.service"
     (line,) = [line for line in unit.read_text().splitlines() if line.startswith("ExecStart=")]
     assert shlex.split(line.removeprefix("ExecStart=")) == [
-        *(sys.executable, "-m", "orchestrator", "up", "pc2", "--exec", "--stay"),
-        *("--config", str(ROOT / "cluster.yaml"), "--set", "nodes.pc2.workers=1", *HEAD),
+        *(sys.executable, "-m", "orchestrator", "up", NODE, "--exec", "--stay"),
+        *("--config", str(home / "cluster.yaml"), "--set", f"nodes.{NODE}.workers=1", *HEAD),
     ]
     asked = (home / "bin" / "systemctl.asked").read_text().splitlines()
     assert [words.split()[1] for words in asked] == ["show-environment", "stop", "daemon-reload", "enable", "start"]
@@ -62,19 +73,19 @@ def test_without_a_systemd_of_the_user_nothing_is_written_and_the_command_to_typ
     assert "no systemd on this PC (Failed to connect to bus)" in done.stderr
     command = done.stderr.splitlines()[-1]
     assert command.startswith("nohup ")
-    assert command.endswith(f"up pc2 --exec --stay --config {ROOT / 'cluster.yaml'} {' '.join(HEAD)} > pc2.log &")
+    assert command.endswith(f"up {NODE} --exec --stay --config {home / 'cluster.yaml'} {' '.join(HEAD)} > {NODE}.log &")
     assert not (home / ".config").exists()
 
 
 def test_what_a_service_would_end_at_once_for_is_said_before_anything_is_written(home: Path) -> None:
-    keeper = subprocess.Popen(["sh", "-c", "sleep 600; :", "up", "--stay"], env={**os.environ, NODE_MARK: "pc2"})
+    keeper = subprocess.Popen(["sh", "-c", "sleep 600; :", "up", "--stay"], env={**os.environ, NODE_MARK: NODE})
     try:
         done = service(home, CONTENT, *HEAD)
     finally:
-        list(stop_node("pc2"))
+        list(stop_node(NODE))
         keeper.wait(PATIENCE_S)
     assert done.returncode == 2
-    assert f"process {keeper.pid} keeps pc2 already" in done.stderr
+    assert f"process {keeper.pid} keeps {NODE} already" in done.stderr
     assert not (home / ".config").exists()
 
 

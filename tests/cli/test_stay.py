@@ -26,7 +26,8 @@ from tests.scene import PATIENCE_S, ROOT, wait_for
 NODE = f"stay-{os.getpid()}"
 
 KEEP = """
-import sys
+import signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 from orchestrator.cli.stay import keep
 from orchestrator.core.node_commands import NODE_MARK, NodeCommand
 node, address, script = sys.argv[-3:]

@@ -266,7 +266,7 @@ class ByHand:
         return self._run(["bash", "-e", "-c", script])
 
     def stop_node(self, node: str) -> str:
-        # Without the folder it would also end the runs that somebody else has under way in this working tree.
+        # Without the folder it would also end other runs that are under way in this working tree.
         return self.orchestrator("stop", "--node", node, "--set", f"run.dir={self.environment['HOME']}")
 
     def ask_ray(self) -> dict[str, int]:
