@@ -92,10 +92,13 @@ def rows_of(candidates: Sequence[Candidate], found: Measurements, impossible: Ma
 
 
 def pareto_names(candidates: Sequence[Candidate], rows: Sequence[Row], opened: Mapping[str, Opened]) -> tuple[str, ...]:
-    """Return the names of the rows that nothing beats in speed, device bytes and host bytes."""
+    """Return the names of the rows that nothing beats in speed, device bytes and host bytes.
+
+    The baseline has no row, so its repetition stands for it.
+    """
     points = [
         Point(
-            name=each.name,
+            name=BASELINE if each.name == AGAIN else each.name,
             speed_ratio=row.speed_ratio,
             peak_bytes=row.peak_bytes,
             host_bytes=opened[each.name].host_bytes,
