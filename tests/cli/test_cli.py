@@ -9,10 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.cli.conftest import Command
-from tests.scene import PATIENCE_S, ROOT, only_object, orchestrator, python
+from tests.scene import PATIENCE_S, ROOT, only_object, orchestrator, python, wait_for
 
 pytestmark = pytest.mark.usefixtures("nowhere")
 
@@ -185,8 +186,9 @@ def test_an_interrupted_command_is_one_object_too(verb: str, tmp_path: Path) -> 
     command = [sys.executable, "-m", "orchestrator", verb, "-c", str(endless), "--json"]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process,
-        endless.open("w"),  # waits until the other side reads
+        endless.open("w"),  # waits until the other side has opened it
     ):
+        wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_SLEEPING, "command that reads")
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, only_object(stdout)["outcome"]) == (130, "interrupted")
