@@ -63,8 +63,7 @@ def add_to(app: typer.Typer) -> None:
             result = verb.tune(folder, progress, budget_s)
         finally:
             progress.close()
-        width = shutil.get_terminal_size(fallback=(0, 0)).columns or None  # without a terminal, all columns
-        print_text(json.dumps(result.plain(), indent=2) if json_output else verb.result_text(folder, result, width))
+        print_text(json.dumps(result.plain(), indent=2) if json_output else verb.result_text(folder, result, _width()))
 
     @app.command()
     def advise(
@@ -78,6 +77,10 @@ def add_to(app: typer.Typer) -> None:
         from orchestrator.advise import verb  # noqa: PLC0415 - only this verb needs it
 
         runs_dir = Path(config_of(config, overrides, {"run.dir": run_dir}).run.dir)
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         glyphs = glyphs_for(sys.stdout.encoding)
-        raise typer.Exit(verb.advise(runs_dir, run_id, print_text, glyphs, json=json_output, width=width))
+        raise typer.Exit(verb.advise(runs_dir, run_id, print_text, glyphs, json=json_output, width=_width()))
+
+
+def _width() -> int | None:
+    """Return the columns of the terminal; `None` where the output goes elsewhere, and has room for all."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
