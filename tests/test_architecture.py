@@ -176,10 +176,10 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     graphlib.TopologicalSorter(imports).prepare()  # raises CycleError, which names the circle
 
 
-def test_no_file_of_the_product_is_beyond_400_lines() -> None:
+def test_no_file_of_the_product_is_beyond_700_lines() -> None:
     files = [path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix in {".py", ".c", ".h"}]
     lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
-    assert {path: length for path, length in lengths.items() if length > 400} == {}
+    assert {path: length for path, length in lengths.items() if length > 700} == {}
 
 
 @pytest.mark.parametrize(("package", "limit"), [("orchestrator", 4), ("workers", 8)])
