@@ -315,6 +315,20 @@ class SnapshotPiece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """What a process and its children did between two looks at it."""
+
+    interval_s: float
+    wanted_s: float
+    """Seconds in which its busiest thread ran, or was ready and waited for a CPU: on a full machine a thread that
+    computes gets little time and wants all of it."""
+    cpu_s: float
+    """Seconds in which that thread ran."""
+    on_card: bool = False
+    """Whether a card computed for it, or, where the driver does not tell for whom, for any process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """The result of a slice, which is also the heartbeat. Its counts are of this slice alone."""
 
@@ -331,6 +345,8 @@ class Report:
     claim_bytes: int | None
     counts: StepCounts = NO_COUNTS
     wall_s: float = 0.0
+    longest_step_s: float = 0.0
+    """Of the good steps of this slice."""
     sensors: SensorReading | None = None
     """The last look at the sensors; `None` if there was none yet."""
     rss_bytes: int | None = None

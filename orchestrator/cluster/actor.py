@@ -38,6 +38,10 @@ class WorkerActor:
         self._engine: Engine | None = None
         self._poisoned = False
 
+    def process_id(self) -> int:
+        """Return the id of this process. Asked before its first slice, it tells that the process has come up."""
+        return os.getpid()
+
     def run_slice(self, directive: Directive) -> Report:
         """Run one slice and report.
 

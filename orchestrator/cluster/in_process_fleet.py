@@ -13,7 +13,7 @@ import gc
 import warnings
 from bdb import BdbQuit
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from orchestrator.cluster.actor import load_engine
 from orchestrator.core.fleet import (
@@ -28,7 +28,7 @@ from orchestrator.core.fleet import (
 )
 from orchestrator.errors import UsageError
 from workers.host.gpu_facts import visible_cards
-from workers.messages import Directive, Report
+from workers.messages import Activity, Directive, Report
 from workers.settings import WorkerSpec
 
 #: The last line of the traceback of a step that was left by the debugger's `quit`.
@@ -101,6 +101,11 @@ class InProcessFleet:
         """No process ended."""
         del slot
         return None
+
+    def watch(self, silent: Collection[str]) -> Mapping[str, Activity | None]:
+        """No process but this one."""
+        del silent
+        return {}
 
     def end_node(self, node: str) -> None:
         raise UsageError(f"{node} is this process; only a rehearsal can end its nodes")

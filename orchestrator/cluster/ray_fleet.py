@@ -5,9 +5,12 @@ Needs a connection (`connect.py`, `local_cluster.py`) and decides nothing: every
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import time
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +27,7 @@ from ray.exceptions import (
 
 from orchestrator.cluster.actor import WorkerActor
 from orchestrator.cluster.liveness import Pulse
+from orchestrator.cluster.process_watch import ProcessWatch
 from orchestrator.cluster.raylets import Raylets
 from orchestrator.core.fleet import (
     DeathCause,
@@ -34,9 +38,9 @@ from orchestrator.core.fleet import (
     SliceFailure,
     SliceReported,
 )
-from orchestrator.errors import PreflightError, UsageError
+from orchestrator.errors import NoClusterError, PreflightError, UsageError
 from workers.host.gpu_facts import visible_cards
-from workers.messages import Directive, Report
+from workers.messages import Activity, Directive, Report
 from workers.settings import WorkerSpec
 
 #: The label that names a node. Set by `ray start --labels=node=pc1`.
@@ -60,6 +64,13 @@ _OUT_OF_HOST_MEMORY = "NODE_OUT_OF_MEMORY"
 
 _CAUSE_CHARS = 500
 
+#: A head with a store of its own (Redis) that is started again is back within this time; any other does not come back.
+_HEAD_MAY_BE_AWAY_S = 3.0
+_HEAD_GONE = (
+    "the Ray head at {address} has ended, and the cluster with it; what was reported until then is in the run folder; "
+    "start the cluster again (`python -m orchestrator up` shows how), then `python -m orchestrator run --resume`"
+)
+
 #: Without them Ray's commands do not use the token of this process.
 _AUTH_SETTINGS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH")
 
@@ -80,21 +91,43 @@ class RayFleet:
         self._raylets = raylets
         self._address = address
         self._pulse = Pulse()
+        self._head_pulse = Pulse()
+        self._head_silent_since_s: float | None = None
         self._last_nodes: tuple[NodeFact, ...] = ()
         self._actors: dict[str, Any] = {}
         self._flights: dict[Any, _Flight] = {}
         self._reservations: dict[str, Reservation] = {}
         self._pids: dict[str, int] = {}
         """Process of each slot, as of its last report."""
+        self._uses_card: dict[str, bool] = {}
+        self._up: dict[str, int] = {}
+        """Process of each slot that has come up for the present incarnation."""
+        self._coming_up: dict[str, tuple[int, Any]] = {}
+        """Of each slot its incarnation, and the question for the id of its process."""
+        self._watch = ProcessWatch(NODE_LABEL)
 
     def nodes(self) -> tuple[NodeFact, ...]:
-        """While Ray's own store does not answer, what it last said still stands."""
+        """While Ray's own store does not answer, what it last said still stands, for some seconds.
+
+        Raises:
+            NoClusterError: The cluster's head has ended. Ray would say so after 60 s, and end this process.
+        """
+        now_s = time.monotonic()
+        host, _, port = self._address.rpartition(":")
+        if not self._head_pulse.silent({"head": (host.strip("[]"), int(port))}, now_s):
+            self._head_silent_since_s = None
+        elif self._head_silent_since_s is None:
+            self._head_silent_since_s = now_s
+        elif now_s - self._head_silent_since_s > _HEAD_MAY_BE_AWAY_S:
+            raise NoClusterError(_HEAD_GONE.format(address=self._address))
+        if self._head_silent_since_s is not None:
+            return self._last_nodes  # asking would block until the head answers
         try:
             live = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]  # no types here
         except Exception:  # noqa: BLE001 - Ray raises many types when its store restarts
             return self._last_nodes
         doors = {node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in live}
-        silent = self._pulse.silent(doors, time.monotonic())
+        silent = self._pulse.silent(doors, now_s)
         self._last_nodes = tuple(
             NodeFact(
                 name=node.get("Labels", {}).get(NODE_LABEL),
@@ -127,6 +160,7 @@ class RayFleet:
         # Ray hands the arguments to each new process of the actor, restarts it without a limit and never repeats a
         # call: counting and waiting are the head's.
         self._reservations[reservation.slot] = reservation
+        self._uses_card[reservation.slot] = spec.device == "cuda"
         actor_class = ray.remote(WorkerActor)
         self._actors[reservation.slot] = actor_class.options(
             num_cpus=reservation.num_cpus,
@@ -137,6 +171,9 @@ class RayFleet:
         ).remote(spec)
 
     def submit(self, slot: str, directive: Directive) -> None:
+        if slot not in self._coming_up or self._coming_up[slot][0] != directive.incarnation:
+            self._up.pop(slot, None)
+            self._coming_up[slot] = directive.incarnation, self._actors[slot].process_id.remote()
         ref = self._actors[slot].run_slice.remote(directive)
         self._flights[ref] = _Flight(slot, directive)
 
@@ -178,9 +215,33 @@ class RayFleet:
             del self._pids[slot]  # told once: the next process to end is another one
         return cause
 
+    def watch(self, silent: Collection[str]) -> Mapping[str, Activity | None]:
+        asked: defaultdict[str, dict[int, str]] = defaultdict(dict)
+        for slot in silent:
+            pid = self._process_of(slot)
+            if pid is not None:
+                asked[self._reservations[slot].node][pid] = slot
+        return {
+            slots[pid]: activity
+            for node, slots in asked.items()
+            for pid, activity in self._watch.look(
+                node, {pid: self._uses_card[slot] for pid, slot in slots.items()}
+            ).items()
+        }
+
+    def _process_of(self, slot: str) -> int | None:
+        """Return the id of the slot's process; `None` while it has not come up."""
+        if slot not in self._up and slot in self._coming_up:
+            _, ref = self._coming_up[slot]
+            if ray.wait([ref], timeout=0)[0]:
+                with contextlib.suppress(RayError):  # it has ended; its slices fail too
+                    self._up[slot] = ray.get(ref)
+        return self._up.get(slot)
+
     def close(self) -> None:
         """Release what does not belong to Ray."""
         self._pulse.close()
+        self._head_pulse.close()
 
     def end_node(self, node: str) -> None:
         self._own_raylets(node).end(node)
@@ -200,6 +261,7 @@ class RayFleet:
             return SliceFailed.of(flight.slot, flight.directive, _failure(error), in_a_line(error))
         if report.device is not None and not flight.given_up:
             self._pids[flight.slot] = report.device.pid
+            self._watch.begin(self._reservations[flight.slot].node)
         return SliceReported(report=report)
 
 

@@ -10,10 +10,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from orchestrator.core.placement import SlotPlan
+from orchestrator.core.restart_policy import without_progress
 from orchestrator.core.slot import Phase, Rules, Slot
 
-#: Deaths within the window that make a worker count as one that keeps dying. Two may be a coincidence of all workers
-#: being killed at once and once more; the slot's own limit is higher.
+#: Deaths within the window, without progress between them, that make a worker count as one that keeps dying. Two may be
+#: a coincidence of all workers being killed at once and once more; the slot's own limit is higher.
 _DEATHS = 3
 
 #: With one worker on a card, a faulty card cannot be distinguished from a faulty worker.
@@ -56,5 +57,5 @@ def _is_down(slot: Slot, now_s: float, rules: Rules) -> bool:
     if slot.phase is Phase.QUARANTINED:
         return True
     working = slot.phase is Phase.PAUSING or (slot.phase is Phase.WORKING and not slot.ready)
-    deaths = [at for at in slot.deaths_at_s if at > now_s - rules.death_window_s]
+    deaths = [at for at in without_progress(slot) if at > now_s - rules.death_window_s]
     return working and len(deaths) >= _DEATHS

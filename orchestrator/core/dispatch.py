@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from orchestrator.core import step_accounting
 from orchestrator.core.leak_detector import NO_WATCH
+from orchestrator.core.silence import NOT_SEEN
 from orchestrator.core.slot import Command, Flight, Moment, Phase, Rules, Slot, Transition, changed
 from workers.messages import STARVED, Directive
 
@@ -26,6 +27,7 @@ def begin(slot: Slot, moment: Moment, *, new_process: bool) -> tuple[Slot, Direc
         wake_at_s=None,
         working_since_s=moment.now_s,
         heard_at_s=None,
+        silence=NOT_SEEN,
         leak=NO_WATCH,
         leak_told=False,
     )
@@ -64,10 +66,10 @@ def last(slot: Slot, moment: Moment) -> Transition:
     return slot, (command,)
 
 
-def overdue_s(slot: Slot, moment: Moment) -> float:
+def overdue_s(slot: Slot, now_s: float) -> float:
     """Return the seconds since the running slice should have ended; negative while it need not have."""
     should_end_s = _should_end_s(slot)
-    return 0.0 if should_end_s is None else moment.now_s - should_end_s
+    return 0.0 if should_end_s is None else now_s - should_end_s
 
 
 def due_at_s(slot: Slot, rules: Rules) -> float | None:
@@ -85,7 +87,7 @@ def due_at_s(slot: Slot, rules: Rules) -> float | None:
 
 
 def silence_s(slot: Slot, rules: Rules) -> float:
-    """Return how long (seconds) the running slice may be overdue before its process is taken for hung."""
+    """Return how long (seconds) the running slice may be overdue while its process does nothing."""
     return max(rules.slow_step_s, rules.hang_timeout_s if slot.ready else rules.start_timeout_s)
 
 

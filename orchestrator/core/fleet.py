@@ -5,12 +5,13 @@ Covers the messages and the protocol. Does not decide anything about slots.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, TypeAlias
 
 from workers.host.facts import MachineFacts
-from workers.messages import Directive, Report
+from workers.messages import Activity, Directive, Report
 from workers.settings import WorkerSpec
 
 
@@ -123,7 +124,7 @@ class Fleet(Protocol):
     """The actors of a run, and the nodes they live on."""
 
     def nodes(self) -> tuple[NodeFact, ...]:
-        """The live nodes."""
+        """The live nodes; `NoClusterError` once the cluster has ended under the run."""
 
     def address(self) -> str:
         """`host:port` of the cluster's head."""
@@ -151,6 +152,13 @@ class Fleet(Protocol):
 
     def why_ended(self, slot: str) -> DeathCause | None:
         """Return why the slot's last process ended; `None` if the cluster does not know it (yet)."""
+
+    def watch(self, silent: Collection[str]) -> Mapping[str, Activity | None]:
+        """Ask what the processes of these slots do, and return what is known by now; never waits.
+
+        `None`: its node was asked and has not answered yet. A slot whose process has not come up, or cannot be seen, is
+        left out.
+        """
 
     def end_node(self, node: str) -> None:
         """End a raylet with everything on it, as a power cut would; `UsageError` if it is none of this run's own."""

@@ -38,7 +38,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from orchestrator.core import dispatch, holding, restart_policy, slice_results, step_accounting
+from orchestrator.core import dispatch, holding, restart_policy, silence, slice_results, step_accounting
 from orchestrator.core.fleet import SliceFailed, SliceReported
 from orchestrator.core.slot import (
     Capped,
@@ -56,6 +56,7 @@ from orchestrator.core.slot import (
     NodeRefused,
     Note,
     Phase,
+    ProcessSeen,
     Reinstated,
     Restart,
     Rules,
@@ -143,15 +144,24 @@ def _time_passed_while_pausing(slot: Slot, _: Tick, moment: Moment) -> Transitio
 
 
 def _time_passed_while_working(slot: Slot, _: Tick, moment: Moment) -> Transition:
-    overdue_s = dispatch.overdue_s(slot, moment)
-    rules = moment.rules
-    if overdue_s > dispatch.silence_s(slot, rules):
-        what = "no report" if slot.ready else "its process did not come up"
-        why = f"{what} for {overdue_s:.0f} s; its process was ended"
+    overdue_s = dispatch.overdue_s(slot, moment.now_s)
+    why = silence.why_hung(
+        slot.silence,
+        is_ready=slot.ready,
+        overdue_s=overdue_s,
+        patience_s=dispatch.silence_s(slot, moment.rules),
+        longest_step_s=slot.longest_step_s,
+        now_s=moment.now_s,
+    )
+    if why is not None:
         return restart_policy.died(slot, why, moment, before=(Restart(),))
-    if slot.ready and overdue_s > rules.stale_after_s:
-        return _stale(slot, overdue_s), ()
+    if slot.ready and overdue_s > moment.rules.stale_after_s:
+        return _stale(slot, overdue_s, moment), ()
     return slot, ()
+
+
+def _process_seen(slot: Slot, event: ProcessSeen, moment: Moment) -> Transition:
+    return replace(slot, silence=silence.seen(slot.silence, event.activity, moment.now_s)), ()
 
 
 def _drain(slot: Slot, _: Drain, moment: Moment) -> Transition:
@@ -167,9 +177,10 @@ def _drain(slot: Slot, _: Drain, moment: Moment) -> Transition:
 
 
 def _close(slot: Slot, _: Close, moment: Moment) -> Transition:
-    overdue_s = dispatch.overdue_s(slot, moment)
+    overdue_s = dispatch.overdue_s(slot, moment.now_s)
     if slot.ready and overdue_s > moment.rules.stale_after_s:
-        slot = replace(_stale(slot, overdue_s), ended_stale=True)
+        slot = _stale(slot, overdue_s, moment)
+        slot = replace(slot, ended_stale=not silence.is_active(slot.silence, moment.now_s, moment.rules.stale_after_s))
     return _stopped(slot)
 
 
@@ -185,7 +196,11 @@ def _close_when_done(slot: Slot, _: Close, __: Moment) -> Transition:
     return _not_awaited(slot)
 
 
-def _stale(slot: Slot, overdue_s: float) -> Slot:
+def _stale(slot: Slot, overdue_s: float, moment: Moment) -> Slot:
+    if silence.is_active(slot.silence, moment.now_s, moment.rules.stale_after_s):
+        return replace(
+            slot, reason=f"a long step: it has computed for {slot.silence.computed_s:.0f} s since its last report"
+        )
     return replace(slot, reason=f"STALE: its slice is {overdue_s:.0f} s overdue")
 
 
@@ -199,6 +214,7 @@ Handler: TypeAlias = Callable[[Slot, Any, Moment], Transition]
 _NOT_A_TIME = "the slot waits for its node, not for a time"
 _AWAY = "the slot's reason is that its node is away"
 _ONE_SAID_IT = "slices of one process fail together, and the first failure gave up the others"
+_NOT_AWAITED = "the answer came too late: nothing is awaited any more"
 _RULE_5 = "rule 5"
 _FINAL = "the slot has ended; the supervisor still tells every slot"
 _RULE_7 = "rule 7"
@@ -219,6 +235,7 @@ _TABLE: Mapping[type[Event], tuple[Handler | str | None, ...]] = {
     ),
     SliceFailed: (_ONE_SAID_IT, slice_results.failed, *(_ONE_SAID_IT,) * 4, slice_results.failed_when_done),
     DeathExplained: (_AWAY, _death_explained, _death_explained, _RULE_8, _death_explained, _FINAL, _RULE_7),
+    ProcessSeen: (_NOT_AWAITED, _process_seen, *(_NOT_AWAITED,) * 5),
     Held: (holding.held_without_node, holding.held_at_work, *(holding.held_at_once,) * 2, None, None, None),
     Unheld: (holding.unheld_without_node, holding.unheld_at_work, None, holding.unheld, None, None, None),
     Reinstated: (None, None, None, None, holding.reinstated, None, None),

@@ -37,16 +37,23 @@ _HELD_WITHOUT: Final = "it gets no work, and its process has ended, until `resum
 
 
 def died(slot: Slot, why: str, moment: Moment, *, before: tuple[Command, ...] = ()) -> Transition:
-    """Start another process after a pause that grows with each death, or give up.
+    """Start another process after a pause that grows with each death; give up after deaths without progress between.
 
     `before` are the commands that end the process, if it still lives.
     """
     now_s, rules = moment.now_s, moment.rules
     deaths = (*(recent(slot.deaths_at_s, moment) if slot.ready else slot.deaths_at_s), now_s)
-    slot = replace(_restarted(slot), deaths_at_s=deaths, silent_since_s=None, ending=bool(before))
-    if len(deaths) >= rules.max_deaths:
-        span_s = max(rules.death_window_s, now_s - deaths[0])
-        return quarantine(slot, f"{len(deaths)} deaths in {span_s:.0f} s; the last: {why}")
+    slot = replace(
+        _restarted(slot),
+        deaths_at_s=deaths,
+        most_steps=max(slot.most_steps, slot.process_steps if slot.ready else 0),
+        silent_since_s=None,
+        ending=bool(before),
+    )
+    in_vain = without_progress(slot)
+    if len(in_vain) >= rules.max_deaths:
+        span_s = max(rules.death_window_s, now_s - in_vain[0])
+        return quarantine(slot, f"{len(in_vain)} deaths in {span_s:.0f} s without progress; the last: {why}")
     pausing = _pausing(slot, HeadState.RESTARTING, why, now_s + _pause_s(slot, moment))
     return without_process(pausing, moment, (Forget(), *before))
 
@@ -153,6 +160,12 @@ def _pausing(slot: Slot, state: SlotState, why: str, wake_at_s: float) -> Slot:
 def recent(deaths_at_s: tuple[float, ...], moment: Moment) -> tuple[float, ...]:
     """Return the deaths of the window that ends now."""
     return deaths_at_s and tuple(at for at in deaths_at_s if at > moment.now_s - moment.rules.death_window_s)
+
+
+def without_progress(slot: Slot) -> tuple[float, ...]:
+    """Return the slot's recent deaths (monotonic seconds) after which it has not got any further."""
+    since_s = slot.progressed_at_s
+    return slot.deaths_at_s if since_s is None else tuple(at for at in slot.deaths_at_s if at > since_s)
 
 
 def explained(slot: Slot, cause: DeathCause) -> Slot:

@@ -12,6 +12,7 @@ from typing import Final
 from orchestrator.core import dispatch, restart_policy, step_accounting
 from orchestrator.core.fleet import SliceFailed, SliceFailure, SliceReported
 from orchestrator.core.leak_detector import observed
+from orchestrator.core.silence import NOT_SEEN
 from orchestrator.core.slot import (
     Accept,
     Command,
@@ -92,6 +93,7 @@ def failed_when_done(slot: Slot, event: SliceFailed, _: Moment) -> Transition:
 
 
 def _counted(slot: Slot, flight: Flight, report: Report, moment: Moment) -> Slot:
+    process_steps = report.counts.steps_ok + (slot.process_steps if slot.ready else 0)
     return changed(
         slot,
         in_flight=step_accounting.others(slot, flight),
@@ -99,6 +101,10 @@ def _counted(slot: Slot, flight: Flight, report: Report, moment: Moment) -> Slot
         ending=False,
         heard_at_s=moment.now_s,
         silent_since_s=None,
+        silence=NOT_SEEN,
+        longest_step_s=max(slot.longest_step_s or 0.0, report.longest_step_s) or None,
+        progressed_at_s=moment.now_s if _progressed(slot, report, process_steps) else slot.progressed_at_s,
+        process_steps=process_steps,
         deaths_at_s=restart_policy.recent(slot.deaths_at_s, moment),
         state=report.state,
         reason=report.reason,
@@ -114,6 +120,16 @@ def _counted(slot: Slot, flight: Flight, report: Report, moment: Moment) -> Slot
         errors_in_a_row=slot.errors_in_a_row + 1 if report.error is not None else 0,
         leak=observed(slot.leak, report),
     )
+
+
+def _progressed(slot: Slot, report: Report, process_steps: int) -> bool:
+    """Say whether the process got further than those before it: a newer checkpoint, or more good steps in a row.
+
+    What crashes in its tenth step, again and again, gets no further.
+    """
+    if report.progress is not None and report.progress.train_step is not None:
+        return (report.progress.saved_step or 0) > (slot.training.told.saved_step or 0)
+    return process_steps > slot.most_steps
 
 
 def _accepted(slot: Slot, flight: Flight, report: Report, moment: Moment) -> Transition:

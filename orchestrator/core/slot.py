@@ -11,8 +11,9 @@ from typing import Any, TypeAlias
 
 from orchestrator.core.fleet import DeathCause, SliceFailed, SliceReported
 from orchestrator.core.leak_detector import NO_WATCH, LeakWatch
+from orchestrator.core.silence import NOT_SEEN, Silence
 from orchestrator.core.training import NO_TRAINING, Training
-from workers.messages import NO_COUNTS, DeviceInfo, Directive, Report, ResumeState, StepCounts, WorkerState
+from workers.messages import NO_COUNTS, Activity, DeviceInfo, Directive, Report, ResumeState, StepCounts, WorkerState
 from workers.settings import Scalar
 
 
@@ -146,6 +147,16 @@ class Slot:
     heard_at_s: float | None = None
     silent_since_s: float | None = None
     """When a process that cannot be reached was first asked to work, until one reports or dies."""
+    silence: Silence = NOT_SEEN
+    """What was seen of its process since its last report, once that is late."""
+    longest_step_s: float | None = None
+    """Of all steps that were reported, over all incarnations; `None` before the first."""
+    process_steps: int = 0
+    """Good steps that its present process has reported."""
+    most_steps: int = 0
+    """Good steps of that of its dead processes that reported most."""
+    progressed_at_s: float | None = None
+    """When it last got further than any process of it before (`slice_results.py`)."""
     deaths_at_s: tuple[float, ...] = ()
     """Those of the last `death_window_s`, and all since the last report: a slot that never answers is given up."""
     errors_in_a_row: int = 0
@@ -230,6 +241,14 @@ class DeathExplained:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSeen:
+    """The node was asked what the slot's silent process does, and may have answered."""
+
+    activity: Activity | None
+    """`None`: it has not answered yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
     """The user has the slot wait, from the end of the slices under way."""
 
@@ -278,6 +297,7 @@ Event: TypeAlias = (
     | SliceReported
     | SliceFailed
     | DeathExplained
+    | ProcessSeen
     | Held
     | Unheld
     | Reinstated

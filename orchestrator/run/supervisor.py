@@ -45,8 +45,11 @@ _TURN_MOST_S = 0.1
 #: An overdue slice is checked again after so long: its reason shows the seconds.
 _LOOK_AGAIN_S = 0.2
 
+#: A process whose slice is so much overdue is watched from outside.
+_SILENT_S = 1.0
+
 #: What is done so often at most. A killed head loses what was learned since the last save.
-_EVERY_S = {"look at nodes": 1.0, "show": 0.25, "save": 60.0}
+_EVERY_S = {"look at nodes": 1.0, "watch": 1.0, "show": 0.25, "save": 60.0}
 
 #: If the clock jumps by so much, this process was suspended; for so long afterwards no timer counts.
 _SUSPENDED_S = 3.0
@@ -128,7 +131,12 @@ class Supervisor:
         self._counting_since_s: float | None = None
         self._ends_at_s: float | None = None
         self._ended_s: float | None = None
-        self._done_at_s = {"look at nodes": float("-inf"), "show": float("-inf"), "save": self._began_s}
+        self._done_at_s = {
+            "look at nodes": float("-inf"),
+            "watch": self._began_s,
+            "show": float("-inf"),
+            "save": self._began_s,
+        }
 
     def run(self) -> Snapshot:
         """Run to the planned end, or until interrupted, and return the last picture.
@@ -194,6 +202,7 @@ class Supervisor:
                     self._feed(name, event)
             self._ask_why(now_s)
         self._hear()
+        self._watch()
         self._tick()
         self._obey()
         self._quarantine_cards(now_s)
@@ -220,6 +229,18 @@ class Supervisor:
         self._turn_at_s = self.clock.monotonic_s()
         for ended in self.fleet.wait(_POLL_S):
             self._take(ended)
+
+    def _watch(self) -> None:
+        """Ask what the processes do that do not report: before they are taken for hung, their nodes are to be heard."""
+        now_s = self.clock.monotonic_s()
+        if self._is_time_to("watch", now_s):
+            silent = [
+                name
+                for name, slot in self._slots.items()
+                if slot.phase is Phase.WORKING and dispatch.overdue_s(slot, now_s) > _SILENT_S
+            ]
+            for name, activity in self.fleet.watch(silent).items():
+                self._feed(name, slots.ProcessSeen(activity=activity), now_s)
 
     def _tick(self) -> None:
         """Send a tick to slots whose timers are due, unless this process has just been suspended.

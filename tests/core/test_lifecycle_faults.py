@@ -152,7 +152,9 @@ def test_a_slot_whose_process_never_comes_up_is_given_up_though_its_deaths_are_f
         scene.feed(Tick(), later_s=5)
     assert scene.slot.phase is Phase.QUARANTINED
     # The deaths are at 121, 121 + 126, 121 + 2 x 126 and 121 + 3 x 126 seconds.
-    assert scene.slot.reason.startswith("4 deaths in 378 s; the last: its process did not come up for 121 s")
+    assert scene.slot.reason.startswith(
+        "4 deaths in 378 s without progress; the last: its process did not come up for 121 s"
+    )
 
 
 def test_an_overdue_slice_is_stale_until_its_report_comes() -> None:

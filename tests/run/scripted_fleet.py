@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from orchestrator.core.fleet import (
 )
 from orchestrator.run.clock import Clock
 from tests.core.scene import CPU, MEMORY, report_of
-from workers.messages import Directive, FaultKind, Progress, Verdict, WorkerState
+from workers.messages import Activity, Directive, FaultKind, Progress, Verdict, WorkerState
 from workers.settings import WorkerSpec
 
 #: Steps of every worker in a second.
@@ -107,6 +107,8 @@ class ScriptedFleet:
         """Good steps of each slot in reports that came out of `wait`."""
         self.cause: DeathCause | None = None
         """What `why_ended` answers."""
+        self.activity: dict[str, Activity | None] = {}
+        """What `watch` answers for a slot whose process does not report."""
         self.says: dict[str, Mapping[str, Any]] = {}
         """Slot -> what every report of it says, beside the usual."""
         self.finished_after: dict[str, int] = {}
@@ -278,6 +280,9 @@ class ScriptedFleet:
     def why_ended(self, slot: str) -> DeathCause | None:
         del slot
         return self.cause
+
+    def watch(self, silent: Collection[str]) -> Mapping[str, Activity | None]:
+        return {slot: self.activity[slot] for slot in silent if slot in self.activity}
 
     def end_node(self, node: str) -> None:
         self._now_s = self.clock.now_s

@@ -71,7 +71,7 @@ def test_a_worker_that_keeps_dying_is_given_up_and_the_others_go_on(new_run: Run
     run.fleet.dies_at_once.add("pc1/1")
     rows = run.finish()
     assert (rows["pc1/1"].state, rows["pc1/1"].restarts) == (HeadState.QUARANTINED, 3)
-    assert rows["pc1/1"].reason.startswith("3 deaths in 300 s; the last: its process ended")
+    assert rows["pc1/1"].reason.startswith("3 deaths in 300 s without progress; the last: its process ended")
     assert run.fleet.abandoned == ["pc1/1"]
     assert rows["pc1/0"].counts.steps_ok == pytest.approx(rows["pc2/0"].counts.steps_ok, rel=0.1)
     assert run.events("card_quarantined") == []

@@ -108,6 +108,7 @@ class Engine:
             claim_bytes=None,
             counts=stats.counts,
             wall_s=stats.elapsed_s,
+            longest_step_s=stats.longest_step_s,
             rss_bytes=psutil.Process().memory_info().rss,
             error=stats.error,
             events=tuple(stats.events),
@@ -211,6 +212,7 @@ def _step(session: Session, stats: SliceStats, run: Run) -> StepOk | StepOom | N
     session.step_succeeded()
     session.workload.save()
     stats.count(StepCounts(steps_ok=1, work_flop=done.flop, busy_s=seconds))
+    stats.longest_step_s = max(stats.longest_step_s, seconds)
     peak_bytes = session.device.step_peak_bytes()
     session.workload.measured(peak_bytes, seconds)
     return StepOk(

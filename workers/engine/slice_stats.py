@@ -20,6 +20,8 @@ class SliceStats:
     size: int | None = None
     batch: int | None = None
     counts: StepCounts = NO_COUNTS
+    longest_step_s: float = 0.0
+    """Of its good steps."""
     error: str | None = None
     events: list[WorkerEvent] = field(default_factory=list)
     started_s: float = field(default_factory=time.monotonic)
