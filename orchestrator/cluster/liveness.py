@@ -69,6 +69,11 @@ class Pulse:
         door = self._doors.get(node)
         return door is not None and door.answered_at_s is not None and door.refusals >= _REFUSALS
 
+    def answered(self, node: str, now_s: float) -> bool:
+        """Say whether the node answered when it was last looked at; one that never did may be behind a firewall."""
+        door = self._doors[node]
+        return door.answered_at_s is None or (door.refusals == 0 and now_s - door.answered_at_s <= _ATTEMPT_S)
+
     def close(self) -> None:
         """Give up the attempts under way."""
         for door in self._doors.values():

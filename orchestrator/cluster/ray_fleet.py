@@ -64,6 +64,9 @@ _OUT_OF_HOST_MEMORY = "NODE_OUT_OF_MEMORY"
 
 _CAUSE_CHARS = 500
 
+#: What the head is called in its own `Pulse`.
+_HEAD = "head"
+
 #: A head with a store of its own (Redis) that is started again is back within this time; any other does not come back.
 _HEAD_MAY_BE_AWAY_S = 3.0
 _HEAD_GONE = (
@@ -92,7 +95,7 @@ class RayFleet:
         self._address = address
         self._pulse = Pulse()
         self._head_pulse = Pulse()
-        self._head_silent_since_s: float | None = None
+        self._head_away_since_s: float | None = None
         self._last_nodes: tuple[NodeFact, ...] = ()
         self._actors: dict[str, Any] = {}
         self._flights: dict[Any, _Flight] = {}
@@ -114,14 +117,13 @@ class RayFleet:
         """
         now_s = time.monotonic()
         host, _, port = self._address.rpartition(":")
-        if not self._head_pulse.silent({"head": (host.strip("[]"), int(port))}, now_s):
-            self._head_silent_since_s = None
-        elif self._head_silent_since_s is None:
-            self._head_silent_since_s = now_s
-        elif now_s - self._head_silent_since_s > _HEAD_MAY_BE_AWAY_S:
-            raise NoClusterError(_HEAD_GONE.format(address=self._address))
-        if self._head_silent_since_s is not None:
-            return self._last_nodes  # asking would block until the head answers
+        self._head_pulse.silent({_HEAD: (host.strip("[]"), int(port))}, now_s)
+        if not self._head_pulse.answered(_HEAD, now_s):
+            self._head_away_since_s = now_s if self._head_away_since_s is None else self._head_away_since_s
+            if now_s - self._head_away_since_s > _HEAD_MAY_BE_AWAY_S:
+                raise NoClusterError(_HEAD_GONE.format(address=self._address))
+            return self._last_nodes  # Ray would not return before the head answers
+        self._head_away_since_s = None
         try:
             live = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]  # no types here
         except Exception:  # noqa: BLE001 - Ray raises many types when its store restarts

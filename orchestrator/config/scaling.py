@@ -18,6 +18,9 @@ from workers.units import GIB, MIB
 #: A quarter of the edge of every matrix: both reference PCs then fit into 2 GiB of one ordinary machine.
 REHEARSAL_SCALE = 1 / 16
 
+#: Number types of two bytes.
+_HALVES = frozenset({"fp16", "bf16"})
+
 #: Sizes stay multiples of this, which every tensor core's tile divides.
 SIZE_STEP = 64
 
@@ -63,6 +66,26 @@ def scale_config(config: Config, scale: float, memory_limit_bytes: int | None) -
         if number is not None and smaller is not None and smaller != number:
             lines.append(f"{key}: {_text(number, unit_bytes)} -> {_text(smaller, unit_bytes)}")
     return Scaled(config=scaled, scale=used, lines=tuple(lines))
+
+
+def in_fp32(config: Config) -> Config | None:
+    """Return `config` with products of 16-bit numbers made products of fp32 in as many bytes; `None` without any.
+
+    A matrix of fp32 takes twice the bytes, so each edge shrinks by the root of two.
+    """
+    data, floor, changed = config.model_dump(), config.memory.size_floor, False
+    for name, node in config.nodes.items():
+        if (node.dtype or config.workload.dtype) in _HALVES:
+            changed = True
+            small = data["nodes"][name]
+            small["dtype"] = None if node.dtype is None else "fp32"
+            if node.size is not None or config.workload.size is None:
+                small["size"] = scaled_size(node.size or DEFAULT_SIZE, 0.5, floor)
+    if config.workload.dtype in _HALVES:
+        data["workload"]["dtype"] = "fp32"
+        if config.workload.size is not None:
+            data["workload"]["size"] = scaled_size(config.workload.size, 0.5, floor)
+    return Config.model_validate(data) if changed else None
 
 
 def scaled_size(size: int, scale: float, at_least: int) -> int:

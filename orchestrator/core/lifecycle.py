@@ -198,8 +198,9 @@ def _close_when_done(slot: Slot, _: Close, __: Moment) -> Transition:
 
 def _stale(slot: Slot, overdue_s: float, moment: Moment) -> Slot:
     if silence.is_active(slot.silence, moment.now_s, moment.rules.stale_after_s):
+        computed_s = slot.silence.computed_s
         return replace(
-            slot, reason=f"a long step: it has computed for {slot.silence.computed_s:.0f} s since its last report"
+            slot, reason=f"a long step: {overdue_s:.0f} s overdue, and computing ({computed_s:.0f} s of CPU)"
         )
     return replace(slot, reason=f"STALE: its slice is {overdue_s:.0f} s overdue")
 

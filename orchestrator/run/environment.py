@@ -6,7 +6,10 @@ anything by itself; entering `Environment.fleet` does.
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +21,7 @@ from orchestrator.cluster.connect import connected
 from orchestrator.cluster.in_process_fleet import in_process
 from orchestrator.cluster.local_cluster import rehearsed
 from orchestrator.cluster.raylets import RayletPlan
+from orchestrator.config import scaling
 from orchestrator.config.load import config_from_data
 from orchestrator.config.scaling import REHEARSAL_SCALE, Scaled, scale_config
 from orchestrator.config.schema import Config
@@ -44,6 +48,12 @@ _LEAST_CARD_WORKER_GIB = 0.75
 #: Of a card's free memory, for a rehearsal of all nodes on it.
 _CARD_SHARE = 0.75
 
+#: A number type that the CPU computes at less than this share of fp32's rate is rehearsed in fp32.
+_USEFUL_RATE = 0.25
+
+#: To load torch takes a second or two, on a busy PC a minute; without an answer nothing is changed.
+_RATES_WITHIN_S = 60.0
+
 #: The most that a worker on the processor gets.
 _LOCAL_CPU_WORKER_GIB = 1.0
 
@@ -57,6 +67,32 @@ class Mode(StrEnum):
     DEBUG = "debug"
 
 
+class CpuRates:
+    """At what rate this machine's CPU computes each number type; another process measures it, which loads torch."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def measure(self) -> None:
+        """Begin to measure."""
+        command = [sys.executable, "-m", "workers.devices.cpu_rates"]
+        self._process = subprocess.Popen(  # noqa: S603 - this installation's own program
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+
+    def bf16_per_fp32(self) -> float | None:
+        """Return how much faster bf16 is than fp32; `None` where it could not be measured."""
+        if self._process is None:
+            return None
+        try:
+            rates = json.loads(self._process.communicate(timeout=_RATES_WITHIN_S)[0])
+            return float(rates["bf16"] / rates["fp32"])
+        except (ValueError, KeyError, ZeroDivisionError, subprocess.TimeoutExpired):
+            self._process.kill()
+            self._process.communicate()
+            return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
     """A run made ready."""
@@ -67,6 +103,8 @@ class Environment:
     lines: tuple[str, ...]
     settle: Callable[[Environment, Fleet], Environment] = lambda environment, _: environment
     """Called with the connected fleet: what the cluster turns out to be may change the environment."""
+    rates: CpuRates | None = None
+    """Of this machine's CPU, where the run depends on them."""
 
     @property
     def plans(self) -> tuple[SlotPlan, ...]:
@@ -82,6 +120,8 @@ class Environment:
         budgets = {name: node_budget(name, node, config) for name, node in config.nodes.items()}
         if self.mode is Mode.DEBUG:
             return in_process(head, cpus=budgets[head].cpus_total, gpus=budgets[head].gpus)
+        if self.rates is not None:
+            self.rates.measure()  # while Ray starts
         names = sorted(budgets, key=lambda name: name != head)
         return rehearsed(
             [RayletPlan(name=name, cpus=budgets[name].cpus_total, gpus=budgets[name].gpus) for name in names]
@@ -104,6 +144,19 @@ def again(mode: str, config: Config, target: Target) -> Environment:
     elif mode == Mode.DEBUG:
         lines = ()
     return Environment(mode=Mode(mode), config=config, target=target, lines=lines)
+
+
+def _in_useful_types(environment: Environment, _: Fleet) -> Environment:
+    """Rehearse products of 16-bit numbers in fp32 where this CPU computes them so slowly that a run shows nothing else.
+
+    On a card they are faster than fp32. The edges shrink, so that each matrix keeps its bytes.
+    """
+    ratio = None if environment.rates is None else environment.rates.bf16_per_fp32()
+    in_fp32 = scaling.in_fp32(environment.config)
+    if ratio is None or ratio >= _USEFUL_RATE or in_fp32 is None:
+        return environment
+    line = f"This CPU computes bf16 at {ratio:.2g} of the rate of fp32: rehearsed in fp32, sizes x 0.71, the same bytes"
+    return replace(environment, config=in_fp32, lines=(line,))
 
 
 def _settled(environment: Environment, fleet: Fleet) -> Environment:
@@ -162,11 +215,15 @@ def in_rehearsal(config: Config, scale: float | None) -> Environment:
         where, asked = f"on this machine's {_BY_KERNEL}", REHEARSAL_SCALE if scale is None else scale
         target = Target(device="cpu", one_machine=True)
     scaled = scale_config(config, asked, limit_bytes)
+    # A training has its own types, and what they cost is for it to say.
+    measures = target.device == "cpu" and config.workload.name != "train" and scaling.in_fp32(scaled.config) is not None
     return Environment(
         mode=Mode.REHEARSE,
         config=scaled.config,
         target=target,
         lines=(*_scale_lines(f"Rehearsal {where}", scaled), _STARTING),
+        settle=_in_useful_types,
+        rates=CpuRates() if measures else None,
     )
 
 

@@ -139,7 +139,8 @@ def _in_folder(
             return _in_environment(environment, record, interrupts)
         except BaseException as error:
             record.failed(error)
-            if isinstance(error, NoClusterError) and environment.mode is Mode.CLUSTER:
+            is_before = record.supervisor is None
+            if isinstance(error, NoClusterError) and environment.mode is Mode.CLUSTER and is_before:
                 raise preflight.without_cluster(environment.config, error) from error
             raise
         finally:
@@ -199,7 +200,13 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
                 injector=injector,
                 clock=clock,
             )
-            snapshot = record.supervisor.run()
+            try:
+                snapshot = record.supervisor.run()
+            except NoClusterError as error:
+                # At once: to disconnect from a cluster that has ended takes Ray several seconds.
+                record.tell("The cluster has ended; closing the run ...")
+                record.failed(error)
+                raise
             missed = () if interrupts.asked else record.supervisor.shortfalls()
     return record.ended(snapshot, missed, interrupted=interrupts.asked)
 
@@ -297,11 +304,12 @@ class _Record:
     def failed(self, error: BaseException) -> None:
         """Write the summary of a run that did not; the caller reports the error."""
         if self._ended or not self._begun:
-            return  # what went wrong, went wrong after the summary, or before there was anything to add to the record
+            return  # it went wrong after the summary was written, or before there was anything to record
         text = str(error) or repr(error)
         outcome, code = "failed", error.exit_code if isinstance(error, OrchestratorError) else 1
         if isinstance(error, KeyboardInterrupt):
             outcome, code = "interrupted", 130
+        self._ended = True
         self.outlets.events.write("run_failed", error=text)
         if self.supervisor is None:
             summary = failure_dict(text, code, outcome)

@@ -408,6 +408,7 @@ class Supervisor:
         deadline_s = self.clock.monotonic_s() + 3 * self._rules.slice_s + self.config.run.stop_grace_s
         while self._slots_busy() and self.clock.monotonic_s() < deadline_s:
             self._hear()
+            self._watch()
             self._obey()
             self._send_out()
             self._show()

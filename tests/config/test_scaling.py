@@ -6,12 +6,14 @@ from hypothesis import strategies as st
 
 from orchestrator.config.capacity import overbooked
 from orchestrator.config.load import config_from_data, load_config
-from orchestrator.config.scaling import REHEARSAL_SCALE, scale_config, scaled_size
+from orchestrator.config.scaling import REHEARSAL_SCALE, in_fp32, scale_config, scaled_size
 from orchestrator.config.schema import Config
 from orchestrator.core.budget import node_budget
 from orchestrator.errors import UsageError
 from tests.scene import ROOT
 from workers.units import GIB, MIB
+
+_SHIPPED = load_config(str(ROOT / "cluster.yaml"))
 
 SHIPPED = str(ROOT / "cluster.yaml")
 
@@ -142,3 +144,13 @@ def test_whatever_the_scale_the_rehearsal_fits_where_the_real_thing_does(
         assert small.size <= large.size
         assert (small.gpu_fraction, small.batch, small.duty) == (large.gpu_fraction, large.batch, large.duty)
     assert config_from_data(scaled.config.model_dump()) == scaled.config
+
+
+def test_matrices_in_fp32_keep_their_bytes() -> None:
+    rehearsed = in_fp32(_SHIPPED)
+    assert rehearsed is not None
+    assert rehearsed.workload.dtype == "fp32"
+    for name, node in rehearsed.nodes.items():
+        before = _SHIPPED.nodes[name].size or 0
+        assert 4 * (node.size or 0) ** 2 == pytest.approx(2 * before**2, rel=0.05)
+    assert in_fp32(rehearsed) is None

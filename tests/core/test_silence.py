@@ -36,7 +36,7 @@ def with_steps_of(longest_step_s: float) -> Scene:
 def test_a_step_ten_times_as_long_is_not_a_hang(activity: Activity) -> None:
     scene = with_steps_of(12.0)
     assert watched(scene, activity, 115) is None
-    assert scene.slot.reason.startswith("a long step: it has computed for")
+    assert scene.slot.reason.startswith("a long step: ")
 
 
 @pytest.mark.parametrize("activity", [COMPUTES, ON_CARD])

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from orchestrator.watch.archive import StoredRun, read_run
@@ -132,3 +133,20 @@ def test_a_run_of_the_version_before_the_layers_goes_on(start: Starter, tmp_path
     assert summary["run_id"] == run_id
     assert summary["steps_ok"] > before.snapshot().counts.steps_ok > 0
     assert all(worker["size"] >= 128 and worker["steps_ok"] > 0 for worker in summary["workers"])
+
+
+def test_a_cluster_whose_head_ends_ends_the_run(start: Starter) -> None:
+    """Ray itself would be silent for 60 s and then end the process; what was reported until then would be lost."""
+    head = start("--rehearse", "--duration", "10", *ONE_EACH)
+    stored_when(head, 1.0)
+    stores = [
+        child for child in psutil.Process(head.process.pid).children(recursive=True) if child.name() == "gcs_server"
+    ]
+    assert len(stores) == 1
+    stores[0].kill()
+    _, err = head.process.communicate(timeout=PATIENCE_S)
+    assert head.process.returncode == 3
+    assert "has ended, and the cluster with it; what was reported until then is in the run folder" in err
+    summary = json.loads((head.folder() / "summary.json").read_text(encoding="utf-8"))
+    assert (summary["outcome"], summary["exit_code"]) == ("failed", 3)
+    assert summary["steps_ok"] > 0
