@@ -218,6 +218,21 @@ def report(
 
 
 @app.command()
+def logs(
+    slot: opt.Slot,
+    run: opt.LogsOfRun = "latest",
+    config: opt.ConfigPath = "cluster.yaml",
+    overrides: opt.Overrides = None,
+    run_dir: opt.RunDir = None,
+) -> None:
+    """Show the last 100 lines that the worker in a slot printed. All of them are in the run folder."""
+    from orchestrator.cli.runs import logs_text  # noqa: PLC0415 - only this verb and three others need it
+
+    folder = find_run(Path(config_of(config, overrides, {"run.dir": run_dir}).run.dir), run)
+    print_text(logs_text(folder, slot, glyphs_for(sys.stdout.encoding)))
+
+
+@app.command()
 def top(  # noqa: PLR0913 - one parameter for each option of the command
     run_id: opt.RunId = "latest",
     once: opt.OneFrame = False,

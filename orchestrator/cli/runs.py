@@ -1,4 +1,4 @@
-"""What `runs` and `report` print: the list of runs, and one run told again from its store.
+"""What `runs`, `report` and `logs` print: the list of runs, one run told again from its store, what a slot printed.
 
 Does not find and read (`watch/folders.py`, `watch/archive.py`). Text from a store passes through `Glyphs.clean`: it may
 steer a terminal. A run or a folder that cannot be read, and a run that left nothing behind, is an `ArchiveError`.
@@ -19,11 +19,12 @@ from rich.console import Console
 from orchestrator.config.duration import format_duration
 from orchestrator.config.schema import RunConfig
 from orchestrator.core.slot import HeadState
-from orchestrator.errors import NothingStoredError
+from orchestrator.errors import NothingStoredError, UsageError
 from orchestrator.watch.archive import StoredEvent, StoredRun, read_events, read_run
 from orchestrator.watch.cells import UNICODE, Glyphs, aligned, clock, share_pct, whole
 from orchestrator.watch.folders import Listed, list_runs, run_object, summary_of
 from orchestrator.watch.model import Snapshot
+from orchestrator.watch.output import last_lines, slots_with_output
 from orchestrator.watch.phrases import closing_lines, counted, fault_lines, section
 from orchestrator.watch.records import STORE_NAME
 from orchestrator.watch.summary import SCHEMA, snapshot_from_summary, summary_dict, summary_text
@@ -71,6 +72,7 @@ def report_text(folder: Path, width: int, glyphs: Glyphs = UNICODE) -> str:
         lines += section("what fell short", _missed(run, events), glyphs)
         lines += section("what happened", _happenings(events), glyphs)
         lines += section("errors of the workload", _errors(events), glyphs)
+        lines += section("printed last; more: python -m orchestrator logs SLOT", _printed(run.folder), glyphs)
         lines += section("injected faults", fault_lines(run.faults), glyphs)
     return "\n".join(line.rstrip() for line in lines)
 
@@ -88,6 +90,14 @@ def report_json(folder: Path) -> str:
     iso = "" if began is None else began.astimezone(UTC).isoformat(timespec="milliseconds")
     made = summary_dict(run.snapshot(), run.outcome, run.exit_code or 0, iso, run.error, faults=run.faults)
     return json.dumps({**made, "exit_code": run.exit_code, "started_at": iso or None}, indent=2)
+
+
+def logs_text(folder: Path, slot: str, glyphs: Glyphs = UNICODE) -> str:
+    """Return what a slot printed last; `UsageError` where the run has no such slot."""
+    lines = last_lines(folder, slot)
+    if not lines and slot not in (known := [record.slot for record in read_run(folder).slots]):
+        raise UsageError(f"run {folder.name} has no slot {slot!r}; valid: {', '.join(known)}")
+    return "\n".join(lines) or glyphs.clean(f"{slot} has printed nothing")
 
 
 def _lines_of_summary(folder: Path, width: int, glyphs: Glyphs) -> list[str]:
@@ -194,6 +204,11 @@ def _missed(run: StoredRun, events: Sequence[StoredEvent]) -> Iterator[str]:
     ends = [event.details.get("missed") for event in events if event.event == "run_ended"]
     if run.outcome == "degraded" and ends and isinstance(ends[-1], list):
         yield from map(str, ends[-1])
+
+
+def _printed(folder: Path) -> Iterator[str]:
+    for slot in slots_with_output(folder):
+        yield from (f"{slot}  {line}" for line in last_lines(folder, slot, 1))
 
 
 def _errors(events: Sequence[StoredEvent]) -> Iterator[str]:

@@ -43,6 +43,7 @@ from orchestrator.watch.cells import glyphs_for
 from orchestrator.watch.events import EventLog
 from orchestrator.watch.live import LiveTable, Outlets, PlainLines, Watcher
 from orchestrator.watch.model import Snapshot
+from orchestrator.watch.output import OutputFiles
 from orchestrator.watch.phrases import fault_lines, section
 from orchestrator.watch.records import STORE_NAME, RunFacts
 from orchestrator.watch.store import RunStore
@@ -195,6 +196,7 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
                 interrupted=lambda: interrupts.asked,
                 learned_limits=learned_limits,
                 snapshots=SnapshotKeeper(record.folder / "states"),
+                output=OutputFiles(record.folder),
                 commands=commands,
                 injector=injector,
                 clock=clock,

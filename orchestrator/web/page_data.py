@@ -196,8 +196,10 @@ def cards_of(frame: Frame) -> Json:
     return {"titles": titles, "rows": told}
 
 
-def slot_of(frame: Frame, name: str, spans: Sequence[Span], events: Sequence[StoredEvent]) -> Json | None:
-    """Return all that is known of one slot; `None` where there is no such slot."""
+def slot_of(
+    frame: Frame, name: str, spans: Sequence[Span], events: Sequence[StoredEvent], printed: Sequence[str]
+) -> Json | None:
+    """Return all that is known of one slot, with the lines it printed; `None` where there is no such slot."""
     row = next((row for row in frame.snapshot.rows if row.slot == name), None)
     if row is None:
         return None
@@ -219,6 +221,7 @@ def slot_of(frame: Frame, name: str, spans: Sequence[Span], events: Sequence[Sto
         "utc_offset_s": offset_s(ends_unix_s),
         "events": [event_of(event) for event in events],
         "traceback": str(errors[-1]) if errors else None,
+        "printed": "\n".join(printed),
     }
 
 

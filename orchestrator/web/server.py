@@ -25,6 +25,7 @@ from orchestrator.watch.archive import count_commands
 from orchestrator.watch.deliveries import read_deliveries
 from orchestrator.watch.folders import list_runs, run_object
 from orchestrator.watch.follow import Follower
+from orchestrator.watch.output import last_lines
 from orchestrator.watch.query import Order, order_of, parse, select
 from orchestrator.watch.summary import SCHEMA
 from orchestrator.web import guard, metrics, page_data
@@ -157,7 +158,8 @@ class Site:
         spans = await asyncio.to_thread(history.state_spans, self.folder, name)
         events = await asyncio.to_thread(history.events, self.folder, slot=name, limit=_SLOT_EVENTS)
         sampled = await asyncio.to_thread(history.sampled_between, self.folder)
-        told = page_data.slot_of(frame, name, spans, events)
+        printed = await asyncio.to_thread(last_lines, self.folder, name)
+        told = page_data.slot_of(frame, name, spans, events, printed)
         if told is None:
             raise _RefusedError(404, f"there is no slot {name[:80]!r} in this run")
         return _json(request, {"schema": SCHEMA, **told, "sampled": sampled})

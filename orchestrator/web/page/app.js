@@ -213,6 +213,8 @@
     byId("spans").replaceChildren(...told.spans.slice(-20).reverse().map((span) => make("tr", {}, make("td", { textContent: span.time, className: "quiet" }), put(make("td"), span.state), make("td", { textContent: span.lasted }), make("td", { textContent: span.cause, className: "text" }))));
     byId("slot-events").replaceChildren();
     drawEvents(byId("slot-events"), told.events.slice(-50), 50);
+    show("output", Boolean(told.printed));
+    byId("printed").textContent = told.printed;
     show("error", Boolean(told.traceback));
     byId("traceback").textContent = told.traceback || "";
     const field = state.field || told.charts[0] || told.fields[0]?.[0];
