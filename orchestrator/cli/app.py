@@ -110,7 +110,7 @@ def plan(
 
     loaded = load_config(config, overrides or [])
     training = training_plan(loaded, budgets(loaded))
-    typer.echo(plan_json(loaded, training) if json_output else plan_text(loaded, training))
+    print_text(plan_json(loaded, training) if json_output else plan_text(loaded, training))
 
 
 @app.command()
@@ -138,7 +138,7 @@ def up(
     command = nodes.command_for(loaded, node, head_address)
     if service:
         for line in install(command, config, overrides or [], head_address):
-            typer.echo(line)
+            print_text(line)
         return
     if not execute:
         typer.echo(command.script(node))
@@ -147,7 +147,7 @@ def up(
         raise typer.Exit(keep(command))
     code = nodes.execute(command)
     for line in command.remarks if code == 0 else ():
-        typer.echo(line)
+        print_text(line)
     raise typer.Exit(code)
 
 
@@ -165,13 +165,13 @@ def stop(
     ends_s = 3 * settings.slice_s + settings.stop_grace_s + _SUMMARY_S
     try:
         for line in nodes.stop_runs(settings.dir, wait_s=0.0 if node is None else ends_s):
-            typer.echo(line)
+            print_text(line)
     except UsageError as none_there:
         if node is None:
             raise
-        typer.echo(str(none_there))
+        print_text(str(none_there))
     for line in () if node is None else nodes.stop_node(node):
-        typer.echo(line)
+        print_text(line)
 
 
 @app.command()
@@ -391,7 +391,7 @@ def init(output: opt.Output = "cluster.yaml", force: opt.Force = False) -> None:
     from orchestrator.cli.init import write_config  # noqa: PLC0415 - only this verb needs it
 
     for line in write_config(output, force=force):
-        typer.echo(line)
+        print_text(line)
 
 
 levers.add_to(app)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,15 +16,14 @@ from typing import Any
 from rich.console import Console
 
 from orchestrator.config.duration import format_duration
-from orchestrator.config.schema import RunConfig
 from orchestrator.core.slot import HeadState
 from orchestrator.errors import NothingStoredError, UsageError
 from orchestrator.watch.archive import StoredEvent, StoredRun, read_events, read_run
 from orchestrator.watch.cells import UNICODE, Glyphs, aligned, clock, share_pct, whole
-from orchestrator.watch.folders import Listed, list_runs, run_object, summary_of
+from orchestrator.watch.folders import Listed, command_for, list_runs, run_object, summary_of
 from orchestrator.watch.model import Snapshot
 from orchestrator.watch.output import last_lines, slots_with_output
-from orchestrator.watch.phrases import closing_lines, counted, fault_lines, section
+from orchestrator.watch.phrases import closing_lines, counted, fault_lines, section, time_of_day
 from orchestrator.watch.records import STORE_NAME
 from orchestrator.watch.summary import SCHEMA, snapshot_from_summary, summary_dict, summary_text
 from orchestrator.watch.table import health_table
@@ -35,7 +33,6 @@ _FALLEN = frozenset({HeadState.RESTARTING, HeadState.QUARANTINED, HeadState.LOST
 _TOLD = ("state", "node_left", "node_joined", "workload_error", "run_ended", "memory_predicted")
 
 _TITLES = ("run", "started", "mode", "outcome", "exit", "worked", "workers", "steps ok", "good %", "OOM", "restarts")
-_DEFAULT_RUNS_DIR = Path(RunConfig.model_fields["dir"].default)
 _LEFT = frozenset({"run", "started", "mode", "outcome"})
 
 
@@ -147,11 +144,8 @@ def _header(run: StoredRun, glyphs: Glyphs) -> Iterator[str]:
 
 def _resume_line(folder: Path, glyphs: Glyphs) -> str:
     """Return the command that resumes a run; the run's name is that of its folder."""
-    command = ["python", "-m", "orchestrator", "run", "--resume", folder.name]
-    if folder.parent != _DEFAULT_RUNS_DIR:
-        command += ["--run-dir", str(folder.parent)]
     # Between single spaces: those of a folder's name must stay as many as they are.
-    return " ".join(glyphs.clean(word) for word in f"resume: {shlex.join(command)}".split(" "))
+    return " ".join(glyphs.clean(word) for word in f"resume: {command_for(folder, 'run', '--resume')}".split(" "))
 
 
 def _outcome_words(run: StoredRun) -> str:
@@ -184,7 +178,7 @@ def _table(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[str]:
 
 def _happenings(events: Sequence[StoredEvent]) -> Iterator[str]:
     for event in events:
-        when, details = _local_of(event.at), event.details
+        when, details = time_of_day(event.at), event.details
         if event.event == "state" and details.get("to_state") in _FALLEN:
             yield f"{when}  {event.slot}  {details.get('to_state')}: {details.get('cause')}"
         elif event.event in {"node_left", "node_joined"}:
@@ -214,7 +208,7 @@ def _printed(folder: Path) -> Iterator[str]:
 def _errors(events: Sequence[StoredEvent]) -> Iterator[str]:
     for event in events:
         if event.event == "workload_error":
-            yield f"{_local_of(event.at)}  {event.slot}  {_last_words(str(event.details.get('traceback')))}"
+            yield f"{time_of_day(event.at)}  {event.slot}  {_last_words(str(event.details.get('traceback')))}"
 
 
 def _last_words(traceback: str) -> str:
@@ -235,10 +229,3 @@ def _moment(unix_s: float) -> datetime | None:
 def _local(unix_s: float) -> str:
     moment = _moment(unix_s)
     return f"at second {unix_s:.0f}" if moment is None else moment.strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _local_of(at: str) -> str:
-    try:
-        return datetime.fromisoformat(at).astimezone().strftime("%H:%M:%S")
-    except (ValueError, OverflowError, OSError):
-        return at

@@ -28,6 +28,8 @@ class NodeCommand:
     argv: tuple[str, ...]
     is_head: bool
     token_steps: tuple[str, ...]
+    cpus_said: str
+    """Why `--num-cpus` is what it is."""
 
     @property
     def line(self) -> str:
@@ -43,10 +45,11 @@ class NodeCommand:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What the user should know of what Ray prints when the command has run."""
+        """What the user should know of the command, and of what Ray prints when it has run."""
         if not self.is_head:
-            return ()
+            return (self.cpus_said,)
         return (
+            self.cpus_said,
             'ignore Ray\'s "Next steps": they set neither the label nor the environment that a node here needs;',
             "for every other PC type here: python -m orchestrator up NODE",
         )
@@ -75,6 +78,10 @@ def node_command(config: Config, node: str, head_address: str) -> NodeCommand:
         environment=environment,
         argv=argv,
         is_head=is_head,
+        cpus_said=(
+            f"--num-cpus: {config.nodes[node].workers} workers x {budget.cpus_per_worker} (cpus_per_worker); Ray "
+            "counts them to place workers, and they need not be this PC's cores"
+        ),
         token_steps=_token_steps(is_head=is_head, host=host) if token else (),
     )
 

@@ -116,9 +116,8 @@ def _summary(
             more = {} if beside is None else {"beside": beside["mean"], "beside_label": "other run"}
             charts.append({"label": _LABELS[key], "t": drawn["t"], "mean": drawn["mean"], **more})
     begins = frame.run.facts.started_at_unix_s
-    missed = [event.details.get("missed") for event in events if event.event == "run_ended"]
     return {
-        "missed": [UNICODE.clean(str(each)) for each in missed[-1]] if missed and isinstance(missed[-1], list) else [],
+        "missed": [UNICODE.clean(each) for each in frame.missed],
         "from": begins,
         "to": begins + width_s,
         "charts": charts,

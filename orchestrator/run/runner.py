@@ -39,8 +39,9 @@ from orchestrator.run.snapshot_keeper import SnapshotKeeper
 from orchestrator.run.supervisor import Supervisor
 from orchestrator.run.terminal import Interrupts, Screen, own_screen
 from orchestrator.watch.archive import StoredRun
-from orchestrator.watch.cells import glyphs_for
+from orchestrator.watch.cells import glyphs_for, width_of, wrapped
 from orchestrator.watch.events import EventLog
+from orchestrator.watch.folders import command_for
 from orchestrator.watch.live import LiveTable, Outlets, PlainLines, Watcher
 from orchestrator.watch.model import Snapshot
 from orchestrator.watch.output import OutputFiles
@@ -272,7 +273,7 @@ class _Record:
         """Print lines for the user; with `--json` nothing is printed."""
         if not self.options.json:
             for line in lines:
-                _say(line, self.screen.err)
+                _say(wrapped(line, width_of(self.screen.err)), self.screen.err)
 
     def ended(self, snapshot: Snapshot, missed: Sequence[str], *, interrupted: bool) -> int:
         """Write the summary of a run that came to its end, with what it missed, and return its exit code."""
@@ -293,6 +294,8 @@ class _Record:
             self.tell("", "last error of the workload", *(f"  {one_line(line)}" for line in lines))
         self.tell(*section("what fell short", missed, glyphs))
         self.tell(f"Outcome: {outcome}. Summary: {place}")
+        following = ("Go on", ("run", "--resume")) if interrupted else ("See what happened", ("report",))
+        self.tell(f"{following[0]}: {command_for(self.folder, *following[1])}")
         self._report()
         return code
 

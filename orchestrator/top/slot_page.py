@@ -18,6 +18,7 @@ from orchestrator.watch.columns import columns_for
 from orchestrator.watch.history import Buckets, Span
 from orchestrator.watch.model import STATE_STYLES, Row, Snapshot
 from orchestrator.watch.output import last_lines
+from orchestrator.watch.phrases import event_words, time_of_day
 
 #: What is drawn over time, and how it is called; the last is counted up over the run, and drawn as its growth.
 COURSES: Mapping[str, str] = {
@@ -185,8 +186,8 @@ def _folded(line: str, width: int, glyphs: Glyphs, style: str = "") -> Iterator[
 
 def event_line(event: StoredEvent, width: int, glyphs: Glyphs) -> Text:
     """Return an event in one line."""
-    details = ", ".join(
-        f"{key} {value}" for key, value in event.details.items() if key != "traceback" and value is not None
+    name, details = event_words(event)
+    said = f"{event.slot or '':<10}  {name}  {details}"
+    return Text.assemble(
+        (f"{time_of_day(event.at)[:8]}  ", "dim"), glyphs.shorten(glyphs.clean(said), max(10, width - 10))
     )
-    said = f"{event.slot or '':<10}  {event.event}  {details}"
-    return Text.assemble((f"{event.at[11:19]}  ", "dim"), glyphs.shorten(glyphs.clean(said), max(10, width - 10)))

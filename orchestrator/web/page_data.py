@@ -22,7 +22,7 @@ from orchestrator.watch.columns import Column, columns_for, kept_longest_first
 from orchestrator.watch.follow import Frame, Freshness
 from orchestrator.watch.history import SAMPLED_NUMBERS, Buckets, Span
 from orchestrator.watch.model import STATE_STYLES, Row, finite, trouble
-from orchestrator.watch.phrases import counted, tflops_words, time_words, totals
+from orchestrator.watch.phrases import counted, event_words, tflops_words, time_of_day, time_words, totals
 from orchestrator.watch.query import Filter, Order, order_of, parse, select
 from orchestrator.watch.summary import SCHEMA
 from workers.messages import WorkerState
@@ -244,19 +244,14 @@ def history_of(key: str, found: Buckets) -> Json:
 
 def event_of(event: StoredEvent) -> Json:
     """Return one event as a line."""
-    details = event.details
-    text, tone = ", ".join(f"{key} {value}" for key, value in details.items()), ""
-    if event.event == "state":
-        text = f"{details.get('from_state')} → {details.get('to_state')}: {details.get('cause')}"
-        tone = _STATE_TONES.get(str(details.get("to_state")), "")
-    elif event.event == "workload_error":
-        text, tone = str(details.get("traceback")).strip().rpartition("\n")[2], "bad"
+    name, text = event_words(event)
+    tone = _STATE_TONES.get(str(event.details.get("to_state")), "bad" if event.event == "workload_error" else "")
     return {
         "number": event.number,
         "at_unix_s": _unix_s(event.at),
-        "time": _time_of(event.at),
+        "time": UNICODE.clean(time_of_day(event.at)),
         "slot": None if event.slot is None else UNICODE.clean(event.slot),
-        "event": UNICODE.clean(event.event).replace("_", " "),
+        "event": UNICODE.clean(name),
         "text": UNICODE.shorten(UNICODE.clean(text), _TEXT_MOST),
         "tone": tone,
     }
@@ -359,10 +354,3 @@ def _unix_s(at: str) -> float | None:
         return datetime.fromisoformat(at).timestamp()
     except (ValueError, OverflowError, OSError):
         return None
-
-
-def _time_of(at: str) -> str:
-    try:
-        return datetime.fromisoformat(at).astimezone().strftime("%H:%M:%S")
-    except (ValueError, OverflowError, OSError):
-        return UNICODE.clean(at)

@@ -169,7 +169,8 @@ def test_a_head_that_writes_nothing_is_shown_as_late(tmp_path: Path) -> None:
 def test_alerts_stand_on_top_and_have_a_page_with_what_to_do(tmp_path: Path) -> None:
     lost = [make_row(slot=f"pc1/{number}", state=HeadState.QUARANTINED, reason=HOSTILE) for number in range(7)]
     folder = made(tmp_path, lost, outcome=None, lives=True)
-    assert driven(folder, (120, 20))[0] == "! SlotQuarantined x7"
+    assert driven(folder, (120, 20))[0].startswith("! slot pc1/0 was given up: [31mred")
+    assert driven(folder, (120, 20))[0].endswith("(and 6 more)")
     page = driven(folder, (120, 20), pressed("a"))
     at = next(number for number, line in enumerate(page) if line.startswith("critical · SlotQuarantined · for 00:0"))
     assert page[at].endswith("pc1/0, pc1/1, pc1/2, pc1/3, pc1/4, pc1/5, pc1/6")

@@ -1,8 +1,8 @@
 """Catches what this process prints: its file descriptors 1 and 2 lead to a file that is emptied after each slice.
 
 A file and not a pipe: a step that prints natively while it holds Python's lock would wait for a reader of this very
-process. Until it is emptied the file grows by what one slice prints. It stays where it is when the process dies. The next
-process of the slot on the same machine tells its content; of a slot that gets none, it stays for the user to read.
+process. Until it is emptied the file grows by what one slice prints. It stays where it is when the process dies.
+The next process of the slot on the same machine tells its content; where none comes, the user can read it.
 """
 
 from __future__ import annotations
