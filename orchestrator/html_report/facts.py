@@ -109,12 +109,12 @@ def _summary(
     courses = [_totals(each.run, width_s) for each in frames]
     of_slots = [slots, *(_courses(each.run, ("tflops",), _PARTS_LEAST) for each in frames[1:])]
     charts = []
-    for key in history.TOTALS if courses[0] else ():
-        drawn = page_data.history_of(key, courses[0][key])
-        beside = None if len(courses) == 1 or not courses[1] else page_data.history_of(key, courses[1][key])
-        if any(value is not None for value in drawn["mean"]):
-            more = {} if beside is None else {"beside": beside["mean"], "beside_label": "other run"}
-            charts.append({"label": _LABELS[key], "t": drawn["t"], "mean": drawn["mean"], **more})
+    for drawn in page_data.totals_of(courses[0]):
+        chart = {name: drawn[name] for name in ("label", "t", "mean")}
+        if courses[1:] and courses[1]:
+            other_mean = page_data.history_of(drawn["field"], courses[1][drawn["field"]])["mean"]
+            chart |= {"beside": other_mean, "beside_label": "other run"}
+        charts.append(chart)
     begins = frame.run.facts.started_at_unix_s
     return {
         "missed": [UNICODE.clean(each) for each in frame.missed],
@@ -177,12 +177,3 @@ def _drawn(key: str, course: Buckets) -> Json:
 
 def _short(value: float | None) -> float | None:
     return value if value is None else int(value) if value.is_integer() else float(f"{value:.4g}")
-
-
-_LABELS: Final = {
-    "tflops": "TFLOP/s of all slots",
-    "allocated_bytes": "allocated by all slots, MiB",
-    "oom_count": "out of memory, all slots",
-    "temperature_c": "hottest temperature, C",
-    "samples_per_s": "samples a second of all slots",
-}

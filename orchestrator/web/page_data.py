@@ -47,6 +47,13 @@ _CARD_COLUMNS: Final = (
 #: Drawn before any other, as far as something was sampled.
 CHARTED: Final = ("tflops", "allocated_bytes", "temperature_c", "power_w", "duty_measured", "oom_count")
 _TEXT_MOST: Final = 400
+_TOTALS: Final = {
+    "tflops": "TFLOP/s of all slots",
+    "allocated_bytes": "allocated by all slots, MiB",
+    "oom_count": "out of memory, all slots",
+    "temperature_c": "hottest temperature, C",
+    "samples_per_s": "samples a second of all slots",
+}
 #: Widths of the page from which on the next columns are shown, the least important last: names of style classes.
 _WIDTHS: Final = ((4, "always"), (8, "small"), (14, "medium"), (18, "large"))
 
@@ -242,6 +249,12 @@ def history_of(key: str, found: Buckets) -> Json:
     }
 
 
+def totals_of(found: Mapping[str, Buckets]) -> list[Json]:
+    """Return the charts of all slots together, without those of which nothing is known."""
+    drawn = [{**history_of(key, course), "label": _TOTALS.get(key, field_label(key))} for key, course in found.items()]
+    return [each for each in drawn if any(value is not None for value in each["mean"])]
+
+
 def event_of(event: StoredEvent) -> Json:
     """Return one event as a line."""
     name, text = event_words(event)
@@ -294,7 +307,7 @@ def _mark(frame: Frame) -> tuple[str, str]:
 
 
 def _column_list(columns: Sequence[Column], rows: Sequence[Row]) -> tuple[Json, ...]:
-    rank = {name: place for place, name in enumerate(kept_longest_first(rows))}
+    rank = {name: place for place, name in enumerate(kept_longest_first(rows))} | {"oom": 0}
 
     def width_of(name: str) -> str:
         return next((width for most, width in _WIDTHS if rank.get(name, most) < most), "huge")
