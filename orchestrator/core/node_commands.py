@@ -41,15 +41,14 @@ class NodeCommand:
         """All that is to be typed on the PC, commented; itself a valid shell script."""
         where = "the head" if self.is_head else "joins the head"
         steps = [f"# on {node} ({where}), inside the project's environment (. .venv/bin/activate)", *self.token_steps]
-        return "\n".join([*steps, *(f"# {line}" for line in self.remarks), self.line])
+        return "\n".join([*steps, *(f"# {line}" for line in (self.cpus_said, *self.remarks)), self.line])
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What the user should know of the command, and of what Ray prints when it has run."""
+        """What the user should know of what Ray prints when the command has run."""
         if not self.is_head:
-            return (self.cpus_said,)
+            return ()
         return (
-            self.cpus_said,
             'ignore Ray\'s "Next steps": they set neither the label nor the environment that a node here needs;',
             "for every other PC type here: python -m orchestrator up NODE",
         )

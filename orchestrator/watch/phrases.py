@@ -174,7 +174,7 @@ def _with_unit(value: object, suffix: str) -> str:
         return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
     if suffix == "_unix_s":
         return time_of_day(datetime.fromtimestamp(value, UTC).isoformat())
-    unit, times = _UNITS.get(suffix, ("", 1.0))
+    unit, times = _UNITS.get(suffix, ("", 1.0)) if suffix != "_bytes" or abs(value) >= MIB else (" bytes", 1.0)
     return f"{value * times:.5g}{unit}" if unit or isinstance(value, float) else str(value)
 
 

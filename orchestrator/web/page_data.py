@@ -170,7 +170,6 @@ def head_of(frame: Frame, firing: Sequence[Badge] = (), *, with_control: bool = 
             {
                 "words": (UNICODE.clean(badge.words), _SEVERITY_TONES[badge.severity]),
                 "subjects": [UNICODE.clean(subject) for subject in badge.subjects],
-                "text": UNICODE.clean(badge.text),
                 "what_to_do": badge.what_to_do,
             }
             for badge in firing
@@ -264,7 +263,8 @@ def event_of(event: StoredEvent) -> Json:
         "at_unix_s": _unix_s(event.at),
         "time": UNICODE.clean(time_of_day(event.at)),
         "slot": None if event.slot is None else UNICODE.clean(event.slot),
-        "event": UNICODE.clean(name),
+        "event": UNICODE.clean(event.event).replace("_", " "),
+        "words": UNICODE.clean(name),
         "text": UNICODE.shorten(UNICODE.clean(text), _TEXT_MOST),
         "tone": tone,
     }

@@ -192,7 +192,8 @@ class Site:
         """Answer with the last ten minutes of all slots together; one look serves all pages for some seconds."""
         now_s = asyncio.get_running_loop().time()
         if now_s - self._overview[0] > _OVERVIEW_EVERY_S:
-            _, last = await asyncio.to_thread(history.sampled_between, self.folder) or (0.0, 1.0)
+            sampled = await asyncio.to_thread(history.sampled_between, self.folder)
+            last = 0.0 if sampled is None else sampled[1]
             between = (last - _OVERVIEW_S, last + 0.001)
             found = await asyncio.to_thread(history.totals, self.folder, *between, _OVERVIEW_PARTS)
             told = {"charts": page_data.totals_of(found), "from": between[0], "to": between[1]}

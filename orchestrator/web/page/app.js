@@ -125,7 +125,7 @@
       alerts.dataset.told = told;
       alerts.replaceChildren(...head.alerts.map((alert) => make("li", {}, make("details", {},
         put(make("summary", { className: "chip" }), alert.words),
-        ...[...(alert.subjects.length > 1 ? [alert.subjects.join(", ")] : []), alert.text, alert.what_to_do].map((text) => make("p", { textContent: text }))))));
+        ...[...(alert.subjects.length > 1 ? [alert.subjects.join(", ")] : []), alert.what_to_do].map((text) => make("p", { textContent: text }))))));
     }
     byId("notices").replaceChildren(...head.notices.map((text) => make("li", { textContent: text })));
     drawCommands();
@@ -214,7 +214,7 @@
       const last = Number(node.firstElementChild?.dataset.number || 0);
       if (event.number <= last) continue;
       const link = event.slot ? make("a", { href: address({ view: "slot", slot: event.slot }), textContent: event.slot }) : "";
-      const line = make("tr", {}, make("td", { textContent: event.time, className: "quiet" }), make("td", {}, link), put(make("td"), [event.event, event.tone]), make("td", { textContent: event.text, className: "text" }));
+      const line = make("tr", {}, make("td", { textContent: event.time, className: "quiet" }), make("td", {}, link), put(make("td"), [event.words, event.tone]), make("td", { textContent: event.text, className: "text" }));
       line.dataset.number = event.number;
       node.prepend(line);
     }
