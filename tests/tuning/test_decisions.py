@@ -96,8 +96,9 @@ def test_two_rounds_name_no_pareto_set(found: Measurements) -> None:
 
 
 def test_a_budget_in_which_no_lever_has_its_rounds_is_refused() -> None:
+    path = ROOT / "cluster.yaml"
     with pytest.raises(UsageError, match="--budget 5s ends before any lever has had its rounds; the least is 60s"):
-        asked_of(load_config(str(ROOT / "cluster.yaml")), "", rehearse=True, budget_s=5.0, wanted=())
+        asked_of(load_config(str(path)), path.read_text("utf-8"), rehearse=True, budget_s=5.0, wanted=())
 
 
 def gains(found: Measurements, objective: Objective) -> dict[str, Gain]:
