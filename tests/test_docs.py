@@ -48,6 +48,7 @@ OPTIONS = {
     "stop": {"--config", "-c", "--set", "--run-dir", "--node", "--help"},
     "runs": {"--config", "-c", "--set", "--run-dir", "--json", "--help"},
     "report": {"run_id", "other", "--config", "-c", "--set", "--run-dir", "--text", "--json", "--html", "--help"},
+    "logs": {"slot", "--run", "--config", "-c", "--set", "--run-dir", "--help"},
     "advise": {"run_id", "--config", "-c", "--set", "--run-dir", "--json", "--help"},
     "top": {
         "run_id", "--once", "--sort", "--filter", "--config", "-c", "--set", "--run-dir", "--json", "--read-only",

@@ -329,6 +329,16 @@ class Activity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrintedOutput:
+    """What a worker's process printed in one slice, by Python and by native libraries."""
+
+    text: str
+    """As it was printed: it may hold what steers a terminal."""
+    dropped_bytes: int
+    """Printed before it, and more than a report carries."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """The result of a slice, which is also the heartbeat. Its counts are of this slice alone."""
 
@@ -363,3 +373,5 @@ class Report:
     """Whether the workload was asked to save its state, and has not been able to since."""
     learned: StoredLimit | None = None
     """What a later run under the same circumstances could start from; `None` if the policy learns nothing."""
+    output: PrintedOutput | None = None
+    """`None`: nothing was printed, or it is not captured."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from textwrap import wrap
@@ -12,6 +13,8 @@ from orchestrator.advise.causes import CardAnswer
 from orchestrator.watch.cells import Glyphs
 from orchestrator.watch.phrases import counted
 from orchestrator.watch.summary import SCHEMA, summary_text
+
+_REST = "work, and causes that took less than 5 % each"
 
 QUESTION = "Why is the card not busy?"
 
@@ -102,11 +105,21 @@ def _card_lines(answer: CardAnswer, glyphs: Glyphs, width: int | None) -> Iterat
         return
     told = "busy share unknown" if busy is None else f"busy {100 * busy:.0f} % of the time"
     yield from _wrapped("", f"{title}: {told}", width)
-    for found in answer.causes:
-        head = f"  {100 * found.share:3.0f} %  {found.cause.value:<11}  "
-        yield from _wrapped(head, glyphs.clean(found.text), width)
-    if not answer.causes:
-        yield "  no cause took 5 % of the time"
+    causes = [(found.cause.value, glyphs.clean(found.text)) for found in answer.causes]
+    percents = _percents([found.share for found in answer.causes])
+    for percent, (name, text) in zip(percents, [*causes, ("the rest", _REST)], strict=True):
+        yield from _wrapped(f"  {percent:3} %  {name:<11}  ", text, width)
+
+
+def _percents(shares: Sequence[float]) -> list[int]:
+    """Return shares of the time, and then what they leave, as whole percents that add up to 100.
+
+    Rounded down, and up those of the largest remainders. Shares of more than all of the time are scaled down to it.
+    """
+    exact = [100 * share / max(1.0, sum(shares)) for share in (*shares, max(0.0, 1 - sum(shares)))]
+    whole = [math.floor(percent) for percent in exact]
+    largest = sorted(range(len(exact)), key=lambda at: whole[at] - exact[at])[: 100 - sum(whole)]
+    return [percent + (at in largest) for at, percent in enumerate(whole)]
 
 
 def _gain(one: Advice) -> str:

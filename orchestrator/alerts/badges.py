@@ -30,8 +30,8 @@ class Badge:
 
     @property
     def words(self) -> str:
-        """What stands on it: the name, and the subject or how many there are."""
-        return f"{self.name} {self.subjects[0] if len(self.subjects) == 1 else f'x{len(self.subjects)}'}"
+        """What stands on it: what is wrong with the first subject, and how many others there are."""
+        return self.text if len(self.subjects) == 1 else f"{self.text} (and {len(self.subjects) - 1} more)"
 
 
 def badges(firing: Iterable[Firing]) -> tuple[Badge, ...]:
@@ -51,6 +51,7 @@ def _badge(together: list[Firing]) -> Badge:
         severity=first.alert.severity,
         subjects=tuple(one.subject.name for one in together),
         since_unix_s=first.since_unix_s,
-        text=first.text,
+        # The person looks at this very run.
+        text=first.text.replace(f"run {first.subject.name}", "the run") if first.alert.scope == "run" else first.text,
         what_to_do=first.alert.what_to_do,
     )

@@ -51,7 +51,7 @@ def _run(condition: Callable[[Frame], bool]) -> _Condition:
     def holds(sight: Sight) -> Iterator[Subject]:
         if condition(sight.frame):
             run = sight.frame.run
-            yield Subject(run.facts.run_id, text=run.error or "")
+            yield Subject(run.facts.run_id, text=run.error or "; ".join(sight.frame.missed))
 
     return holds
 

@@ -110,7 +110,7 @@ def plan(
 
     loaded = load_config(config, overrides or [])
     training = training_plan(loaded, budgets(loaded))
-    typer.echo(plan_json(loaded, training) if json_output else plan_text(loaded, training))
+    print_text(plan_json(loaded, training) if json_output else plan_text(loaded, training))
 
 
 @app.command()
@@ -138,7 +138,7 @@ def up(
     command = nodes.command_for(loaded, node, head_address)
     if service:
         for line in install(command, config, overrides or [], head_address):
-            typer.echo(line)
+            print_text(line)
         return
     if not execute:
         typer.echo(command.script(node))
@@ -147,7 +147,7 @@ def up(
         raise typer.Exit(keep(command))
     code = nodes.execute(command)
     for line in command.remarks if code == 0 else ():
-        typer.echo(line)
+        print_text(line)
     raise typer.Exit(code)
 
 
@@ -165,13 +165,13 @@ def stop(
     ends_s = 3 * settings.slice_s + settings.stop_grace_s + _SUMMARY_S
     try:
         for line in nodes.stop_runs(settings.dir, wait_s=0.0 if node is None else ends_s):
-            typer.echo(line)
+            print_text(line)
     except UsageError as none_there:
         if node is None:
             raise
-        typer.echo(str(none_there))
+        print_text(str(none_there))
     for line in () if node is None else nodes.stop_node(node):
-        typer.echo(line)
+        print_text(line)
 
 
 @app.command()
@@ -215,6 +215,21 @@ def report(
         return
     width = shutil.get_terminal_size(fallback=(120, 24)).columns
     print_text(report_json(folder) if json_output else report_text(folder, width, glyphs_for(sys.stdout.encoding)))
+
+
+@app.command()
+def logs(
+    slot: opt.Slot,
+    run: opt.LogsOfRun = "latest",
+    config: opt.ConfigPath = "cluster.yaml",
+    overrides: opt.Overrides = None,
+    run_dir: opt.RunDir = None,
+) -> None:
+    """Show the last 100 lines that the worker in a slot printed. All of them are in the run folder."""
+    from orchestrator.cli.runs import logs_text  # noqa: PLC0415 - only this verb and three others need it
+
+    folder = find_run(Path(config_of(config, overrides, {"run.dir": run_dir}).run.dir), run)
+    print_text(logs_text(folder, slot, glyphs_for(sys.stdout.encoding)))
 
 
 @app.command()
@@ -376,7 +391,7 @@ def init(output: opt.Output = "cluster.yaml", force: opt.Force = False) -> None:
     from orchestrator.cli.init import write_config  # noqa: PLC0415 - only this verb needs it
 
     for line in write_config(output, force=force):
-        typer.echo(line)
+        print_text(line)
 
 
 levers.add_to(app)

@@ -13,6 +13,7 @@ from orchestrator.config.duration import parse_duration
 from orchestrator.config.load import load_config
 from orchestrator.config.schema import Config
 from orchestrator.errors import UsageError
+from orchestrator.watch.cells import width_of, wrapped
 
 
 def duration_s(text: str | None) -> float | None:
@@ -30,9 +31,13 @@ def config_of(config: str, overrides: list[str] | None, typed: Mapping[str, str 
 
 
 def print_text(text: str) -> None:
-    """Print text that may come from a file: characters that the terminal cannot show must not stop the output."""
+    """Print text that may come from a file: characters that the terminal cannot show must not stop the output.
+
+    On a terminal long lines are broken between words, those of JSON are not.
+    """
     encoding = sys.stdout.encoding or "utf-8"
-    typer.echo(text.encode(encoding, "backslashreplace").decode(encoding))
+    width = None if text.startswith("{") else width_of(sys.stdout)
+    typer.echo(wrapped(text.encode(encoding, "backslashreplace").decode(encoding), width))
 
 
 def import_from_here() -> None:

@@ -15,6 +15,7 @@ import typer
 
 from orchestrator.cli.app import app
 from orchestrator.errors import OrchestratorError, one_line
+from orchestrator.watch.cells import width_of, wrapped
 from orchestrator.watch.summary import failure_dict, summary_text
 
 #: Base of what typer raises for a bad command line: click's ClickException, or that of the copy newer typers carry.
@@ -68,7 +69,8 @@ def _fail(message: str, code: int, *, wants_json: bool) -> NoReturn:
         )
     else:
         # The message may contain text from the user or another head: escape what would control the terminal.
-        print("\n".join(one_line(line) for line in message.split("\n")), file=sys.stderr)  # noqa: T201 - the terminal
+        said = "\n".join(one_line(line) for line in message.split("\n"))
+        print(wrapped(said, width_of(sys.stderr)), file=sys.stderr)  # noqa: T201 - the terminal
     _exit(code)
 
 

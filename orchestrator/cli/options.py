@@ -115,6 +115,11 @@ OfRun = Annotated[
     str, Option("--run", help="As `runs` shows it, or its end. Default: the newest that runs.", metavar="RUN_ID")
 ]
 
+# Of `logs`.
+LogsOfRun = Annotated[
+    str, Option("--run", help="As `runs` shows it, or its end. Default: the newest.", metavar="RUN_ID")
+]
+
 # Of `report`, `advise`, `limits` and `init`.
 RunId = Annotated[str, Argument(help="As `runs` shows it, or its end. Default: the newest.", metavar="RUN_ID")]
 OtherRun = Annotated[Text, Argument(help="With --html: another run to compare with.", metavar="OTHER")]

@@ -1,4 +1,4 @@
-"""What `runs` and `report` print: the list of runs, and one run told again from its store.
+"""What `runs`, `report` and `logs` print: the list of runs, one run told again from its store, what a slot printed.
 
 Does not find and read (`watch/folders.py`, `watch/archive.py`). Text from a store passes through `Glyphs.clean`: it may
 steer a terminal. A run or a folder that cannot be read, and a run that left nothing behind, is an `ArchiveError`.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,14 +16,14 @@ from typing import Any
 from rich.console import Console
 
 from orchestrator.config.duration import format_duration
-from orchestrator.config.schema import RunConfig
 from orchestrator.core.slot import HeadState
-from orchestrator.errors import NothingStoredError
+from orchestrator.errors import NothingStoredError, UsageError
 from orchestrator.watch.archive import StoredEvent, StoredRun, read_events, read_run
 from orchestrator.watch.cells import UNICODE, Glyphs, aligned, clock, share_pct, whole
-from orchestrator.watch.folders import Listed, list_runs, run_object, summary_of
+from orchestrator.watch.folders import Listed, command_for, list_runs, run_object, summary_of
 from orchestrator.watch.model import Snapshot
-from orchestrator.watch.phrases import closing_lines, counted, fault_lines, section
+from orchestrator.watch.output import last_lines, slots_with_output
+from orchestrator.watch.phrases import closing_lines, counted, fault_lines, section, time_of_day
 from orchestrator.watch.records import STORE_NAME
 from orchestrator.watch.summary import SCHEMA, snapshot_from_summary, summary_dict, summary_text
 from orchestrator.watch.table import health_table
@@ -34,7 +33,6 @@ _FALLEN = frozenset({HeadState.RESTARTING, HeadState.QUARANTINED, HeadState.LOST
 _TOLD = ("state", "node_left", "node_joined", "workload_error", "run_ended", "memory_predicted")
 
 _TITLES = ("run", "started", "mode", "outcome", "exit", "worked", "workers", "steps ok", "good %", "OOM", "restarts")
-_DEFAULT_RUNS_DIR = Path(RunConfig.model_fields["dir"].default)
 _LEFT = frozenset({"run", "started", "mode", "outcome"})
 
 
@@ -71,6 +69,7 @@ def report_text(folder: Path, width: int, glyphs: Glyphs = UNICODE) -> str:
         lines += section("what fell short", _missed(run, events), glyphs)
         lines += section("what happened", _happenings(events), glyphs)
         lines += section("errors of the workload", _errors(events), glyphs)
+        lines += section("printed last; more: python -m orchestrator logs SLOT", _printed(run.folder), glyphs)
         lines += section("injected faults", fault_lines(run.faults), glyphs)
     return "\n".join(line.rstrip() for line in lines)
 
@@ -88,6 +87,14 @@ def report_json(folder: Path) -> str:
     iso = "" if began is None else began.astimezone(UTC).isoformat(timespec="milliseconds")
     made = summary_dict(run.snapshot(), run.outcome, run.exit_code or 0, iso, run.error, faults=run.faults)
     return json.dumps({**made, "exit_code": run.exit_code, "started_at": iso or None}, indent=2)
+
+
+def logs_text(folder: Path, slot: str, glyphs: Glyphs = UNICODE) -> str:
+    """Return what a slot printed last; `UsageError` where the run has no such slot."""
+    lines = last_lines(folder, slot)
+    if not lines and slot not in (known := [record.slot for record in read_run(folder).slots]):
+        raise UsageError(f"run {folder.name} has no slot {slot!r}; valid: {', '.join(known)}")
+    return "\n".join(lines) or glyphs.clean(f"{slot} has printed nothing")
 
 
 def _lines_of_summary(folder: Path, width: int, glyphs: Glyphs) -> list[str]:
@@ -137,11 +144,8 @@ def _header(run: StoredRun, glyphs: Glyphs) -> Iterator[str]:
 
 def _resume_line(folder: Path, glyphs: Glyphs) -> str:
     """Return the command that resumes a run; the run's name is that of its folder."""
-    command = ["python", "-m", "orchestrator", "run", "--resume", folder.name]
-    if folder.parent != _DEFAULT_RUNS_DIR:
-        command += ["--run-dir", str(folder.parent)]
     # Between single spaces: those of a folder's name must stay as many as they are.
-    return " ".join(glyphs.clean(word) for word in f"resume: {shlex.join(command)}".split(" "))
+    return " ".join(glyphs.clean(word) for word in f"resume: {command_for(folder, 'run', '--resume')}".split(" "))
 
 
 def _outcome_words(run: StoredRun) -> str:
@@ -174,7 +178,7 @@ def _table(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[str]:
 
 def _happenings(events: Sequence[StoredEvent]) -> Iterator[str]:
     for event in events:
-        when, details = _local_of(event.at), event.details
+        when, details = time_of_day(event.at), event.details
         if event.event == "state" and details.get("to_state") in _FALLEN:
             yield f"{when}  {event.slot}  {details.get('to_state')}: {details.get('cause')}"
         elif event.event in {"node_left", "node_joined"}:
@@ -196,10 +200,15 @@ def _missed(run: StoredRun, events: Sequence[StoredEvent]) -> Iterator[str]:
         yield from map(str, ends[-1])
 
 
+def _printed(folder: Path) -> Iterator[str]:
+    for slot in slots_with_output(folder):
+        yield from (f"{slot}  {line}" for line in last_lines(folder, slot, 1))
+
+
 def _errors(events: Sequence[StoredEvent]) -> Iterator[str]:
     for event in events:
         if event.event == "workload_error":
-            yield f"{_local_of(event.at)}  {event.slot}  {_last_words(str(event.details.get('traceback')))}"
+            yield f"{time_of_day(event.at)}  {event.slot}  {_last_words(str(event.details.get('traceback')))}"
 
 
 def _last_words(traceback: str) -> str:
@@ -220,10 +229,3 @@ def _moment(unix_s: float) -> datetime | None:
 def _local(unix_s: float) -> str:
     moment = _moment(unix_s)
     return f"at second {unix_s:.0f}" if moment is None else moment.strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _local_of(at: str) -> str:
-    try:
-        return datetime.fromisoformat(at).astimezone().strftime("%H:%M:%S")
-    except (ValueError, OverflowError, OSError):
-        return at

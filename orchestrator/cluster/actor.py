@@ -1,16 +1,19 @@
 """The Ray actor of a slot, around one engine.
 
 Its constructor only keeps the worker's specification and touches no device, so that Ray can start it again anywhere at
-any time, with the same arguments. The resume state travels in each directive. It keeps no threads, no files and no
-clock. This is the one place where the head's code meets the engine's, and it runs in the worker's process.
+any time, with the same arguments. The resume state travels in each directive. It keeps no threads and no clock, and one
+file: what its process prints between two reports. This is the one place where the head's code meets the engine's, and
+it runs in the worker's process.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from workers.host.captured_output import CapturedOutput
 from workers.host.cuda_environment import set_for_cuda
 from workers.messages import Directive, Report, Verdict
 from workers.node_agent import mps
@@ -36,6 +39,7 @@ class WorkerActor:
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
         self._engine: Engine | None = None
+        self._output: CapturedOutput | None = None
         self._poisoned = False
 
     def process_id(self) -> int:
@@ -51,11 +55,13 @@ class WorkerActor:
         if self._poisoned:
             time.sleep(_LAST_WORDS_S)
             os._exit(EXIT_POISONED)  # not sys.exit: nothing may touch the broken device on the way out
+        if self._output is None:
+            self._output = CapturedOutput(f"{self._spec.run_id}-{self._spec.slot}")
         if self._engine is None:
             self._engine = load_engine(self._spec)
         report = self._engine.run_slice(directive)
         self._poisoned = report.verdict is Verdict.CONTEXT_CORRUPTED
-        return report
+        return replace(report, output=self._output.take())
 
 
 def load_engine(spec: WorkerSpec) -> Engine:

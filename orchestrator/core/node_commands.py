@@ -28,6 +28,8 @@ class NodeCommand:
     argv: tuple[str, ...]
     is_head: bool
     token_steps: tuple[str, ...]
+    cpus_said: str
+    """Why `--num-cpus` is what it is."""
 
     @property
     def line(self) -> str:
@@ -39,7 +41,7 @@ class NodeCommand:
         """All that is to be typed on the PC, commented; itself a valid shell script."""
         where = "the head" if self.is_head else "joins the head"
         steps = [f"# on {node} ({where}), inside the project's environment (. .venv/bin/activate)", *self.token_steps]
-        return "\n".join([*steps, *(f"# {line}" for line in self.remarks), self.line])
+        return "\n".join([*steps, *(f"# {line}" for line in (self.cpus_said, *self.remarks)), self.line])
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -75,6 +77,10 @@ def node_command(config: Config, node: str, head_address: str) -> NodeCommand:
         environment=environment,
         argv=argv,
         is_head=is_head,
+        cpus_said=(
+            f"--num-cpus: {config.nodes[node].workers} workers x {budget.cpus_per_worker} (cpus_per_worker); Ray "
+            "counts them to place workers, and they need not be this PC's cores"
+        ),
         token_steps=_token_steps(is_head=is_head, host=host) if token else (),
     )
 

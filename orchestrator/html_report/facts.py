@@ -18,6 +18,7 @@ from orchestrator.watch.archive import StoredEvent, StoredRun
 from orchestrator.watch.cells import UNICODE
 from orchestrator.watch.follow import Follower, Frame
 from orchestrator.watch.history import Buckets
+from orchestrator.watch.output import LINES_SHOWN, last_lines
 from orchestrator.web import page_data
 from orchestrator.web.page_data import Json
 
@@ -33,7 +34,12 @@ _EVENTS_OF_SLOT: Final = 30
 _SPANS_MOST: Final = 6_000
 _SPANS_LEAST: Final = 6
 
-_OF_SLOT: Final = ("state", "reason", "spans", "events", "traceback")
+#: Lines that workers printed, of all slots together and of each.
+_PRINTED_MOST: Final = 10_000
+_PRINTED_LEAST: Final = 3
+_PRINTED_CHARS: Final = 200
+
+_OF_SLOT: Final = ("state", "reason", "spans", "events", "traceback", "printed")
 _CHARTED: Final = ("tflops", "allocated_bytes", "size", "oom_count", "temperature_c", "power_w", "loss")
 _COURSES: Final = (
     *(*_CHARTED, "cap_bytes", "reserved_bytes", "duty_measured"),
@@ -59,11 +65,14 @@ def frozen(folder: Path, other: Path | None = None) -> Json:
     sampled = history.sampled_between(folder)
     spans = history.all_state_spans(folder)
     most = max(_SPANS_LEAST, _SPANS_MOST // max(1, len(rows)))
+    lines = max(_PRINTED_LEAST, min(LINES_SHOWN, _PRINTED_MOST // max(1, len(rows))))
     table = page_data.frozen_table(frame)
     headings = {" ".join(column["title"]).strip() for column in table["table"]["columns"]}
     slots = {}
     for row in rows:
-        told = page_data.slot_of(frame, row.slot, spans.get(row.slot, ())[-most:], by_slot[row.slot][-_EVENTS_OF_SLOT:])
+        printed = [line[:_PRINTED_CHARS] for line in last_lines(folder, row.slot, lines)]
+        its_spans, its_events = spans.get(row.slot, ())[-most:], by_slot[row.slot][-_EVENTS_OF_SLOT:]
+        told = page_data.slot_of(frame, row.slot, its_spans, its_events, printed)
         if told is not None:
             more = [fact for fact in told["facts"] if fact[0] not in headings]  # the others are in the table
             slots[row.slot] = {name: told[name] for name in _OF_SLOT} | {"more": more}
@@ -100,16 +109,15 @@ def _summary(
     courses = [_totals(each.run, width_s) for each in frames]
     of_slots = [slots, *(_courses(each.run, ("tflops",), _PARTS_LEAST) for each in frames[1:])]
     charts = []
-    for key in history.TOTALS if courses[0] else ():
-        drawn = page_data.history_of(key, courses[0][key])
-        beside = None if len(courses) == 1 or not courses[1] else page_data.history_of(key, courses[1][key])
-        if any(value is not None for value in drawn["mean"]):
-            more = {} if beside is None else {"beside": beside["mean"], "beside_label": "other run"}
-            charts.append({"label": _LABELS[key], "t": drawn["t"], "mean": drawn["mean"], **more})
+    for drawn in page_data.totals_of(courses[0]):
+        chart = {name: drawn[name] for name in ("label", "t", "mean")}
+        if courses[1:] and courses[1]:
+            other_mean = page_data.history_of(drawn["field"], courses[1][drawn["field"]])["mean"]
+            chart |= {"beside": other_mean, "beside_label": "other run"}
+        charts.append(chart)
     begins = frame.run.facts.started_at_unix_s
-    missed = [event.details.get("missed") for event in events if event.event == "run_ended"]
     return {
-        "missed": [UNICODE.clean(str(each)) for each in missed[-1]] if missed and isinstance(missed[-1], list) else [],
+        "missed": [UNICODE.clean(each) for each in frame.missed],
         "from": begins,
         "to": begins + width_s,
         "charts": charts,
@@ -169,12 +177,3 @@ def _drawn(key: str, course: Buckets) -> Json:
 
 def _short(value: float | None) -> float | None:
     return value if value is None else int(value) if value.is_integer() else float(f"{value:.4g}")
-
-
-_LABELS: Final = {
-    "tflops": "TFLOP/s of all slots",
-    "allocated_bytes": "allocated by all slots, MiB",
-    "oom_count": "out of memory, all slots",
-    "temperature_c": "hottest temperature, C",
-    "samples_per_s": "samples a second of all slots",
-}

@@ -39,10 +39,12 @@ from orchestrator.run.snapshot_keeper import SnapshotKeeper
 from orchestrator.run.supervisor import Supervisor
 from orchestrator.run.terminal import Interrupts, Screen, own_screen
 from orchestrator.watch.archive import StoredRun
-from orchestrator.watch.cells import glyphs_for
+from orchestrator.watch.cells import glyphs_for, width_of, wrapped
 from orchestrator.watch.events import EventLog
+from orchestrator.watch.folders import command_for
 from orchestrator.watch.live import LiveTable, Outlets, PlainLines, Watcher
 from orchestrator.watch.model import Snapshot
+from orchestrator.watch.output import OutputFiles
 from orchestrator.watch.phrases import fault_lines, section
 from orchestrator.watch.records import STORE_NAME, RunFacts
 from orchestrator.watch.store import RunStore
@@ -196,6 +198,7 @@ def _in_environment(environment: Environment, record: _Record, interrupts: Inter
                 interrupted=lambda: interrupts.asked,
                 learned_limits=learned_limits,
                 snapshots=SnapshotKeeper(record.folder / "states"),
+                output=OutputFiles(record.folder),
                 commands=commands,
                 injector=injector,
                 clock=clock,
@@ -277,7 +280,7 @@ class _Record:
         """Print lines for the user; with `--json` nothing is printed."""
         if not self.options.json:
             for line in lines:
-                _say(line, self.screen.err)
+                _say(wrapped(line, width_of(self.screen.err)), self.screen.err)
 
     def ended(self, snapshot: Snapshot, missed: Sequence[str], *, interrupted: bool) -> int:
         """Write the summary of a run that came to its end, with what it missed, and return its exit code."""
@@ -298,6 +301,8 @@ class _Record:
             self.tell("", "last error of the workload", *(f"  {one_line(line)}" for line in lines))
         self.tell(*section("what fell short", missed, glyphs))
         self.tell(f"Outcome: {outcome}. Summary: {place}")
+        following = ("Go on", ("run", "--resume")) if interrupted else ("See what happened", ("report",))
+        self.tell(f"{following[0]}: {command_for(self.folder, *following[1])}")
         self._report()
         return code
 

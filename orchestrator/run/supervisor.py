@@ -31,6 +31,7 @@ from orchestrator.run.snapshot import Meter, Recorder, SlotRows
 from orchestrator.run.snapshot_keeper import SnapshotKeeper
 from orchestrator.watch.live import GAPS, Outlets
 from orchestrator.watch.model import Snapshot
+from orchestrator.watch.output import OutputFiles
 from orchestrator.watch.records import RunFacts
 from workers.messages import Directive
 
@@ -95,6 +96,7 @@ class Supervisor:
     interrupted: Callable[[], bool]
     learned_limits: LearnedLimits
     snapshots: SnapshotKeeper
+    output: OutputFiles
     commands: Commands
     """Those of the user."""
     injector: FaultInjector | None = None
@@ -164,6 +166,7 @@ class Supervisor:
         now_s = self.clock.monotonic_s()
         counting_since_s = self._counting_since_s if self._counting_since_s is not None else now_s
         elapsed_s = self.past.elapsed_s + now_s - counting_since_s
+        kept = (self.snapshots.problem, self.output.problem)
         return Snapshot(
             run_id=self.facts.run_id,
             started_at=self.facts.started_at_unix_s,
@@ -174,7 +177,7 @@ class Supervisor:
             nodes_planned=tuple(self.config.nodes),
             nodes_seen=self._nodes.seen(),
             rows=SlotRows(self._plans, self._slots, self._meters, now_s),
-            notices=(*self._nodes.notices(), *self.outlets.problems, *filter(None, [self.snapshots.problem])),
+            notices=(*self._nodes.notices(), *self.outlets.problems, *filter(None, kept)),
             restart_count=self._restarts,
             steps_lost_upper_bound=self._steps_lost,
         )
@@ -327,6 +330,7 @@ class Supervisor:
         match ended:
             case SliceReported(report=report):
                 self.snapshots.take(report)
+                self.output.take(report)
                 for happened in report.events:
                     self.outlets.events.write(
                         happened.name, slot=report.slot, worker_at_unix_s=happened.at_unix_s, **dict(happened.detail)

@@ -43,7 +43,7 @@ def alert_lines(badges: Iterable[Badge], now_unix_s: float, width: int, glyphs: 
     lines = []
     for badge in badges:
         held = clock(max(0.0, now_unix_s - badge.since_unix_s))
-        said = glyphs.separator.join([badge.severity, badge.name, f"for {held}", ", ".join(badge.subjects)])
+        said = glyphs.separator.join([badge.severity, f"for {held}", ", ".join(badge.subjects)])
         lines.append(Text(glyphs.shorten(glyphs.clean(said), width), SEVERITY_STYLES[badge.severity]))
         for words in (badge.text, badge.what_to_do):
             indented = textwrap.wrap(glyphs.clean(words), max(20, width - 3))

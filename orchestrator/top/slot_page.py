@@ -1,10 +1,11 @@
-"""One slot in lines of text: its facts, the course of its values, its states, its last events."""
+"""One slot in lines of text: its facts, the course of its values, its states, its last events, what it printed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from rich.cells import chop_cells
 from rich.text import Text
 
 from orchestrator.core.slot import slot_state
@@ -16,6 +17,8 @@ from orchestrator.watch.cells import Glyphs, clock
 from orchestrator.watch.columns import columns_for
 from orchestrator.watch.history import Buckets, Span
 from orchestrator.watch.model import STATE_STYLES, Row, Snapshot
+from orchestrator.watch.output import last_lines
+from orchestrator.watch.phrases import event_words, time_of_day
 
 #: What is drawn over time, and how it is called; the last is counted up over the run, and drawn as its growth.
 COURSES: Mapping[str, str] = {
@@ -51,10 +54,13 @@ def read_slot_lines(
         courses = history.buckets(folder, row.slot, tuple(COURSES), begins, ends + 0.5, parts)
         spans = history.state_spans(folder, row.slot)
         events = history.events(folder, slot=row.slot, limit=50)
+        printed = last_lines(folder, row.slot)
     except ArchiveError as failure:
         return [Text(glyphs.clean(str(failure)), "red")]
     shown = f"last {clock(back_s)}" if back_s is not None else "the whole run"
     page = slot_lines(row, courses, spans, events, width, glyphs)
+    if printed:
+        page += [Text(), Text("printed", "bold"), *(each for line in printed for each in _folded(line, width, glyphs))]
     return [*page[:2], Text(f"courses: {shown} (m)", "dim"), *page[2:]]
 
 
@@ -168,13 +174,20 @@ def _events(events: Sequence[StoredEvent], width: int, glyphs: Glyphs) -> Iterat
         traceback = event.details.get("traceback")
         if isinstance(traceback, str):
             for line in traceback.splitlines()[-_TEXT_LINES_MOST:]:
-                yield Text(f"    {glyphs.shorten(glyphs.clean(line), max(10, width - 4))}", "red")
+                yield from _folded(f"    {line}", width, glyphs, "red")
+
+
+def _folded(line: str, width: int, glyphs: Glyphs, style: str = "") -> Iterator[Text]:
+    """Yield a line of text in as many lines as it needs, with the spaces that it begins with."""
+    begins = " " * min(width // 2, len(line) - len(line.lstrip()))
+    for part in chop_cells(glyphs.clean(line), max(10, width - len(begins))) or [""]:
+        yield Text(begins + part, style)
 
 
 def event_line(event: StoredEvent, width: int, glyphs: Glyphs) -> Text:
     """Return an event in one line."""
-    details = ", ".join(
-        f"{key} {value}" for key, value in event.details.items() if key != "traceback" and value is not None
+    name, details = event_words(event)
+    said = f"{event.slot or '':<10}  {name}  {details}"
+    return Text.assemble(
+        (f"{time_of_day(event.at)[:8]}  ", "dim"), glyphs.shorten(glyphs.clean(said), max(10, width - 10))
     )
-    said = f"{event.slot or '':<10}  {event.event}  {details}"
-    return Text.assemble((f"{event.at[11:19]}  ", "dim"), glyphs.shorten(glyphs.clean(said), max(10, width - 10)))

@@ -20,6 +20,10 @@ from workers.files import replace_whole
 #: A rehearsal is for looking at the tool, and its figures hold for no card.
 _REHEARSAL_S: Final = 270.0
 
+#: The baseline and its repetition load torch, take their first steps and compete in three rounds, which an interval
+#: needs: half a minute at best. A lever has no turn in less than this.
+_LEAST_S: Final = 60.0
+
 FILE: Final = "asked.json"
 
 
@@ -97,8 +101,11 @@ def asked_of(
     """Return what is kept of a command line; what it leaves open the section `tune:` says.
 
     Raises:
-        UsageError: A lever is named that there is none of, or this machine leaves a worker no memory.
+        UsageError: A lever is named that there is none of, the budget ends before a lever can be judged, or this
+            machine leaves a worker no memory.
     """
+    if budget_s is not None and budget_s < _LEAST_S:
+        raise UsageError(f"--budget {budget_s:g}s ends before any lever has had its rounds; the least is {_LEAST_S:g}s")
     if workload not in {"train", products.WORKLOAD}:
         raise UsageError(f"--workload {workload}: no levers are known of it; valid: train, {products.WORKLOAD}")
     if workload == "train":

@@ -94,7 +94,8 @@ def rows_of(candidates: Sequence[Candidate], found: Measurements, impossible: Ma
 def pareto_names(candidates: Sequence[Candidate], rows: Sequence[Row], opened: Mapping[str, Opened]) -> tuple[str, ...]:
     """Return the names of the rows that nothing beats in speed, device bytes and host bytes.
 
-    The baseline has no row, so its repetition stands for it.
+    The baseline has no row, so its repetition stands for it. A speed without an interval, from two rounds or fewer, is
+    no ground for a name.
     """
     points = [
         Point(
@@ -105,6 +106,8 @@ def pareto_names(candidates: Sequence[Candidate], rows: Sequence[Row], opened: M
         )
         for each, row in zip(candidates, rows, strict=True)
         if row.speed_ratio is not None
+        and row.speed_low is not None
+        and row.speed_high is not None
         and row.peak_bytes is not None
         and row.verdict not in {Verdict.BROKEN, Verdict.UNAVAILABLE}
         and row.parity_class != ParityClass.OBJECTIVE

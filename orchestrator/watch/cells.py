@@ -7,13 +7,20 @@ one; the caller shows `Glyphs.missing` for it.
 from __future__ import annotations
 
 import math
+import os
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from textwrap import wrap
+from typing import Final, TextIO
 
 from rich.cells import cell_len, chop_cells
 from rich.text import Text
 
 from orchestrator.watch.model import finite
+
+#: A command up to the end of its sentence.
+_COMMAND: Final = re.compile(r"(?:python -m orchestrator|ray (?:start|status)|sudo) .*?(?=[;,.]? *$|[;,] |\. )")
 
 _HUGE = 1e7
 _TINY = 0.001
@@ -140,6 +147,35 @@ def flow(segments: Iterable[Text], width: int, separator: str) -> list[Text]:
         else:
             lines.append(Text().append_text(segment))  # its style must not spread over the line
     return lines
+
+
+def wrapped(text: str, width: int | None) -> str:
+    """Return text whose lines are broken between words at a width, but not within a command, which is to be copied.
+
+    `None` breaks nothing. A line that is too long goes on below the first word behind its own indent.
+    """
+    if width is None:
+        return text
+    lines = []
+    for line in text.split("\n"):
+        if cell_len(line) > width:
+            indent = " " * (len(line) - len(line.lstrip()) + 2)
+            kept = _COMMAND.sub(lambda found: found[0].replace(" ", "\0"), line)
+            broken = wrap(
+                kept, max(20, width), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            )
+            lines += [each.replace("\0", " ") for each in broken]
+        else:
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def width_of(stream: TextIO) -> int | None:
+    """Return the width of the terminal that a stream leads to; `None` where it leads elsewhere."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or None
+    except (OSError, ValueError):
+        return None
 
 
 def aligned(rows: Sequence[Sequence[str]], words: Collection[str]) -> Iterator[str]:

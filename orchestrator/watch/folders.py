@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from orchestrator.config.schema import RunConfig
 from orchestrator.errors import ArchiveError, NothingStoredError, UsageError, one_line
 from orchestrator.watch.archive import StoredRun, head_of, read_run
 from workers.files import read_small
@@ -35,6 +37,7 @@ _KEYS = (
     "workers", "steps_ok", "steps_lost_upper_bound", "success_rate", "oom_count", "restart_count", "incomplete",
     "error",
 )  # fmt: skip
+_DEFAULT_RUNS_DIR = Path(RunConfig.model_fields["dir"].default)
 _SUFFIX = re.compile(r"[0-9a-f-]{4,20}")
 _NAMED = 5
 
@@ -65,6 +68,14 @@ class Listed:
             return datetime.strptime(self.run_id[:15], "%Y%m%d-%H%M%S").replace(tzinfo=UTC).timestamp()
         except ValueError:
             return None
+
+
+def command_for(folder: Path, *words: str) -> str:
+    """Return the command of words such as `report`, for a run that is named by its folder."""
+    command = ["python", "-m", "orchestrator", *words, folder.name]
+    if folder.parent != _DEFAULT_RUNS_DIR:
+        command += ["--run-dir", str(folder.parent)]
+    return shlex.join(command)
 
 
 def list_runs(runs_dir: Path) -> tuple[Listed, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -45,6 +45,8 @@ class Frame:
     freshness: Freshness
     late_s: float
     """Seconds since the store last changed."""
+    missed: tuple[str, ...] = ()
+    """What fell short, of a run that has ended and was not good."""
 
 
 class Follower:
@@ -98,6 +100,7 @@ class Follower:
             events=events,
             freshness=freshness,
             late_s=late_s,
+            missed=_missed(events) or (() if before is None else before.missed),
         )
         return self._frame
 
@@ -114,6 +117,11 @@ class Follower:
         if (late_s > _GONE_AFTER_S) if is_foreign else run.was_killed:
             return Freshness.HEAD_GONE, late_s
         return (Freshness.LATE if late_s > LATE_AFTER_S else Freshness.LIVE), late_s
+
+
+def _missed(events: Iterable[StoredEvent]) -> tuple[str, ...]:
+    ends = [event.details.get("missed") for event in events if event.event == "run_ended"]
+    return tuple(map(str, ends[-1])) if ends and isinstance(ends[-1], list) else ()
 
 
 def _state_of(path: Path) -> tuple[int, int, int] | None:

@@ -7,16 +7,48 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from statistics import median
-from typing import Any
+from typing import Any, Final
 
 from orchestrator.config.duration import format_duration
+from orchestrator.watch.archive import StoredEvent
 from orchestrator.watch.cells import Glyphs, clock, decimals_for, number, share_pct, whole
 from orchestrator.watch.model import Row, Snapshot, natural_order
 from workers.messages import StepCounts
+from workers.units import MIB
 
 _LINES_MOST = 30
 """Of a section. A run with many errors has thousands; the last ones show how it ended."""
+
+
+#: Endings of names -> unit, and by what a value is multiplied for it; the longest first.
+_UNITS: Final = {
+    "_unix_s": ("", 1.0),
+    "_bytes": (" MiB", 1 / MIB),
+    "_pct": (" %", 1.0),
+    "_mhz": (" MHz", 1.0),
+    "_s": (" s", 1.0),
+    "_c": (" °C", 1.0),
+    "_w": (" W", 1.0),
+}
+#: Of an event: for programs, or told by its time and slot.
+_UNTOLD: Final = frozenset({"worker_at_unix_s", "sequence", "incarnation", "node_id", "traceback"})
+#: Names of events that are not English as they are.
+_EVENTS: Final = {
+    "oom": "out of memory",
+    "device_opened": "opened its device",
+    "claimed": "obtained memory",
+    "leased": "was allowed memory",
+    "gave_way": "made room",
+    "retry": "tries again",
+    "counting": "the planned time begins",
+    "chaos": "injected faults",
+    "chaos_strike": "injected fault",
+    "slice_failed": "gave no report",
+    "death_explained": "why its process ended",
+    "workload_error": "error of the workload",
+}
 
 
 def counted(count: int, noun: str, nouns: str | None = None) -> str:
@@ -106,6 +138,44 @@ def closing_lines(snapshot: Snapshot, glyphs: Glyphs) -> tuple[str, ...]:
     lines += _training_lines(snapshot.rows, glyphs)
     ran = f"ran {glyphs.clean(format_duration(snapshot.elapsed_s))}"
     return (*lines, line("total", len(snapshot.rows), snapshot.tflops_total, *totals(snapshot), ran))
+
+
+def time_of_day(at: str) -> str:
+    """Return the local time of a moment that an event tells in ISO 8601; what is none as it is."""
+    try:
+        return datetime.fromisoformat(at).astimezone().strftime("%H:%M:%S")
+    except (ValueError, OverflowError, OSError):
+        return at
+
+
+def event_words(event: StoredEvent) -> tuple[str, str]:
+    """Return what has happened, and its details with their units; `size 512 to 256` is a change."""
+    told, said = dict(event.details), []
+    for key, value in told.items():
+        if key in _UNTOLD or key.startswith("from_") or value is None or value == "":
+            continue
+        before = told.get(f"from_{key}")
+        suffix = next((suffix for suffix in _UNITS if key.endswith(suffix)), "")
+        words = _with_unit(value, suffix)
+        if before is not None and before != value:
+            words = f"{_with_unit(before, suffix)} to {words}"
+        said.append(f"{key.removesuffix(suffix).replace('_', ' ')} {words}")
+    if event.event == "state":
+        said = [f"{told.get('from_state')} to {told.get('to_state')}: {told.get('cause')}".removesuffix(": ")]
+    elif event.event == "workload_error":
+        said = [str(told.get("traceback")).strip().rpartition("\n")[2]]
+    return _EVENTS.get(event.event, event.event.replace("_", " ")), ", ".join(said)
+
+
+def _with_unit(value: object, suffix: str) -> str:
+    if isinstance(value, list | tuple):
+        return "; ".join(_with_unit(each, suffix) for each in value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+    if suffix == "_unix_s":
+        return time_of_day(datetime.fromtimestamp(value, UTC).isoformat())
+    unit, times = _UNITS.get(suffix, ("", 1.0)) if suffix != "_bytes" or abs(value) >= MIB else (" bytes", 1.0)
+    return f"{value * times:.5g}{unit}" if unit or isinstance(value, float) else str(value)
 
 
 def _training_lines(rows: Iterable[Row], glyphs: Glyphs) -> Iterator[str]:

@@ -42,7 +42,7 @@ class Route:
     keys: tuple[str, ...] = ()
 
 
-_VIEW: Final = ("sort", "filter", "offset", "limit")
+_VIEW: Final = ("sort", "filter", "offset", "limit", "run")
 
 #: Everything the server answers, besides the page's files.
 ROUTES: Final[Mapping[str, Route]] = MappingProxyType(
@@ -50,15 +50,16 @@ ROUTES: Final[Mapping[str, Route]] = MappingProxyType(
         "/": Route("GET", Level.NOTHING),
         "/healthz": Route("GET", Level.NOTHING),
         "/metrics": Route("GET", Level.READ),
-        "/api/v1/run": Route("GET", Level.READ),
+        "/api/v1/run": Route("GET", Level.READ, ("run",)),
         "/api/v1/runs": Route("GET", Level.READ),
+        "/api/v1/overview": Route("GET", Level.READ, ("run",)),
         "/api/v1/table": Route("GET", Level.READ, _VIEW),
-        "/api/v1/slot": Route("GET", Level.READ, ("name",)),
-        "/api/v1/history": Route("GET", Level.READ, ("slot", "field", "from", "to", "buckets")),
-        "/api/v1/events": Route("GET", Level.READ, ("after", "slot", "limit")),
+        "/api/v1/slot": Route("GET", Level.READ, ("name", "run")),
+        "/api/v1/history": Route("GET", Level.READ, ("slot", "field", "from", "to", "buckets", "run")),
+        "/api/v1/events": Route("GET", Level.READ, ("after", "slot", "limit", "run")),
         "/api/v1/stream": Route("GET", Level.READ, _VIEW),
         "/api/v1/login": Route("POST", Level.NOTHING),
-        "/api/v1/commands": Route("POST", Level.CONTROL),
+        "/api/v1/commands": Route("POST", Level.CONTROL, ("run",)),
     }
 )
 

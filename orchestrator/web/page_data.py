@@ -22,7 +22,7 @@ from orchestrator.watch.columns import Column, columns_for, kept_longest_first
 from orchestrator.watch.follow import Frame, Freshness
 from orchestrator.watch.history import SAMPLED_NUMBERS, Buckets, Span
 from orchestrator.watch.model import STATE_STYLES, Row, finite, trouble
-from orchestrator.watch.phrases import counted, tflops_words, time_words, totals
+from orchestrator.watch.phrases import counted, event_words, tflops_words, time_of_day, time_words, totals
 from orchestrator.watch.query import Filter, Order, order_of, parse, select
 from orchestrator.watch.summary import SCHEMA
 from workers.messages import WorkerState
@@ -47,6 +47,13 @@ _CARD_COLUMNS: Final = (
 #: Drawn before any other, as far as something was sampled.
 CHARTED: Final = ("tflops", "allocated_bytes", "temperature_c", "power_w", "duty_measured", "oom_count")
 _TEXT_MOST: Final = 400
+_TOTALS: Final = {
+    "tflops": "TFLOP/s of all slots",
+    "allocated_bytes": "allocated by all slots, MiB",
+    "oom_count": "out of memory, all slots",
+    "temperature_c": "hottest temperature, C",
+    "samples_per_s": "samples a second of all slots",
+}
 #: Widths of the page from which on the next columns are shown, the least important last: names of style classes.
 _WIDTHS: Final = ((4, "always"), (8, "small"), (14, "medium"), (18, "large"))
 
@@ -163,7 +170,6 @@ def head_of(frame: Frame, firing: Sequence[Badge] = (), *, with_control: bool = 
             {
                 "words": (UNICODE.clean(badge.words), _SEVERITY_TONES[badge.severity]),
                 "subjects": [UNICODE.clean(subject) for subject in badge.subjects],
-                "text": UNICODE.clean(badge.text),
                 "what_to_do": badge.what_to_do,
             }
             for badge in firing
@@ -196,8 +202,10 @@ def cards_of(frame: Frame) -> Json:
     return {"titles": titles, "rows": told}
 
 
-def slot_of(frame: Frame, name: str, spans: Sequence[Span], events: Sequence[StoredEvent]) -> Json | None:
-    """Return all that is known of one slot; `None` where there is no such slot."""
+def slot_of(
+    frame: Frame, name: str, spans: Sequence[Span], events: Sequence[StoredEvent], printed: Sequence[str]
+) -> Json | None:
+    """Return all that is known of one slot, with the lines it printed; `None` where there is no such slot."""
     row = next((row for row in frame.snapshot.rows if row.slot == name), None)
     if row is None:
         return None
@@ -219,6 +227,7 @@ def slot_of(frame: Frame, name: str, spans: Sequence[Span], events: Sequence[Sto
         "utc_offset_s": offset_s(ends_unix_s),
         "events": [event_of(event) for event in events],
         "traceback": str(errors[-1]) if errors else None,
+        "printed": "\n".join(printed),
     }
 
 
@@ -239,21 +248,23 @@ def history_of(key: str, found: Buckets) -> Json:
     }
 
 
+def totals_of(found: Mapping[str, Buckets]) -> list[Json]:
+    """Return the charts of all slots together, without those of which nothing is known."""
+    drawn = [{**history_of(key, course), "label": _TOTALS.get(key, field_label(key))} for key, course in found.items()]
+    return [each for each in drawn if any(value is not None for value in each["mean"])]
+
+
 def event_of(event: StoredEvent) -> Json:
     """Return one event as a line."""
-    details = event.details
-    text, tone = ", ".join(f"{key} {value}" for key, value in details.items()), ""
-    if event.event == "state":
-        text = f"{details.get('from_state')} → {details.get('to_state')}: {details.get('cause')}"
-        tone = _STATE_TONES.get(str(details.get("to_state")), "")
-    elif event.event == "workload_error":
-        text, tone = str(details.get("traceback")).strip().rpartition("\n")[2], "bad"
+    name, text = event_words(event)
+    tone = _STATE_TONES.get(str(event.details.get("to_state")), "bad" if event.event == "workload_error" else "")
     return {
         "number": event.number,
         "at_unix_s": _unix_s(event.at),
-        "time": _time_of(event.at),
+        "time": UNICODE.clean(time_of_day(event.at)),
         "slot": None if event.slot is None else UNICODE.clean(event.slot),
         "event": UNICODE.clean(event.event).replace("_", " "),
+        "words": UNICODE.clean(name),
         "text": UNICODE.shorten(UNICODE.clean(text), _TEXT_MOST),
         "tone": tone,
     }
@@ -296,7 +307,7 @@ def _mark(frame: Frame) -> tuple[str, str]:
 
 
 def _column_list(columns: Sequence[Column], rows: Sequence[Row]) -> tuple[Json, ...]:
-    rank = {name: place for place, name in enumerate(kept_longest_first(rows))}
+    rank = {name: place for place, name in enumerate(kept_longest_first(rows))} | {"oom": 0}
 
     def width_of(name: str) -> str:
         return next((width for most, width in _WIDTHS if rank.get(name, most) < most), "huge")
@@ -356,10 +367,3 @@ def _unix_s(at: str) -> float | None:
         return datetime.fromisoformat(at).timestamp()
     except (ValueError, OverflowError, OSError):
         return None
-
-
-def _time_of(at: str) -> str:
-    try:
-        return datetime.fromisoformat(at).astimezone().strftime("%H:%M:%S")
-    except (ValueError, OverflowError, OSError):
-        return UNICODE.clean(at)

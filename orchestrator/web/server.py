@@ -19,12 +19,13 @@ from aiohttp import web
 
 from orchestrator.config.byte_size import parse_bytes
 from orchestrator.control.client import send
-from orchestrator.errors import ArchiveError, one_line
+from orchestrator.errors import ArchiveError, UsageError, one_line
 from orchestrator.watch import history
 from orchestrator.watch.archive import count_commands
 from orchestrator.watch.deliveries import read_deliveries
-from orchestrator.watch.folders import list_runs, run_object
+from orchestrator.watch.folders import find_run, list_runs, run_object
 from orchestrator.watch.follow import Follower
+from orchestrator.watch.output import last_lines
 from orchestrator.watch.query import Order, order_of, parse, select
 from orchestrator.watch.summary import SCHEMA
 from orchestrator.web import guard, metrics, page_data
@@ -52,6 +53,11 @@ _LIMIT_MOST: Final = 500
 _SLOT_EVENTS: Final = 200
 _TEXT_MOST: Final = 64
 _WRITING_MOST_S: Final = 30.0
+_OTHERS_MOST: Final = 8
+"""Runs beside the one that was named of which something is kept."""
+_OVERVIEW_S: Final = 600.0
+_OVERVIEW_PARTS: Final = 200
+_OVERVIEW_EVERY_S: Final = 5.0
 _COMPRESSED_FROM_BYTES: Final = 1_000
 
 Query: TypeAlias = Mapping[str, str]
@@ -78,6 +84,8 @@ class Site:
 
     def __post_init__(self) -> None:
         self.hub = Hub(Follower(self.folder).look, self.unix_s, with_control=self.rules.with_control)
+        self._others: dict[str, Site] = {}
+        self._overview: tuple[float, dict[str, Any]] = (float("-inf"), {})
         self._files = {f"/{name}".removesuffix("index.html"): (PAGE / name).read_bytes() for name in _KINDS}
 
     def application(self) -> web.Application:
@@ -88,7 +96,22 @@ class Site:
         return app
 
     async def _close(self, _app: web.Application) -> None:
-        await self.hub.close()
+        for site in (self, *self._others.values()):
+            await site.hub.close()
+
+    def _of(self, run: str | None) -> Site:
+        """Return the site of another run in the folder of runs."""
+        if run is None or run == self.folder.name:
+            return self
+        if run not in self._others:
+            try:
+                folder = find_run(self.folder.parent, run)
+            except UsageError as error:
+                raise _RefusedError(404, str(error)) from None
+            for name in list(self._others)[: 1 - _OTHERS_MOST]:
+                del self._others[name]  # its pages go on to the end
+            self._others[run] = Site(folder=folder, rules=self.rules, unix_s=self.unix_s)
+        return self._others[run]
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         path = request.path
@@ -99,8 +122,10 @@ class Site:
             if path in self._files:
                 kind = _KINDS[path[1:] or "index.html"]
                 return _response(request, self._files[path], f"{kind}; charset=utf-8")
-            answer: _Handler = getattr(self, f"_get_{path.rpartition('/')[2]}")
-            return await answer(request, _query_of(request, route))
+            query = _query_of(request, route)
+            site = self._of(query.get("run"))
+            answer: _Handler = getattr(site, f"_get_{path.rpartition('/')[2]}")
+            return await answer(request, query)
         except _RefusedError as refused:
             headers = {"Allow": route.method if route else "GET, POST"} if refused.status == 405 else {}
             return _json(request, {"error": str(refused)}, refused.status, headers)
@@ -157,10 +182,23 @@ class Site:
         spans = await asyncio.to_thread(history.state_spans, self.folder, name)
         events = await asyncio.to_thread(history.events, self.folder, slot=name, limit=_SLOT_EVENTS)
         sampled = await asyncio.to_thread(history.sampled_between, self.folder)
-        told = page_data.slot_of(frame, name, spans, events)
+        printed = await asyncio.to_thread(last_lines, self.folder, name)
+        told = page_data.slot_of(frame, name, spans, events, printed)
         if told is None:
             raise _RefusedError(404, f"there is no slot {name[:80]!r} in this run")
         return _json(request, {"schema": SCHEMA, **told, "sampled": sampled})
+
+    async def _get_overview(self, request: web.Request, _query: Query) -> web.StreamResponse:
+        """Answer with the last ten minutes of all slots together; one look serves all pages for some seconds."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._overview[0] > _OVERVIEW_EVERY_S:
+            sampled = await asyncio.to_thread(history.sampled_between, self.folder)
+            last = 0.0 if sampled is None else sampled[1]
+            between = (last - _OVERVIEW_S, last + 0.001)
+            found = await asyncio.to_thread(history.totals, self.folder, *between, _OVERVIEW_PARTS)
+            told = {"charts": page_data.totals_of(found), "from": between[0], "to": between[1]}
+            self._overview = (now_s, {**told, "spans": [], "events": [], "utc_offset_s": page_data.offset_s(last)})
+        return _json(request, {"schema": SCHEMA, **self._overview[1]})
 
     async def _get_history(self, request: web.Request, query: Query) -> web.StreamResponse:
         slot, key = _wanted(query, "slot"), _wanted(query, "field")

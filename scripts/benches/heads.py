@@ -22,6 +22,7 @@ from orchestrator.run.supervisor import Supervisor
 from orchestrator.watch.events import EventLog
 from orchestrator.watch.live import Outlets, Watcher
 from orchestrator.watch.model import Snapshot
+from orchestrator.watch.output import OutputFiles
 from orchestrator.watch.records import STORE_NAME, RunFacts
 from orchestrator.watch.store import RunStore
 from workers.host.processes import start_time
@@ -77,6 +78,7 @@ def supervise(
         interrupted=interrupted,
         learned_limits=LearnedLimits(None, events),
         snapshots=SnapshotKeeper(folder / "states"),
+        output=OutputFiles(folder),
         commands=commands,
         clock=clock,
     ).run()

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from orchestrator.advise import verb
 from orchestrator.advise.advice import FROM_COUNTERS, FROM_DRIVER, advice
 from orchestrator.advise.causes import answers
+from orchestrator.advise.drawing import _percents
 from orchestrator.advise.facts import CardFacts, RunFacts, SlotFacts
 from orchestrator.advise.shares import Cause, divide
 from orchestrator.advise.sources import Known
@@ -290,3 +291,11 @@ def test_every_share_is_a_share(
     division = divide(CardFacts(node="pc1", name="card", uuid=uuid, slots=slots, **of_card))
     assert all(0 <= share <= 1 for share in division.shares.values())
     assert division.busy is None or 0 <= division.busy <= 1
+
+
+@given(st.lists(st.floats(0.0, 1.0), max_size=8))
+def test_the_shares_of_a_card_and_the_rest_sum_to_100(shares: list[float]) -> None:
+    percents = _percents(shares)
+    assert (len(percents), sum(percents)) == (len(shares) + 1, 100)
+    if sum(shares) <= 1:
+        assert all(abs(percent - 100 * share) < 1 for percent, share in zip(percents, shares, strict=False))

@@ -19,7 +19,11 @@ from orchestrator.alerts.catalogue import ALERTS
 from orchestrator.alerts.judge import AlertWatch, judge
 from orchestrator.core.slot import HeadState
 from orchestrator.watch.deliveries import Deliveries
+from orchestrator.watch.follow import Follower
 from orchestrator.watch.model import Row, Snapshot
+from orchestrator.watch.records import STORE_NAME
+from orchestrator.watch.store import RunStore
+from tests.watch.scene import FACTS, event, make_row, make_snapshot
 from workers.messages import WorkerState
 
 PROMTOOL = pytest.mark.skipif(
@@ -111,6 +115,20 @@ def test_badges_show_what_fires_each_alert_once(trace: Trace) -> None:
         )
         assert len({badge.name for badge in shown}) == len(shown)
         assert [badge.severity for badge in shown] == sorted(badge.severity for badge in shown), "critical first"
+
+
+def test_a_run_that_was_not_good_says_why(tmp_path: Path) -> None:
+    missed = ["pc1/0: no good step", "success rate 0.5 < run.min_success_rate 0.95"]
+    store = RunStore(tmp_path / STORE_NAME)
+    store.begin(FACTS)
+    store.update(make_snapshot(make_row()))
+    store.event(event(name="run_ended", missed=missed))
+    store.end("degraded", 1, None, ())
+    follower = Follower(tmp_path)
+    for _ in range(2):
+        _, firing = judge(AlertWatch(), follower.look(), 0.0)
+        (badge,) = badges(firing)
+        assert badge.words == f"the run has ended and was not good: {'; '.join(missed)}"
 
 
 def test_an_alert_that_stops_before_its_time_begins_anew() -> None:

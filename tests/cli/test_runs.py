@@ -147,6 +147,19 @@ def test_a_killed_run_is_told_with_all_that_happened(tmp_path: Path) -> None:
     assert max(map(len, table.splitlines())) <= 100
 
 
+def test_what_a_slot_printed_last_is_shown(command: Command, tmp_path: Path) -> None:
+    written(tmp_path).commit()
+    kept = tmp_path / RUN_ID / "output" / "pc1" / "0.log"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("".join(f"line {number}\n" for number in range(150)) + "\x1b[31mred\n", encoding="utf-8")
+    shown = command("logs", "pc1/0", "--run-dir", str(tmp_path))
+    assert (shown.returncode, shown.stdout.splitlines()[::99]) == (0, ["line 51", "red"])
+    assert "pc1/0 red" in report_text(tmp_path / RUN_ID, 100)
+    unknown = command("logs", "pc9/0", "--run-dir", str(tmp_path))
+    assert unknown.returncode == 2
+    assert "has no slot 'pc9/0'; valid: " in unknown.stderr
+
+
 def test_faults_are_grouped_by_what_became_of_them(tmp_path: Path) -> None:
     store = written(tmp_path, chaos="seed=1,kill=3")
     faults = [{"kind": "kill", "fate": fate, "recovered_s": took_s, "target": "pc1/0", "at_unix_s": 1.0, "count": 1}

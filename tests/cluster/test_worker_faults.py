@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from orchestrator.watch.archive import read_run
+from orchestrator.watch.output import last_lines
 from tests.cluster.conftest import Starter
 from tests.scene import wait_for
 
@@ -65,6 +66,7 @@ class Fine(Workload):
 class BySlot(Fine):
     def fail(self, seed):
         if seed == 0 and self.steps == 20 and once("crashed"):
+            print("about to crash")
             ctypes.string_at(0)
         if seed == 1 and self.steps == 20 and once("left"):
             os._exit(3)
@@ -128,6 +130,11 @@ def test_crashed_and_leaking_workers_are_replaced_and_a_card_on_which_all_die_is
         assert rows[slot]["state"] == "RUNNING"
         (cause,) = causes(slot)
         assert cause.startswith("its process ended")
+
+    last_words = last_lines(head.folder(), "pc1/0")
+    assert "about to crash" in last_words
+    assert "Fatal Python error: Segmentation fault" in last_words
+    assert "[the process ended here; another one begins]" in last_words
 
     leaky, slightly = rows["pc1/2"], rows["pc1/3"]
     assert len(causes("pc1/2")) == leaky["restarts"] >= 1

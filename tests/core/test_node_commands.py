@@ -51,6 +51,9 @@ def test_a_node_starts_as_the_head_or_joins_it_with_its_label_and_the_sums_of_it
     assert command.is_head == (node == "pc1")
     rest = [f"--labels=node={node}", f"--num-cpus={cpus}", "--num-gpus=1", "--disable-usage-stats"]
     assert list(command.argv) == ["ray", "start", *role, *rest]
+    node_config = REFERENCE.nodes[node]
+    sum_said = f"# --num-cpus: {node_config.workers} workers x {node_config.cpus_per_worker} (cpus_per_worker)"
+    assert sum_said in command.script(node)
     assert command.environment == {NODE_MARK: node, "RAY_AUTH_MODE": "token"}
     assert command.line == f"ORCHESTRATOR_NODE={node} RAY_AUTH_MODE=token {' '.join(command.argv)}"
 

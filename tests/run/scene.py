@@ -24,6 +24,7 @@ from orchestrator.watch.archive import StoredRun, read_run
 from orchestrator.watch.events import EventLog
 from orchestrator.watch.live import Outlets
 from orchestrator.watch.model import Row, Snapshot
+from orchestrator.watch.output import OutputFiles
 from orchestrator.watch.records import STORE_NAME, RunFacts
 from orchestrator.watch.store import RunStore
 from tests.run.scripted_fleet import ScriptedFleet, VirtualClock
@@ -126,6 +127,7 @@ class Run:
             interrupted=lambda: interrupts is not None and interrupts.asked,
             learned_limits=LearnedLimits(None, self.log),
             snapshots=SnapshotKeeper(folder / "states"),
+            output=OutputFiles(folder),
             commands=self.commands,
             injector=self.injector,
             clock=self.clock,

@@ -184,7 +184,8 @@ def test_the_last_lines_and_the_report_say_what_fell_short(
     for lines in (last, report):
         told = lines[lines.index("what fell short") + 1 :]
         assert any(re.fullmatch(said, line) for line in told), told
-    assert last[-1].startswith("Outcome: degraded.")
+    assert last[-2].startswith("Outcome: degraded.")
+    assert last[-1].startswith(f"See what happened: python -m orchestrator report {user.run_dir.name}")
     assert {line.strip() for line in last} >= set(user.summary()["notices"])
     assert any(re.fullmatch(said, f"  {notice}") for notice in user.summary()["notices"])
 

@@ -22,6 +22,7 @@ from orchestrator.core.slot import HeadState
 from orchestrator.top.app import Top
 from orchestrator.top.ask import Send
 from orchestrator.top.rows import LinesView
+from orchestrator.top.slot_page import read_slot_lines
 from orchestrator.top.view import HIDEABLE, View
 from orchestrator.watch.cells import ASCII, UNICODE, Glyphs
 from orchestrator.watch.follow import Follower
@@ -169,9 +170,10 @@ def test_a_head_that_writes_nothing_is_shown_as_late(tmp_path: Path) -> None:
 def test_alerts_stand_on_top_and_have_a_page_with_what_to_do(tmp_path: Path) -> None:
     lost = [make_row(slot=f"pc1/{number}", state=HeadState.QUARANTINED, reason=HOSTILE) for number in range(7)]
     folder = made(tmp_path, lost, outcome=None, lives=True)
-    assert driven(folder, (120, 20))[0] == "! SlotQuarantined x7"
+    assert driven(folder, (120, 20))[0].startswith("! slot pc1/0 was given up: [31mred")
+    assert driven(folder, (120, 20))[0].endswith("(and 6 more)")
     page = driven(folder, (120, 20), pressed("a"))
-    at = next(number for number, line in enumerate(page) if line.startswith("critical · SlotQuarantined · for 00:0"))
+    at = next(number for number, line in enumerate(page) if line.startswith("critical · for 00:0"))
     assert page[at].endswith("pc1/0, pc1/1, pc1/2, pc1/3, pc1/4, pc1/5, pc1/6")
     assert page[at + 1].startswith("   slot pc1/0 was given up: ")
     assert "reinstate" in "".join(page[at + 2 :])
@@ -329,3 +331,21 @@ def test_once_and_json_print_what_the_screen_would_show(tmp_path: Path) -> None:
     assert (told["schema"], told["freshness"], [row["slot"] for row in told["workers"]]) == (1, "ended", ["pc1/0"])
     wrong = CliRunner().invoke(app, ["top", "--once", "--filter", "cap>3", *where])
     assert "write a unit" in str(wrong.exception)
+
+
+def test_a_slot_shows_what_it_printed_and_all_of_its_error(tmp_path: Path) -> None:
+    folder = made(tmp_path, [make_row()])
+    kept = folder / "output" / "pc1" / "0.log"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("\x1b[2J    epoch 1\n", encoding="utf-8")
+    cause = "RuntimeError: mat1 and mat2 shapes cannot be multiplied (64x512 and 256x10), in the layer head"
+    error = {**event(name="workload_error", traceback=f"Traceback:\n  {cause}"), "slot": "pc1/0"}
+    store = RunStore(folder / STORE_NAME)
+    store.event(error)
+    store.commit()
+    frame = Follower(folder).look()
+    (row,) = frame.snapshot.rows
+    lines = [line.plain for line in read_slot_lines(folder, row, frame.snapshot, None, 60, UNICODE)]
+    assert lines[-2:] == ["printed", "    epoch 1"]
+    assert all(len(line) <= 60 for line in lines[4:])
+    assert cause.replace(" ", "") in "".join("".join(lines).split())

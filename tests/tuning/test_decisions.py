@@ -13,6 +13,7 @@ from orchestrator.config.load import config_from_text, load_config
 from orchestrator.errors import UsageError
 from orchestrator.tuning import levers, passes, products
 from orchestrator.tuning.absolute import absolute_of
+from orchestrator.tuning.asked import asked_of
 from orchestrator.tuning.drawing import table
 from orchestrator.tuning.journal import PassData
 from orchestrator.tuning.levers import Candidate
@@ -85,6 +86,19 @@ def test_each_lever_gets_the_verdict_of_what_it_is_for(found: Measurements) -> N
     assert "SIGKILL" in rows[4].reason
     assert rows[5].reason == "this version has no key train.adapter"
     assert pareto_names(ALL, rows, found.opened) == (FAST.name, SMALL.name)
+
+
+def test_two_rounds_name_no_pareto_set(found: Measurements) -> None:
+    short = replace(found, data=replace(found.data, rounds=found.data.rounds[:2]))
+    rows = rows_of(ALL, short, {NEVER.name: "this version has no key train.adapter"})
+    assert rows[0].speed_ratio is not None
+    assert pareto_names(ALL, rows, short.opened) == ()
+
+
+def test_a_budget_in_which_no_lever_has_its_rounds_is_refused() -> None:
+    path = ROOT / "cluster.yaml"
+    with pytest.raises(UsageError, match="--budget 5s ends before any lever has had its rounds; the least is 60s"):
+        asked_of(load_config(str(path)), path.read_text("utf-8"), rehearse=True, budget_s=5.0, wanted=())
 
 
 def gains(found: Measurements, objective: Objective) -> dict[str, Gain]:

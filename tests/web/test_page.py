@@ -21,6 +21,17 @@ pytestmark = needs_chromium
 
 RUN_ID = "20261123-101500-aaaa"
 NAMES = "[...document.querySelectorAll('#table tbody th a')].map((link) => link.textContent)"
+SHOWN_IN_ROWS = """(() => {
+  const seen = (node) => node.getClientRects().length > 0;
+  const shown = [...document.querySelectorAll("#titles th")].filter(seen);
+  const titles = shown.map((each) => each.querySelector("span")?.textContent);
+  const at = [...document.querySelectorAll("#titles th")].findIndex((each) => each.textContent === "state");
+  const states = [...document.querySelectorAll("#table tbody tr:first-child")].map((row) => row.children[at]);
+  return {
+    titles, text: document.getElementById("table").innerText,
+    states_without_tone: states.filter((each) => !each.dataset.tone).length,
+  };
+})()"""
 HOSTILE = "<img src=x onerror=document.title='hit'>"
 
 
@@ -59,7 +70,7 @@ def test_one_login_shows_the_table_and_nothing_is_asked_elsewhere(folder: Path, 
             before = server.site.hub.looks
             await until(lambda: asyncio.sleep(0, server.site.hub.looks > before + 1), "looks")
             alert = await page.js("document.querySelector('#alerts details[open]').innerText")
-            assert alert.startswith("SlotQuarantined")
+            assert alert.startswith("slot pc1/0 was given up: 5 processes died within 300 s")
             assert "was given up" in alert
             await page.do("Page.reload")
             await page.until(f"{NAMES}.length === 24")
@@ -113,6 +124,33 @@ def test_a_person_sorts_filters_and_opens_a_slot_with_the_keyboard(folder: Path,
 
     asyncio.run(scene())
     store.end("good", 0, None, [])
+
+
+def test_another_run_is_chosen_on_the_page(folder: Path, tmp_path: Path) -> None:
+    make_run(folder, slots=6, seconds=60)
+    older = folder.parent / "20261122-101500-bbbb"
+    make_run(older, slots=3, seconds=60, varied=False).end("good", 0, None, [])
+    printed = older / "output" / "pc1"
+    printed.mkdir(parents=True)
+    (printed / "1.log").write_text(f"{HOSTILE}\nepoch 1\n", encoding="utf-8")
+    assert facts.frozen(older)["slots"]["pc1/1"]["printed"] == f"{HOSTILE}\nepoch 1"
+
+    async def scene() -> None:
+        async with serving(folder) as server, browser(tmp_path) as page:
+            await opened(page, server)
+            await page.until("document.querySelectorAll('#chooser option').length === 2")
+            await page.js(
+                f"(() => {{ const all = document.getElementById('chooser'); all.value = '{older.name}'; "
+                "all.dispatchEvent(new Event('change')); })()"
+            )
+            await page.until(f"{NAMES}.length === 3 && document.title === 'ended: good · {older.name}'")
+            await page.js("location.hash = location.hash + '&view=slot&slot=pc1%2F1'")
+            printed = await page.until("document.getElementById('printed').textContent")
+            assert printed.splitlines() == [HOSTILE, "epoch 1"]
+            assert await page.js("document.querySelectorAll('#printed *').length") == 0
+            assert page.complaints() == []
+
+    asyncio.run(scene())
 
 
 def test_hostile_names_reasons_and_errors_stay_text(folder: Path, tmp_path: Path) -> None:
@@ -186,6 +224,7 @@ def test_the_same_page_runs_from_one_file(folder: Path, tmp_path: Path) -> None:
             await page.do("Page.navigate", url=(tmp_path / "run.html").as_uri())
             await page.until(f"{NAMES}.length === 24")
             assert await page.js("document.getElementById('mark').textContent") == "ended: good"
+            await page.until("document.querySelectorAll('#overview canvas').length > 0")
             sorted_names = []
             for sort in ("tflops", "-tflops"):
                 await page.js(f"location.hash = 'sort={sort}&filter=slot:pc1'")
@@ -226,9 +265,16 @@ def test_the_page_fits_and_its_words_can_be_read(folder: Path, tmp_path: Path, w
                 if KEEP:
                     put_turn(store, 601 + len(name), rows_at(601 + len(name), 24))
                     await page.until("document.getElementById('mark').textContent === 'live'")
+                if name == "table":
+                    await page.until("document.querySelectorAll('#overview canvas').length > 0")
                 await page.picture(tmp_path / f"web-{name}-{width}.png", width, 844 if width == 390 else 900, dark=dark)
                 assert await page.js("document.documentElement.scrollWidth - innerWidth") <= 0
                 assert await page.js(tests) == []
+                if name == "table":
+                    shown = await page.js(SHOWN_IN_ROWS)
+                    assert {"slot", "state", "OOM"} <= set(shown["titles"]), shown
+                    assert "out of memory at size 12288" in shown["text"]
+                    assert shown["states_without_tone"] == 0
 
     asyncio.run(scene())
     store.end("good", 0, None, [])

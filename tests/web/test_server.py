@@ -181,8 +181,28 @@ def test_a_page_gets_the_table_and_then_what_has_changed(folder: Path, store: Ru
                     deltas |= told
             assert deltas["rows"] == {changed.slot: {str(names.index("power")): "111/350"}}
             assert "all" not in deltas
-            assert (seen[-1]["event"], seen[-1]["text"]) == ("leased", "lease_bytes 5")
+            assert [seen[-1][key] for key in ("event", "words", "text")] == [
+                "leased",
+                "was allowed memory",
+                "lease 5 bytes",
+            ]
             await stream.aclose()
+
+    asyncio.run(scene())
+
+
+def test_a_run_beside_the_served_one_is_served_too_and_nothing_else(folder: Path) -> None:
+    other = folder.parent / "20261122-101500-bbbb"
+    make_run(other, slots=3, seconds=60, varied=False).end("good", 0, None, [])
+
+    async def scene() -> None:
+        async with serving(folder) as server:
+            assert (await server.ask("/api/v1/run")).told["run_id"] == folder.name
+            assert (await server.ask(f"/api/v1/run?run={other.name}")).told["run_id"] == other.name
+            charts = (await server.ask(f"/api/v1/overview?run={other.name}")).told["charts"]
+            assert charts[0]["label"] == "TFLOP/s of all slots"
+            for name in ("..", "../../etc", "20261122-101500-cccc", "%00"):
+                assert (await server.ask(f"/api/v1/run?run={name}")).status == 404
 
     asyncio.run(scene())
 

@@ -16,7 +16,7 @@
     return node;
   };
   const show = (id, shown) => { byId(id).hidden = !shown; };
-  const REFRESH_MS = 2000, ROWS = 200, EVENTS = 300, VIEWS = ["table", "slot", "cards", "events", "summary"];
+  const REFRESH_MS = 2000, OVERVIEW_MS = 10000, ROWS = 200, EVENTS = 300, VIEWS = ["table", "slot", "cards", "events", "summary"];
 
   const source = openSource();
   show("summary-link", Boolean(source.summary));
@@ -24,7 +24,7 @@
 
   // ---- What is looked at.
 
-  const usual = { view: "table", sort: "", filter: "", offset: "0", slot: "", field: "", range: "" };
+  const usual = { run: "", view: "table", sort: "", filter: "", offset: "0", slot: "", field: "", range: "" };
   let state = { ...usual }, table = null, stop = () => {}, followed = "", chosen = new Set(), looked = "";
   const address = (changes) => {
     const next = { ...state, ...changes };
@@ -49,9 +49,12 @@
     show("problem", false);
     if (document.activeElement !== byId("filter")) byId("filter").value = state.filter;
     byId("back").href = address({ view: "table", slot: "" });
+    if (before.run !== state.run) [table, chosen] = [null, new Set()];
+    source.choose?.(state.run);
     const query = { sort: state.sort, filter: state.filter, offset: state.offset, limit: state.view === "table" ? ROWS : 0 };
-    if (followed !== JSON.stringify(query)) {
-      followed = JSON.stringify(query);
+    const wanted = JSON.stringify([state.run, query]);
+    if (followed !== wanted) {
+      followed = wanted;
       stop();
       stop = source.table(query, on);
     } else if (table) drawTable();
@@ -93,9 +96,20 @@
 
   // ---- Drawing.
 
+  // Runs are listed when the page opens, and again when the list is about to be chosen from.
+  const listRuns = async () => {
+    const runs = await source.runs?.().catch(() => []) || [], here = table?.head.run;
+    byId("chooser").replaceChildren(...runs.slice(0, 100).map((run) => make("option", {
+      value: run.run_id, selected: run.run_id === here,
+      textContent: `${run.run_id} · ${run.outcome}${run.workers ? ` · ${run.workers} workers` : ""}`,
+    })));
+    show("chooser", runs.length > 1);
+  };
+  let listed = "";
   const drawHead = () => {
     const head = table.head, summary = byId("summary");
     show("head", true);
+    if (listed !== head.run) { listed = head.run; listRuns(); }
     document.title = `${head.mark[0]} · ${head.run}`;
     for (const id of ["run", "mark", "mode", "time", "left"]) put(byId(id), head[id]);
     byId("share").value = head.share;
@@ -111,7 +125,7 @@
       alerts.dataset.told = told;
       alerts.replaceChildren(...head.alerts.map((alert) => make("li", {}, make("details", {},
         put(make("summary", { className: "chip" }), alert.words),
-        ...[...(alert.subjects.length > 1 ? [alert.subjects.join(", ")] : []), alert.text, alert.what_to_do].map((text) => make("p", { textContent: text }))))));
+        ...[...(alert.subjects.length > 1 ? [alert.subjects.join(", ")] : []), alert.what_to_do].map((text) => make("p", { textContent: text }))))));
     }
     byId("notices").replaceChildren(...head.notices.map((text) => make("li", { textContent: text })));
     drawCommands();
@@ -176,12 +190,14 @@
 
   let drawnAt = 0, drawing = 0;
   const refresh = async (now) => {
-    if (state.view === "table" || (!now && performance.now() - drawnAt < REFRESH_MS)) return;
+    const every = state.view === "table" ? OVERVIEW_MS : REFRESH_MS;
+    if (!now && performance.now() - drawnAt < every) return;
     drawnAt = performance.now();
     const mine = ++drawing, { view, slot } = state;
     try {
-      const told = await { slot: () => source.slot(slot), cards: source.cards, events: source.events, summary: source.summary }[view]?.();
+      const told = await { table: source.overview, slot: () => source.slot(slot), cards: source.cards, events: source.events, summary: source.summary }[view]?.();
       if (mine !== drawing || !told) return;
+      if (view === "table" && told.charts.length) charts.draw(byId("overview"), told.charts.slice(0, 2), told, [told.from, told.to]);
       if (view === "cards") drawGrid(byId("cards"), told.titles, told.rows);
       if (view === "events" && now) { byId("events").replaceChildren(); drawEvents(byId("events"), told, EVENTS); }
       if (view === "summary") drawSummary(told);
@@ -198,7 +214,7 @@
       const last = Number(node.firstElementChild?.dataset.number || 0);
       if (event.number <= last) continue;
       const link = event.slot ? make("a", { href: address({ view: "slot", slot: event.slot }), textContent: event.slot }) : "";
-      const line = make("tr", {}, make("td", { textContent: event.time, className: "quiet" }), make("td", {}, link), put(make("td"), [event.event, event.tone]), make("td", { textContent: event.text, className: "text" }));
+      const line = make("tr", {}, make("td", { textContent: event.time, className: "quiet" }), make("td", {}, link), put(make("td"), [event.words, event.tone]), make("td", { textContent: event.text, className: "text" }));
       line.dataset.number = event.number;
       node.prepend(line);
     }
@@ -213,6 +229,8 @@
     byId("spans").replaceChildren(...told.spans.slice(-20).reverse().map((span) => make("tr", {}, make("td", { textContent: span.time, className: "quiet" }), put(make("td"), span.state), make("td", { textContent: span.lasted }), make("td", { textContent: span.cause, className: "text" }))));
     byId("slot-events").replaceChildren();
     drawEvents(byId("slot-events"), told.events.slice(-50), 50);
+    show("output", Boolean(told.printed));
+    byId("printed").textContent = told.printed;
     show("error", Boolean(told.traceback));
     byId("traceback").textContent = told.traceback || "";
     const field = state.field || told.charts[0] || told.fields[0]?.[0];
@@ -265,6 +283,8 @@
     clearTimeout(typing);
     typing = setTimeout(() => turn({ filter: byId("filter").value, offset: "0" }), 200);
   });
+  byId("chooser").addEventListener("change", () => go({ ...usual, run: byId("chooser").value }));
+  byId("chooser").addEventListener("focus", listRuns);
   byId("earlier").addEventListener("click", () => go({ offset: String(Math.max(0, Number(state.offset) - ROWS)) }));
   byId("later").addEventListener("click", () => go({ offset: String(Number(state.offset) + ROWS) }));
   byId("field").addEventListener("change", () => turn({ field: byId("field").value }));

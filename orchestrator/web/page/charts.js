@@ -26,7 +26,7 @@ const charts = (() => {
     const known = t.filter((_, at) => mean[at] !== null), apart = known.slice(1).map((at, index) => at - known[index]);
     return 2.5 * (apart.sort((one, other) => one - other)[apart.length >> 1] || 0);
   };
-  const options = (width, isFirst, beside) => {
+  const options = (width, isFirst, isOverview, beside) => {
     const axis = {
       stroke: colour("quiet"), grid: { stroke: colour("rule"), width: 1 }, ticks: { stroke: colour("rule") }, font: "12px system-ui",
     };
@@ -35,13 +35,13 @@ const charts = (() => {
     const edge = { width: 0, points: { show: false }, gaps };
     return {
       width,
-      height: isFirst ? 240 : 150,
+      height: isOverview ? 110 : isFirst ? 240 : 150,
       cursor: { sync: { key: "slot" } },
-      legend: { show: isFirst },
+      legend: { show: isFirst && !isOverview },
       // In the time of the server, as all other texts.
       tzDate: (at) => uPlot.tzDate(new Date((at + offset) * 1000), "Etc/UTC"),
       scales: { x: { range: () => between } },
-      axes: [{ ...axis, values: times, space: 80 }, { ...axis, size: 64 }],
+      axes: [{ ...axis, values: times, space: 80 }, { ...axis, size: 64, space: isOverview ? 20 : 30 }],
       hooks: { drawAxes: [strip] },
       series: [
         { value: "{YYYY}-{MM}-{DD} {HH}:{mm}:{ss}" }, { ...edge, label: "max" }, { ...edge, label: "min" }, { stroke: colour("line"), width: 1.5, label: "mean", gaps },
@@ -64,7 +64,7 @@ const charts = (() => {
         box.append(caption);
         return box;
       }));
-      plots = found.map((each, at) => new uPlot(options(node.children[at].clientWidth, at === 0, each.beside_label), null, node.children[at]));
+      plots = found.map((each, at) => new uPlot(options(node.children[at].clientWidth, at === 0, node.id === "overview", each.beside_label), null, node.children[at]));
       drawn = shape;
     }
     found.forEach((each, at) => {

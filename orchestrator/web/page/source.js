@@ -6,13 +6,15 @@ const openSource = () => {
   const RETRY_MS = 1000;
 
   const live = () => {
+    let run = "";
     const ask = async (path, options) => {
       const answer = await fetch(path, options);
       const told = await answer.json();
       if (!answer.ok) throw Object.assign(new Error(told.error), { status: answer.status });
       return told;
     };
-    const get = (path, query = {}) => ask(`api/v1/${path}?${new URLSearchParams(query)}`);
+    const asked = (query) => new URLSearchParams(run ? { ...query, run } : query);
+    const get = (path, query = {}) => ask(`api/v1/${path}?${asked(query)}`);
     const post = (path, body) => ask(`api/v1/${path}`, { method: "POST", body: JSON.stringify(body) });
     const table = (query, on) => {
       let stream = null, timer = 0, known = null, over = false;
@@ -20,7 +22,7 @@ const openSource = () => {
       const open = () => {
         close();
         if (over || document.hidden) return;
-        stream = new EventSource(`api/v1/stream?${new URLSearchParams(query)}`);
+        stream = new EventSource(`api/v1/stream?${asked(query)}`);
         stream.addEventListener("table", (event) => { known = merged(known, JSON.parse(event.data)); on.table(known); });
         stream.addEventListener("event", (event) => on.events(JSON.parse(event.data).events));
         stream.addEventListener("gone", (event) => on.problem(JSON.parse(event.data).error));
@@ -45,8 +47,11 @@ const openSource = () => {
       history: (slot, field, from, to) => get("history", { slot, field, from, to, buckets: 300 }),
       events: async () => (await get("events", { limit: 300 })).events,
       cards: async () => (await get("run")).cards,
+      overview: () => get("overview"),
+      choose: (name) => { run = name; },
+      runs: async () => (await ask("api/v1/runs")).runs,
       login: (code) => post("login", { code }),
-      command: (told) => post("commands", { id: crypto.getRandomValues(new Uint32Array(4)).join("-"), ...told }),
+      command: (told) => post(run ? `commands?${asked({})}` : "commands", { id: crypto.getRandomValues(new Uint32Array(4)).join("-"), ...told }),
     };
   };
 
@@ -101,6 +106,7 @@ const openSource = () => {
       },
       events: async () => data.events,
       cards: async () => data.cards,
+      overview: data.summary && (async () => data.summary),
       summary: data.summary && (async () => data.summary),
     };
   };

@@ -1,0 +1,95 @@
+"""What the workers printed, in the run folder: a file for each slot, written from reports and read back.
+
+Kept are the newest 512 KiB to 1 MiB of each slot, in two files. What steers a terminal is taken out before it is
+written, so that `cat` is safe too. A folder that cannot be written costs only the output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+from workers.messages import Report
+from workers.units import MIB
+
+LINES_SHOWN: Final = 100
+_READ_BYTES: Final = 64 * 2**10
+_FOLDER_NAME: Final = "output"
+_FILE_MOST_BYTES: Final = MIB // 2
+
+#: Sequences that steer a terminal: CSI, then OSC, DCS, SOS, PM and APC, then the short ones (ECMA-48, 5.3 to 5.6).
+_STEERS: Final = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f]).*?(?:\x07|\x1b\\|\x9c|$)|\x1b[ -/]*[0-~]",
+    re.MULTILINE,
+)
+#: Control characters, those that turn the direction of writing, and lone surrogates.
+_CONTROLS: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def cleaned(text: str) -> str:
+    """Return text that steers no terminal; of a line that was drawn over, such as a progress bar, its last state."""
+    first, *others = _STEERS.sub("", text).replace("\r\n", "\n").split("\n")
+    drawn_over = "\n" if "\r" in first else ""  # what it is drawn over may be in the file already
+    lines = (line.rpartition("\r")[2] for line in (first, *others))
+    return drawn_over + _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", "\n".join(lines))
+
+
+class OutputFiles:
+    """The output of one run's workers."""
+
+    def __init__(self, folder: Path) -> None:
+        """Touch nothing yet; `folder` is the run folder."""
+        self._folder = folder
+        self.problem: str | None = None
+        """One sentence; `None`: there is none."""
+
+    def take(self, report: Report) -> None:
+        """Add what a report brings."""
+        if report.output is None:
+            return
+        dropped = report.output.dropped_bytes
+        text = f"\n[{dropped} bytes were printed before this that a report has no room for]\n" if dropped else ""
+        try:
+            self._add(_path(self._folder, report.slot), (text + cleaned(report.output.text)).encode("utf-8", "replace"))
+            self.problem = None
+        except OSError as failure:
+            self.problem = f"what the workers print is not kept in {self._folder}: {failure.strerror}"
+
+    def _add(self, path: Path, content: bytes) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "ab", buffering=0) as file:
+            if file.tell() + len(content) > _FILE_MOST_BYTES:
+                path.replace(_older(path))
+                self._add(path, content)
+            else:
+                file.write(content)
+
+
+def last_lines(folder: Path, slot: str, most: int = LINES_SHOWN) -> list[str]:
+    """Return the last lines that a slot printed; none where nothing is kept, or the name leads out of the folder."""
+    path, found = _path(folder, slot), b""
+    if "\0" in slot or not path.resolve().is_relative_to(_path(folder, "").parent.resolve()):
+        return []
+    for each in (path, _older(path)):
+        with contextlib.suppress(OSError), each.open("rb") as file:
+            file.seek(max(0, each.stat().st_size + len(found) - _READ_BYTES))
+            found = file.read(_READ_BYTES) + found
+    return cleaned(found.decode("utf-8", "replace")).expandtabs().splitlines()[-most:]
+
+
+def slots_with_output(folder: Path) -> list[str]:
+    """Return the slots of which something is kept."""
+    root = folder / _FOLDER_NAME
+    return sorted(str(path.relative_to(root).with_suffix("")) for path in root.rglob("*.log"))
+
+
+def _path(folder: Path, slot: str) -> Path:
+    return folder / _FOLDER_NAME / f"{slot}.log"
+
+
+def _older(path: Path) -> Path:
+    return path.with_name(f"{path.name}.1")
