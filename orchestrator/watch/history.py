@@ -168,7 +168,9 @@ def _read(
             raise ValueError(f"{key[:40]!r} is not sampled; sampled are {', '.join(SAMPLED_NUMBERS)}")
     first, last = between
     if not (1 <= count <= BUCKETS_MOST and 0 <= first < last <= _LATEST_UNIX_S):
-        raise ValueError(f"buckets must be 1 to {BUCKETS_MOST}, between the years 1970 and 9999, and end after they begin")
+        raise ValueError(
+            f"buckets must be 1 to {BUCKETS_MOST}, between the years 1970 and 9999, and end after they begin"
+        )
     width_s = (last - first) / count
     with reading(folder) as store:
         there = _columns(store)

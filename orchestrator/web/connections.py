@@ -1,9 +1,9 @@
 """Accepts the connections of the server, and decides which one is closed for a new one.
 
-A connection without a login may be of any program that can reach the port. There is a limit of them, and the oldest one
-is closed for a new one, so that no number of idle connections keeps a browser out. asyncio's own `create_server` has no
-limit, and where no file descriptor is left it accepts again at once and prints a traceback for each try. Does not answer
-requests (`server.py`).
+A connection without a login may be of any program that can reach the port. There is a limit of them, and the oldest
+one is closed for a new one, so that no number of idle connections keeps a browser out. asyncio's own `create_server`
+has no limit, and where no file descriptor is left it accepts again at once and prints a traceback for each try. Does
+not answer requests (`server.py`).
 """
 
 from __future__ import annotations

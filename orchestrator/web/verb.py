@@ -93,7 +93,10 @@ async def _serve(folder: Path, options: Options, tls: ssl.SSLContext | None, say
         if sys.stdin is not None and sys.stdin.isatty():
             loop.add_reader(sys.stdin, another)
             more = "; Enter prints another"
-        say(f"This address logs one browser in, within {CODE_VALID_S / 60:.0f} minutes{more}. Ctrl-C ends the page only.")
+        say(
+            f"This address logs one browser in, within {CODE_VALID_S / 60:.0f} minutes{more}. "
+            "Ctrl-C ends the page only."
+        )
         kinds = "read.token or control.token" if options.control else "read.token"
         say(f"Programs send the text of {kinds} in {tokens_dir()} as Authorization: Bearer.")
         with suppress(ArchiveError):  # the first look takes longest; what is wrong, a page will say

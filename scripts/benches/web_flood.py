@@ -1,6 +1,6 @@
 """Whether the page answers while a program without a login holds connections and sends what is no HTTP.
 
-The head is the real supervisor on a scripted fleet (`viewers.py`), `web` the real command; both over loopback. One third
+The head is the real supervisor on a scripted fleet (`viewers.py`), `web` the real command; all over loopback. A third
 of the sockets has sent half of its headers, one third nothing, and one third a whole request and then nothing. What the
 server closes is opened again, at most `_AGAIN_PER_S` a second. Meanwhile the page is asked over new connections, and a
 page that has logged in follows the stream.
@@ -55,20 +55,24 @@ _MALFORMED: Final = (
 )
 
 
+#: A user's shell allows 1,024 descriptors, and more on request.
+_LIMITED: Final = ("bash", "-c", 'ulimit -S -n 1024; exec "$@"', "web")
+
+
 class _Server:
     """The command `web`, with what it writes to its terminal in a file."""
 
     def __init__(self, folder: Path) -> None:
         config = Path(__file__).parents[2] / "cluster.yaml"
+        command = [sys.executable, "-m", "orchestrator", "web", folder.name, "--port", "0", "--config", str(config)]
+        command += ["--run-dir", str(folder.parent)]
         self._printed = folder.parent / "web.err"
         with self._printed.open("wb") as printed:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "orchestrator", "web", folder.name, "--port", "0", "--config", str(config)]
-                + ["--run-dir", str(folder.parent)],
+                [*_LIMITED, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=printed,
-                preexec_fn=_usual_limit,  # no thread runs yet
             )
         first = b"" if self.process.stdout is None else self.process.stdout.readline()
         found = re.search(rb"127\.0\.0\.1:([0-9]+)", first)
@@ -89,11 +93,6 @@ class _Server:
     def close(self) -> None:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
-
-
-def _usual_limit() -> None:
-    """A user's shell allows 1,024 descriptors, and more on request."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1_024, 20_000))
 
 
 class _Questions:
@@ -223,7 +222,10 @@ def run(sockets: int, malformed: int, hold_s: float, workers: int) -> Result:
                 questions = _Questions(server)
                 time.sleep(_WARM_UP_S)
                 usual_s = list(questions.took_s)
-                processes = {"web": psutil.Process(server.process.pid), "head": psutil.Process(read_run(folder).facts.head_pid)}
+                processes = {
+                    "web": psutil.Process(server.process.pid),
+                    "head": psutil.Process(read_run(folder).facts.head_pid),
+                }
                 before = {name: process.memory_info().rss for name, process in processes.items()}
                 began_s, cpu_s = time.monotonic(), server.cpu_s()
                 with closing(_Slow(server.port, sockets)) as slow:

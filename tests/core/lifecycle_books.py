@@ -124,7 +124,8 @@ class Books(RuleBasedStateMachine):
         self.really_done[name] += round(share * left)
 
     def accepted(self, name: Name, counts: dict[str, int | float], **changes: Any) -> None:  # noqa: ANN401 - of any field
-        counts = {**counts, "steps_ok": self.really_done[name]}
+        busy_s = min(counts.get("busy_s", 0), 0.5)  # no more time than has passed since the slice was sent
+        counts = {**counts, "steps_ok": self.really_done[name], "busy_s": busy_s}
         progress = Progress(train_step=len(self.history)) if self.trains else None
         event = reported("pc1/0", name, counts, **{"progress": progress, **changes})
         assert self.fates[name] is FaultOutcome.UNDER_WAY

@@ -136,8 +136,7 @@ class AdaptivePolicy:
     def _too_little(self, allowed_bytes: int) -> str:
         needed_bytes = self._needed_bytes(self.floor) or 0
         return (
-            f"{self._bounds.smallest_step} needs {needed_bytes / MIB:.1f} MiB, "
-            f"{allowed_bytes / MIB:.1f} MiB are there"
+            f"{self._bounds.smallest_step} needs {needed_bytes / MIB:.1f} MiB, {allowed_bytes / MIB:.1f} MiB are there"
         )
 
     def _next(self, state: AdaptiveState, at_s: float, allowed_bytes: int | None) -> tuple[AdaptiveState, Decision]:
