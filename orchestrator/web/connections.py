@@ -41,7 +41,13 @@ class Connection(web.RequestHandler):
     def __init__(self, door: _Door, server: web.Server) -> None:
         loop = asyncio.get_running_loop()
         # aiohttp's timer runs from the beginning of a connection, or from the end of its last response.
-        super().__init__(server, loop=loop, access_log=None, keepalive_timeout=SILENT_MOST_S, lingering_time=1.0)
+        super().__init__(
+            server,
+            loop=loop,
+            access_log=None,  # type: ignore[arg-type]  # which aiohttp takes, and declares in `AppRunner`
+            keepalive_timeout=SILENT_MOST_S,
+            lingering_time=1.0,
+        )
         self._door = door
 
     def trust(self) -> None:

@@ -154,7 +154,7 @@ class _Slow:
                     break
             self.most_held = max(self.most_held, len(self._selector.get_map()))
             for key, _ in self._selector.select(0.02):
-                self._read(key.fileobj)
+                self._read(key.data)
 
     def _open(self) -> bool:
         self._opened += 1
@@ -167,7 +167,7 @@ class _Slow:
             opened.close()
             return False
         opened.setblocking(False)
-        self._selector.register(opened, selectors.EVENT_READ)
+        self._selector.register(opened, selectors.EVENT_READ, opened)
         return True
 
     def _read(self, opened: socket.socket) -> None:
@@ -183,7 +183,7 @@ class _Slow:
 
     def close(self) -> None:
         for key in list(self._selector.get_map().values()):
-            key.fileobj.close()
+            key.data.close()
         self._selector.close()
 
 
