@@ -51,6 +51,13 @@ def test_every_verb_explains_itself(verb: str) -> None:
     assert (done.returncode, "default" in done.stdout) == (0, True)
 
 
+@pytest.mark.skipif("BENCHES" not in os.environ, reason="a bench of half a minute; BENCHES=1 runs it, too")
+def test_the_page_answers_beside_slow_and_malformed_requests() -> None:
+    result = bench("web-flood")
+    assert result["held_at_once_most"] == 2000
+    assert result["answer_most_s"] <= 1.0
+
+
 def test_a_wrong_number_is_refused_in_words() -> None:
     done = typed("oom-storm", "--errors", "0")
     assert done.returncode == 2

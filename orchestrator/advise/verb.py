@@ -10,7 +10,8 @@ from orchestrator.advise.advice import advice, notes
 from orchestrator.advise.causes import answers
 from orchestrator.advise.collect import facts_of, known_here
 from orchestrator.advise.drawing import answer_json, answer_lines
-from orchestrator.errors import NothingStoredError
+from orchestrator.errors import NothingStoredError, one_line
+from orchestrator.watch.archive import read_run
 from orchestrator.watch.cells import Glyphs
 from orchestrator.watch.folders import LATEST, find_run, list_runs
 
@@ -37,6 +38,10 @@ def advise(
         facts = facts_of(folder)
     except NothingStoredError as error:
         return _unknown(folder.name, str(error), say, json=json)
+    if not facts.cards:
+        run = read_run(folder)
+        why = f"run {run.facts.run_id} has had no worker yet" if run.error is None else f"it had no worker: {run.error}"
+        return _unknown(folder.name, one_line(why), say, json=json)
     told = answers(facts)
     known = known_here()
     todo, more = advice(facts, told, known), notes(facts, told, known)

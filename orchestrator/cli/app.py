@@ -15,7 +15,7 @@ import typer
 
 from orchestrator.cli import commands, levers
 from orchestrator.cli import options as opt
-from orchestrator.cli.loading import config_of, duration_s, import_from_here, print_text
+from orchestrator.cli.loading import config_of, config_to_read, duration_s, import_from_here, print_text
 from orchestrator.config.load import load_config
 from orchestrator.errors import UsageError
 from orchestrator.watch.cells import glyphs_for
@@ -161,7 +161,12 @@ def stop(
     """End the runs under way in one run folder, as Ctrl-C would."""
     from orchestrator.cli import nodes  # noqa: PLC0415 - only this verb needs it
 
-    settings = config_of(config, overrides, {"run.dir": run_dir}).run
+    loaded = config_to_read(config, overrides, run_dir)
+    settings = loaded.run
+    if node is not None and node not in loaded.nodes and not nodes.processes_of(node):
+        raise UsageError(
+            f"no process of a node {node!r} runs here, and {config} has no such node; valid: {', '.join(loaded.nodes)}"
+        )
     ends_s = 3 * settings.slice_s + settings.stop_grace_s + _SUMMARY_S
     try:
         for line in nodes.stop_runs(settings.dir, wait_s=0.0 if node is None else ends_s):
@@ -184,7 +189,7 @@ def runs(
     """List the runs made so far, the newest first."""
     from orchestrator.cli.runs import runs_json, runs_text  # noqa: PLC0415 - only this verb and the next need it
 
-    folder = Path(config_of(config, overrides, {"run.dir": run_dir}).run.dir)
+    folder = Path(config_to_read(config, overrides, run_dir).run.dir)
     print_text(runs_json(folder) if json_output else runs_text(folder, glyphs_for(sys.stdout.encoding)))
 
 
@@ -207,7 +212,7 @@ def report(
         raise UsageError("--text, --json and --html exclude each other")
     if other is not None and html is None:
         raise UsageError("two runs are compared in a file: add --html FILE")
-    runs_dir = Path(config_of(config, overrides, {"run.dir": run_dir}).run.dir)
+    runs_dir = Path(config_to_read(config, overrides, run_dir).run.dir)
     folder = find_run(runs_dir, run_id)
     if html is not None:
         verb.write(html, folder, None if other is None else find_run(runs_dir, other))
@@ -248,7 +253,7 @@ def top(  # noqa: PLR0913 - one parameter for each option of the command
     from orchestrator.top import verb  # noqa: PLC0415 - only this verb needs it
 
     view, glyphs = verb.view_of(sort, wanted), glyphs_for(sys.stdout.encoding)
-    folder = find_run(Path(config_of(config, overrides, {"run.dir": run_dir}).run.dir), run_id)
+    folder = find_run(Path(config_to_read(config, overrides, run_dir).run.dir), run_id)
     if json_output:
         print_text(verb.frame_json(folder, view))
     elif once or not verb.is_terminal():
@@ -272,7 +277,7 @@ def notify(
 
     if once and test:
         raise UsageError("--once and --test exclude each other")
-    loaded = config_of(config, overrides, {"run.dir": run_dir})
+    loaded = config_to_read(config, overrides, run_dir)
     urls = notify_urls(loaded.notify)
     if not urls:
         raise UsageError(f"there is no address: set notify.urls_file in {config}, or {URLS_VARIABLE}")
@@ -299,7 +304,7 @@ def web(  # noqa: PLR0913 - one parameter for each option of the command
     """Show one run in a browser, also one that is over. Prints the address, which logs one browser in."""
     from orchestrator.web import verb  # noqa: PLC0415 - only this verb needs it
 
-    folder = find_run(Path(config_of(config, overrides, {"run.dir": run_dir}).run.dir), run_id)
+    folder = find_run(Path(config_to_read(config, overrides, run_dir).run.dir), run_id)
     options = verb.Options(
         port=port, bind=bind, control=control, certificate=certificate, key=key, without_tls=without_tls
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from orchestrator.cli import options as opt
-from orchestrator.cli.loading import config_of, print_text
+from orchestrator.cli.loading import config_to_read, print_text
 from orchestrator.watch.folders import RUNNING, find_run
 
 #: Of the verbs that only name slots.
@@ -62,5 +62,5 @@ def _send(
 ) -> None:
     from orchestrator.control.verb import command  # noqa: PLC0415 - only these verbs need it
 
-    folder = find_run(Path(config_of(config, overrides, {"run.dir": run_dir}).run.dir), run)
+    folder = find_run(Path(config_to_read(config, overrides, run_dir).run.dir), run)
     print_text(command(folder, do, slots, amount))

@@ -33,7 +33,11 @@ def write_config(output: str, *, force: bool) -> Iterator[str]:
         UsageError: It is there, or cannot be written; or no node of the cluster can be used.
     """
     path = Path(output)
-    if path.exists() and not force:
+    try:
+        is_there = path.exists()
+    except OSError as error:
+        raise UsageError(f"{output} cannot be written: {error.strerror}") from None
+    if is_there and not force:
         raise UsageError(f"{output} is there already; --force replaces it, --output FILE writes to another place")
     nodes, port, remarks = _nodes()
     text = render(template(), nodes, port)

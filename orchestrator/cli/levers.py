@@ -11,7 +11,7 @@ from pathlib import Path
 import typer
 
 from orchestrator.cli import options as opt
-from orchestrator.cli.loading import config_of, duration_s, import_from_here, print_text
+from orchestrator.cli.loading import config_of, config_to_read, duration_s, import_from_here, print_text
 from orchestrator.errors import UsageError
 from orchestrator.watch.cells import glyphs_for
 
@@ -76,7 +76,7 @@ def add_to(app: typer.Typer) -> None:
         """Say why cards were not busy, and which keys to change."""
         from orchestrator.advise import verb  # noqa: PLC0415 - only this verb needs it
 
-        runs_dir = Path(config_of(config, overrides, {"run.dir": run_dir}).run.dir)
+        runs_dir = Path(config_to_read(config, overrides, run_dir).run.dir)
         glyphs = glyphs_for(sys.stdout.encoding)
         raise typer.Exit(verb.advise(runs_dir, run_id, print_text, glyphs, json=json_output, width=_width()))
 

@@ -6,14 +6,20 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Final
 
 import typer
 
 from orchestrator.config.duration import parse_duration
 from orchestrator.config.load import load_config
-from orchestrator.config.schema import Config
+from orchestrator.config.schema import Config, RunConfig
 from orchestrator.errors import UsageError
 from orchestrator.watch.cells import width_of, wrapped
+
+DEFAULT_CONFIG: Final = "cluster.yaml"
+"""The configuration that is read if the user names none."""
 
 
 def duration_s(text: str | None) -> float | None:
@@ -26,8 +32,24 @@ def duration_s(text: str | None) -> float | None:
 
 def config_of(config: str, overrides: list[str] | None, typed: Mapping[str, str | None]) -> Config:
     """Return the configuration with what options of their own say of some keys, after `--set`."""
-    given = [f"{key}={json.dumps(value)}" for key, value in typed.items() if value is not None]
+    given = [f"{key}={_quoted(value)}" for key, value in typed.items() if value is not None]
     return load_config(config, [*(overrides or []), *given])
+
+
+def config_to_read(config: str, overrides: list[str] | None, run_dir: str | None) -> Config:
+    """Return the configuration for a verb that starts no worker: the shipped one where there is no cluster.yaml here.
+
+    Such a verb needs to know where runs are. It is told by `--run-dir`, or they are in the usual folder.
+    """
+    usual = Path(RunConfig.model_fields["dir"].default)
+    if config == DEFAULT_CONFIG and not Path(config).exists() and (run_dir is not None or usual.is_dir()):
+        config = str(resources.files("orchestrator").joinpath(DEFAULT_CONFIG))
+    return config_of(config, overrides, {"run.dir": run_dir})
+
+
+def _quoted(value: str) -> str:
+    """Return text as YAML; its escapes have no pairs of surrogates, with which JSON writes what is beyond U+FFFF."""
+    return '"' + "".join(char if ord(char) > 0xFFFF else json.dumps(char)[1:-1] for char in value) + '"'
 
 
 def print_text(text: str) -> None:

@@ -86,10 +86,15 @@ def stop_runs(run_dir: str, *, wait_s: float = 0.0) -> Iterator[str]:
     """Ask every run under way in `run_dir` to end, as Ctrl-C would, and wait for it; yield a line for each.
 
     Raises:
-        UsageError: None is under way there. It names those of this user that are under way elsewhere.
+        UsageError: None is under way there, and it names those of this user that are under way elsewhere; or the
+            folder cannot be read.
     """
     found, asked = False, {}
-    for note in sorted(Path(run_dir).glob(f"*/{NOTE_NAME}")):
+    try:
+        notes = sorted(Path(run_dir).glob(f"*/{NOTE_NAME}"))
+    except OSError as error:
+        raise UsageError(f"--run-dir {run_dir} cannot be read: {error.strerror}") from None
+    for note in notes:
         process = head_of(note.parent)
         if process is None:
             continue

@@ -67,6 +67,7 @@ def reported(slot: Slot, event: SliceReported, moment: Moment) -> Transition:
     flight = step_accounting.flight_of(slot, report.incarnation, report.sequence)
     if flight is None or report.slot != slot.slot:
         return refused(slot, event, moment)
+    report = step_accounting.bounded(report, flight, moment.now_s)
     slot, commands = _accepted(slot, flight, report, moment)
     return slot, (Accept(report=report), *commands)
 
@@ -77,6 +78,7 @@ def reported_when_done(slot: Slot, event: SliceReported, moment: Moment) -> Tran
     flight = step_accounting.flight_of(slot, report.incarnation, report.sequence)
     if flight is None or report.slot != slot.slot:
         return refused(slot, event, moment)
+    report = step_accounting.bounded(report, flight, moment.now_s)
     counted = _counted(slot, flight, report, moment)
     slot, commands = restart_policy.done(changed(counted, state=slot.state, reason=slot.reason, training=slot.training))
     return slot, (Accept(report=report), *commands)

@@ -9,6 +9,7 @@ nothing about the slot (`lifecycle.py`).
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from orchestrator.core.slot import Flight, Slot, changed
 from workers.messages import Report, WorkerState
@@ -22,6 +23,9 @@ _MOST_LIKELY = 2.0**57
 
 #: And this many more, so that a slot that has done next to nothing yet is not slowed down by it.
 _LEAST_LIMIT = 4
+
+#: A slice's time is believed to be longer than the head waited by so much: the two clocks are read at two places.
+_TOLERANCE_S = 0.5
 
 #: A slice that ends in one of these was worked in from its beginning to its end: a worker that rests for its duty is
 #: RUNNING, and for one whose card is too hot THROTTLED and PAUSED say so.
@@ -68,6 +72,19 @@ def all_lost(slot: Slot) -> Slot:
         return slot
     lost = slot.steps_lost_upper_bound + steps_at_risk(slot)
     return changed(slot, in_flight=(), steps_lost_upper_bound=lost)
+
+
+def bounded(report: Report, flight: Flight, now_s: float) -> Report:
+    """Return a report whose seconds are possible: what a step did to the worker's clock must not count as work.
+
+    A slice lasted at most since it was sent, at `now_s` (monotonic seconds).
+    """
+    most_s = now_s - flight.submitted_at_s + _TOLERANCE_S
+    counts = report.counts
+    if 0 <= report.wall_s <= most_s and 0 <= counts.busy_s <= most_s:
+        return report
+    wall_s, busy_s = (min(most_s, told_s) if told_s > 0 else 0.0 for told_s in (report.wall_s, counts.busy_s))
+    return replace(report, wall_s=wall_s, counts=replace(counts, busy_s=busy_s))
 
 
 def worked_s(report: Report) -> float:

@@ -102,7 +102,7 @@ def _config_problem(problem: Problem, path: str) -> Finding:
     fix = None
     if problem.source == path and problem.line is not None:
         fix = f"${{EDITOR:-nano}} +{problem.line} {shlex.quote(path)}"
-    elif not Path(path).exists():
+    elif problem.text == "no such file":
         fix = f"python -m orchestrator init --output {shlex.quote(path)}"
     return fail(str(problem), fix=fix)
 

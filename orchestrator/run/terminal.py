@@ -55,12 +55,15 @@ def own_screen(log_path: Path | None) -> Iterator[Screen]:
 
 
 class Interrupts:
-    """Turns the first Ctrl-C (or SIGTERM, or a closed terminal) into a question the run asks; the second raises."""
+    """Turns the first Ctrl-C (or SIGTERM, or a closed terminal) into a question the run asks; the second raises.
+
+    Any further one is ignored, also after `restore`: the command ends anyway, and must not be killed while it says how.
+    """
 
     _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked = self._has_raised = False
         self._before = {number: signal.getsignal(number) for number in self._NUMBERS}
 
     def install(self) -> None:
@@ -71,13 +74,20 @@ class Interrupts:
                 signal.signal(number, self._ask)
 
     def restore(self) -> None:
-        """Restore the previous handlers."""
+        """Restore the previous handlers, unless the command is to end."""
+        if self.asked:
+            for number in self._NUMBERS:
+                signal.signal(number, signal.SIG_IGN)
+            return
         for number, handler in self._before.items():
             if handler is not None:  # set by code that is not Python, and cannot be restored
                 signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         del number, frame
+        if self._has_raised:
+            return
         if self.asked:
+            self._has_raised = True
             raise KeyboardInterrupt
         self.asked = True

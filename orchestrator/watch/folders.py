@@ -114,11 +114,12 @@ def run_object(one: Listed) -> dict[str, Any]:
 def find_run(runs_dir: Path, run_id: str) -> Path:
     """Return a run's folder by its name or its end (4 characters or more), or the newest; `UsageError` for none or two.
 
-    `latest` is the newest of all, `running` the newest that goes on.
+    `latest` is the newest that had workers or may still get some, else the newest of all; `running` the newest that
+    goes on.
     """
     known = _run_ids(runs_dir)
     if run_id == LATEST:
-        meant = known[:1]
+        meant = list(islice((name for name in known if not _was_refused(_listed(runs_dir / name))), 1)) or known[:1]
     elif run_id == RUNNING:
         meant = list(islice((name for name in known if _listed(runs_dir / name).outcome == RUNNING), 1))
         if not meant:
@@ -181,6 +182,11 @@ def _listed(folder: Path) -> Listed:
     except ArchiveError as failure:
         return Listed(folder=folder, outcome=UNREADABLE, error=str(failure))
     return Listed(folder=folder, outcome=run.outcome, exit_code=run.exit_code, run=run, error=run.error)
+
+
+def _was_refused(one: Listed) -> bool:
+    """Say whether a run failed before it had a worker, as without a cluster: there is nothing to look at."""
+    return one.outcome == "failed" and (one.run is None or (one.run.was_refused and not one.run.slots))
 
 
 def _without_store(folder: Path) -> Listed:

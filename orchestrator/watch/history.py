@@ -23,6 +23,8 @@ from orchestrator.watch.records import SlotRecord
 BUCKETS_MOST = 1_000
 EVENTS_MOST = 10_000
 _CHANGES_MOST = 50_000
+_LATEST_UNIX_S = 253_402_300_799.0
+"""The end of the year 9999: no calendar goes further."""
 
 #: Every moment of a sample from :first to :last, one index seek each.
 _MOMENTS = """WITH RECURSIVE moments(at) AS (
@@ -165,8 +167,10 @@ def _read(
         if key not in FIELDS or not FIELDS[key].sampled or key == "state":
             raise ValueError(f"{key[:40]!r} is not sampled; sampled are {', '.join(SAMPLED_NUMBERS)}")
     first, last = between
-    if not (1 <= count <= BUCKETS_MOST and math.isfinite(first) and first < last < math.inf):
-        raise ValueError(f"buckets must be 1 to {BUCKETS_MOST}, and end after they begin")
+    if not (1 <= count <= BUCKETS_MOST and 0 <= first < last <= _LATEST_UNIX_S):
+        raise ValueError(
+            f"buckets must be 1 to {BUCKETS_MOST}, between the years 1970 and 9999, and end after they begin"
+        )
     width_s = (last - first) / count
     with reading(folder) as store:
         there = _columns(store)

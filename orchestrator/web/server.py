@@ -29,6 +29,7 @@ from orchestrator.watch.output import last_lines
 from orchestrator.watch.query import Order, order_of, parse, select
 from orchestrator.watch.summary import SCHEMA
 from orchestrator.web import guard, metrics, page_data
+from orchestrator.web.connections import SILENT_MOST_S, Connection
 from orchestrator.web.guard import ROUTES, Asked, Code, Level, Refusal, Route, Rules
 from orchestrator.web.page_data import View
 from orchestrator.web.stream import COMMENT_EVERY_S, GZIP_BEGIN, Event, Hub, packed
@@ -150,6 +151,8 @@ class Site:
         judged = guard.judge(asked, route, self.rules, self.unix_s())
         if isinstance(judged, Refusal):
             raise _RefusedError(judged.status, judged.error)
+        if judged is not Level.NOTHING and isinstance(request.protocol, Connection):
+            request.protocol.trust()
 
     async def _get_healthz(self, request: web.Request, _query: Query) -> web.StreamResponse:
         return _json(request, {"ok": True})
@@ -324,8 +327,11 @@ def _number(query: Query, key: str, usual: float) -> float:
 
 async def _body(request: web.Request) -> dict[str, Any]:
     try:
-        told = json.loads(await request.read())
-    except (ValueError, RecursionError):
+        async with asyncio.timeout(SILENT_MOST_S):
+            told = json.loads(await request.read())
+    except TimeoutError:
+        raise _RefusedError(408, f"the body did not come within {SILENT_MOST_S:.0f} s") from None
+    except (ValueError, RecursionError, web.RequestPayloadError):
         told = None
     if not isinstance(told, dict):
         raise _RefusedError(400, "the body must be a JSON object")

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Final
 
 import psutil
-from aiohttp import web
 
 from orchestrator.errors import ArchiveError, UsageError, one_line
+from orchestrator.web.connections import accepting
 from orchestrator.web.guard import CODE_VALID_S, Code, Rules
 from orchestrator.web.page_data import View
 from orchestrator.web.server import Site
@@ -74,9 +74,6 @@ async def _serve(folder: Path, options: Options, tls: ssl.SSLContext | None, say
         with_control=options.control,
     )
     site = Site(folder=folder, rules=rules, is_secure=tls is not None)
-    runner = web.AppRunner(site.application(), access_log=None, handler_cancellation=True, shutdown_timeout=0.5)
-    await runner.setup()
-    await web.SockSite(runner, listener, ssl_context=tls).start()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, ended.set)
 
@@ -90,20 +87,21 @@ async def _serve(folder: Path, options: Options, tls: ssl.SSLContext | None, say
             loop.remove_reader(sys.stdin)
         say_address()
 
-    say_address()
-    more = ""
-    if sys.stdin is not None and sys.stdin.isatty():
-        loop.add_reader(sys.stdin, another)
-        more = "; Enter prints another"
-    say(f"This address logs one browser in, within {CODE_VALID_S / 60:.0f} minutes{more}. Ctrl-C ends the page only.")
-    kinds = "read.token or control.token" if options.control else "read.token"
-    say(f"Programs send the text of {kinds} in {tokens_dir()} as Authorization: Bearer.")
-    try:
+    async with accepting(site.application(), listener, tls):
+        say_address()
+        more = ""
+        if sys.stdin is not None and sys.stdin.isatty():
+            loop.add_reader(sys.stdin, another)
+            more = "; Enter prints another"
+        say(
+            f"This address logs one browser in, within {CODE_VALID_S / 60:.0f} minutes{more}. "
+            "Ctrl-C ends the page only."
+        )
+        kinds = "read.token or control.token" if options.control else "read.token"
+        say(f"Programs send the text of {kinds} in {tokens_dir()} as Authorization: Bearer.")
         with suppress(ArchiveError):  # the first look takes longest; what is wrong, a page will say
             await site.hub.table(View())
         await ended.wait()
-    finally:
-        await runner.cleanup()
 
 
 def _listening(options: Options) -> socket.socket:

@@ -17,10 +17,12 @@ from typing import Any
 
 import pytest
 
+from orchestrator.advise.verb import CANNOT_TELL, advise
 from orchestrator.cli.runs import report_json, report_text, runs_json, runs_text
 from orchestrator.run.resume import environment_of, past_of
 from orchestrator.watch.archive import read_run
-from orchestrator.watch.cells import ASCII
+from orchestrator.watch.cells import ASCII, UNICODE
+from orchestrator.watch.folders import find_run
 from orchestrator.watch.model import Snapshot
 from orchestrator.watch.records import STORE_NAME
 from orchestrator.watch.store import RunStore
@@ -121,6 +123,20 @@ def test_a_run_that_was_refused_before_it_began_is_not_offered(tmp_path: Path) -
     store.end("failed", 3, "no cluster", [])
     assert "resume" not in runs_text(tmp_path)
     assert "resume" not in report_text(tmp_path / RUN_ID, 100)
+
+
+def test_the_newest_run_is_not_one_that_was_refused(tmp_path: Path) -> None:
+    written(tmp_path)
+    refused = tmp_path / f"2999{RUN_ID[4:]}"
+    refused.mkdir()
+    store = RunStore(refused / STORE_NAME)
+    store.begin(FACTS)
+    assert find_run(tmp_path, "latest") == refused, "it may still get workers"
+    store.end("failed", 3, "no cluster", [])
+    assert find_run(tmp_path, "latest") == tmp_path / RUN_ID
+    said: list[str] = []
+    assert advise(tmp_path, refused.name, said.append, UNICODE, json=False) == CANNOT_TELL
+    assert said == ["Cannot tell: it had no worker: no cluster"]
 
 
 def test_an_empty_list_says_what_to_type(tmp_path: Path) -> None:
@@ -298,3 +314,33 @@ def test_a_killed_run_of_the_version_before_is_resumed_with_its_counters_and_siz
         assert slot.incarnation == 1
         assert slot.resume is not None
         assert slot.counts.steps_ok == before[name]["steps_ok"] > 0
+
+
+@pytest.mark.parametrize("verb", [["report"], ["runs"], ["top", "--once"], ["advise"], ["stop"], ["pause", "pc1/0"]])
+def test_a_verb_that_only_reads_needs_no_cluster_yaml(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: list[str]
+) -> None:
+    written(tmp_path / "of\U0001f600").end("good", 0, None, [])
+    monkeypatch.chdir(tmp_path)
+    done = command(*verb, "--run-dir", "of\U0001f600")
+    assert "no such file" not in done.stderr
+    assert RUN_ID in done.stdout or "pc1/0" in done.stdout or verb[0] in {"stop", "pause"}
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["doctor", "-c", "x" * 300],
+        ["init", "-o", "x" * 300],
+        ["stop", "-c", str(ROOT / "cluster.yaml"), "--run-dir", "x" * 300],
+    ],
+)
+def test_a_name_that_is_too_long_is_refused_in_words(command: Command, typed: list[str]) -> None:
+    done = command(*typed)
+    assert "File name too long" in done.stdout + done.stderr
+    assert "internal error" not in done.stderr
+
+
+def test_stop_refuses_a_node_that_is_not_known(command: Command) -> None:
+    done = command("stop", "-c", str(ROOT / "cluster.yaml"), "--node", "pc22")
+    assert (done.returncode, "valid: pc1, pc2" in done.stderr) == (2, True)

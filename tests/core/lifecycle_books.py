@@ -124,7 +124,9 @@ class Books(RuleBasedStateMachine):
         self.really_done[name] += round(share * left)
 
     def accepted(self, name: Name, counts: dict[str, int | float], **changes: Any) -> None:  # noqa: ANN401 - of any field
-        counts = {**counts, "steps_ok": self.really_done[name]}
+        # No more time than may have passed since the slice was sent: the head believes no more.
+        seconds = {key: min(counts[key], 0.5) for key in ("busy_s", "wall_s") if key in counts}
+        counts = {**counts, **seconds, "steps_ok": self.really_done[name]}
         progress = Progress(train_step=len(self.history)) if self.trains else None
         event = reported("pc1/0", name, counts, **{"progress": progress, **changes})
         assert self.fates[name] is FaultOutcome.UNDER_WAY

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.core import step_accounting
+from orchestrator.core.fleet import SliceReported
 from orchestrator.core.slot import Flight, Slot
 from tests.core.scene import Scene, report_of
 from workers.messages import NO_COUNTS, StepCounts
@@ -102,3 +103,18 @@ def test_a_report_that_took_no_time_to_speak_of_does_not_break_the_sum() -> None
     scene = Scene.joined()
     scene.feed(scene.report(steps_ok=1, wall_s=5e-324))
     assert [flight.step_limit for flight in scene.slot.in_flight] == [2**57 + 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("told_s", "counted_s"), [(1.0, 1.0), (1e300, 2.5), (math.inf, 2.5), (-5.0, 0.0), (math.nan, 0.0)]
+)
+def test_seconds_of_a_report_are_at_most_those_since_its_slice(told_s: float, counted_s: float) -> None:
+    scene = Scene.working()
+    sent = scene.slot.in_flight[0]
+    before_s = scene.slot.counts.busy_s
+    counts = {"wall_s": told_s, "busy_s": told_s, "steps_ok": 1}
+    report = report_of("pc1/0", scene.slot.incarnation, sent.sequence, **counts)
+    scene.feed(SliceReported(report=report), later_s=sent.submitted_at_s + 2.0 - scene.now_s)
+    assert scene.slot.report is not None
+    assert scene.slot.report.wall_s == counted_s
+    assert scene.slot.counts.busy_s - before_s == counted_s

@@ -407,6 +407,21 @@ def test_what_rests_because_nothing_has_ever_ended_well_says_why_and_goes_on_a_m
     assert "within a minute" in ended.reason or "smallest" in ended.reason
 
 
+def test_an_emergency_names_the_smallest_step_in_words() -> None:
+    card = matmul(allowed_bytes=200 * MIB)
+    card.beside_bytes = 1 << 40
+    while not isinstance(ended := card.slice(), Emergency):
+        pass
+    while "minute" in ended.reason:
+        card.now_s += 60.0
+        ended = card.slice()
+        assert isinstance(ended, Emergency)
+    floor = card.policy.floor
+    assert floor.hold_bytes is not None
+    step = f"the smallest step (size {floor.size} batch {floor.batch}, holding {floor.hold_bytes / MIB:.1f} MiB)"
+    assert ended.reason.startswith(step)
+
+
 def test_after_too_many_failures_it_goes_on_at_what_has_ended_well_under_no_more_memory() -> None:
     card = mlp(allowed_bytes=300 * MIB, failures_per_minute=2)
     card.slice(12)

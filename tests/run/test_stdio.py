@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from tests.scene import PATIENCE_S, ROOT
 
 #: What every script of these tests begins with; `LOG` is its only argument.
 PREAMBLE = """
@@ -188,3 +192,37 @@ for number in (signal.SIGHUP, signal.SIGTERM):
         tmp_path / "log",
     )
     assert done.stdout == "False\nTrue\n", done.stderr
+
+
+_STORM = """
+import sys, time
+from orchestrator.run.terminal import Interrupts
+interrupts = Interrupts()
+interrupts.install()
+print("ready", flush=True)
+try:
+    while True:
+        time.sleep(0.01)
+except KeyboardInterrupt:
+    interrupts.restore()
+print("ending", flush=True)
+sys.stdin.readline()  # until the storm has met what a command does last
+sys.exit(130)
+"""
+
+
+def test_a_storm_of_signals_changes_no_exit_code() -> None:
+    command = [sys.executable, "-c", _STORM]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) * 50:
+            process.send_signal(number)
+            time.sleep(0.001)
+        assert process.stdout.readline() == "ending\n"
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) * 50:
+            process.send_signal(number)
+        process.stdin.write("\n")
+        process.stdin.close()
+        assert process.wait(PATIENCE_S) == 130

@@ -103,10 +103,14 @@ def test_a_run_in_which_every_slot_was_given_up_ends_at_once(new_run: RunMaker) 
 @pytest.fixture
 def interrupts() -> Iterator[Interrupts]:
     """The run's own handling of signals."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
     handler = Interrupts()
     handler.install()
     yield handler
     handler.restore()
+    for number, usual in before.items():  # those of a command that is to end stay ignored
+        signal.signal(number, usual)
 
 
 def press_ctrl_c() -> None:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from aiohttp import web
 
 from orchestrator.watch.model import STATES_WORST_FIRST, Row
 from orchestrator.watch.records import STORE_NAME, RunFacts
 from orchestrator.watch.store import RunStore
+from orchestrator.web.connections import accepting
 from orchestrator.web.guard import Code, Rules
 from orchestrator.web.server import Site
 from tests.watch.scene import FACTS, GIB, event, make_row, make_snapshot, record
@@ -129,14 +129,11 @@ async def serving(folder: Path, *, port: int = 0, control: bool = False) -> Asyn
         with_control=control,
     )
     site = Site(folder=folder, rules=rules)
-    runner = web.AppRunner(site.application(), handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.SockSite(runner, listener).start()
-    try:
-        async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session:
-            yield Server(site=site, url=f"http://127.0.0.1:{port}", session=session)
-    finally:
-        await runner.cleanup()
+    async with (
+        accepting(site.application(), listener),
+        aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as session,
+    ):
+        yield Server(site=site, url=f"http://127.0.0.1:{port}", session=session)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,9 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ def test_each_path_answers_and_refuses_what_it_does_not_know(folder: Path) -> No
         ("/api/v1/history?slot=pc1/0&field=reason", 400, "sampled"),
         ("/api/v1/history?slot=pc1/0&field=tflops&from=nan", 400, "buckets"),
         ("/api/v1/history?slot=pc1/0&field=tflops&from=5&to=4", 400, "end after"),
+        ("/api/v1/history?slot=pc1/0&field=tflops&from=-1e308", 400, "1970"),
         ("/api/v1/history?slot=pc1/0&field=tflops&buckets=1001", 400, "buckets"),
         ("/api/v1/events?after=x", 400, "after"),
         ("/api/v1/", 404, "path"),
@@ -363,6 +365,49 @@ def test_a_run_that_is_gone_is_a_sentence(tmp_path: Path) -> None:
             assert (told["outcome"], told["freshness"]) == ("good", "ended")
 
     asyncio.run(scene())
+
+
+def test_a_connection_that_says_half_a_request_is_closed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("orchestrator.web.connections.SILENT_MOST_S", 0.2)
+
+    async def scene() -> None:
+        async with serving(folder) as server:
+            for content in (b"", b"GET / HTTP/1.1\r\nHost: ", b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+                reader, writer = await asyncio.open_connection("127.0.0.1", server.site.rules.port)
+                writer.write(content)
+                assert (await asyncio.wait_for(reader.read(), PATIENCE_S)).startswith(
+                    b"HTTP/1.1 200" * (b"/h" in content)
+                )
+                writer.close()
+
+    asyncio.run(scene())
+
+
+def test_idle_connections_and_garbage_hinder_no_page(folder: Path, nowhere: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "orchestrator", "web", "--config", CONFIG, "--run-dir", str(folder.parent)]
+    limited = ["bash", "-c", 'ulimit -n 500; exec "$@"', "web", *command, "--port", "0"]
+    with (
+        (tmp_path / "printed").open("wb") as printed,
+        subprocess.Popen(limited, stdout=subprocess.PIPE, stderr=printed, text=True) as process,
+        ExitStack() as idle,
+    ):
+        assert process.stdout is not None
+        try:
+            port = int(process.stdout.readline().partition("/#")[0].rpartition(":")[2])
+            for number in range(600):  # more than the server has descriptors for
+                idle.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE_S)).sendall(
+                    b"GET /" * (number % 2)
+                )
+            for content in (b"\x16\x03\x01\r\n\r\n", b"GET / HTTP/9.x\r\n\r\n") * 5:
+                with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as garbage:
+                    garbage.sendall(content)
+                    garbage.settimeout(5.0)
+                    assert b"400" in garbage.recv(65_536)
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5.0) as answer:
+                assert answer.status == 200
+        finally:
+            process.send_signal(signal.SIGTERM)
+    assert (tmp_path / "printed").read_bytes() == b""
 
 
 @contextmanager

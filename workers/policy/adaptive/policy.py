@@ -63,6 +63,7 @@ class AdaptivePolicy:
             worth_growing=_WORTH_REFILLING if growth.fills_claim else 0.0,
             failures_per_minute=memory.failures_per_minute,
             exact_samples=True,  # the engine measures the allowed bytes itself, for the step that comes
+            smallest_step=_in_words(self._ladder.run(units[0])),
         )
 
     @property
@@ -135,8 +136,7 @@ class AdaptivePolicy:
     def _too_little(self, allowed_bytes: int) -> str:
         needed_bytes = self._needed_bytes(self.floor) or 0
         return (
-            f"the smallest step (size {self.floor.size} batch {self.floor.batch}) needs {needed_bytes / MIB:.1f} MiB, "
-            f"{allowed_bytes / MIB:.1f} MiB are there"
+            f"{self._bounds.smallest_step} needs {needed_bytes / MIB:.1f} MiB, {allowed_bytes / MIB:.1f} MiB are there"
         )
 
     def _next(self, state: AdaptiveState, at_s: float, allowed_bytes: int | None) -> tuple[AdaptiveState, Decision]:
@@ -154,6 +154,11 @@ class AdaptivePolicy:
         if run.hold_bytes is None and units < state.units * (1.0 - _WORTH_RELEASING):
             return replace(state, sizer=sized, units=0), Release()
         return replace(state, sizer=sized, units=units), run
+
+
+def _in_words(smallest: Run) -> str:
+    held = "" if smallest.hold_bytes is None else f", holding {smallest.hold_bytes / MIB:.1f} MiB"
+    return f"the smallest step (size {smallest.size} batch {smallest.batch}{held})"
 
 
 def _filled(hold_bytes: int, peak_bytes: int) -> Footprint:

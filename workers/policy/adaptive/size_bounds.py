@@ -61,6 +61,8 @@ class Bounds:
     """Never more within any 60 s."""
     exact_samples: bool = False
     """Whether samples of free memory are true to the byte when they are taken; else they are smoothed."""
+    smallest_step: str = "the smallest step"
+    """In words for a user, to whom a size in the units of a policy says nothing."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.smallest <= self.largest:

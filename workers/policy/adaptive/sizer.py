@@ -153,7 +153,7 @@ def asked(state: Sizer, bounds: Bounds, at_s: float, free_bytes: int | None) -> 
         if is_time and len(state.failures) < bounds.failures_per_minute:
             return state._replace(reason="", factor=1.0), bounds.smallest
         why = "is out of memory" if state.bracket.in_row else "needs more than is free"
-        return state._replace(reason=f"the smallest size ({bounds.smallest}) {why}"), None
+        return state._replace(reason=f"{bounds.smallest_step} {why}"), None
     size = _size(state, bounds, promised, at_s)
     return state._replace(reason="", factor=factor), _shared(state, bounds, size, factor)
 
