@@ -105,8 +105,8 @@ class RayFleet:
         self._uses_card: dict[str, bool] = {}
         self._up: dict[str, int] = {}
         """Process of each slot that has come up for the present incarnation."""
-        self._coming_up: dict[str, tuple[int, Any]] = {}
-        """Of each slot its incarnation, and the question for the id of its process."""
+        self._coming_up: dict[str, Any] = {}
+        """Of each slot the question for the id of its present process."""
         self._watch = ProcessWatch(NODE_LABEL)
 
     def nodes(self) -> tuple[NodeFact, ...]:
@@ -173,9 +173,9 @@ class RayFleet:
         ).remote(spec)
 
     def submit(self, slot: str, directive: Directive) -> None:
-        if slot not in self._coming_up or self._coming_up[slot][0] != directive.incarnation:
+        if directive.duration_s == 0:  # the first slice of a process, or of one that could not be reached before
             self._up.pop(slot, None)
-            self._coming_up[slot] = directive.incarnation, self._actors[slot].process_id.remote()
+            self._coming_up[slot] = self._actors[slot].process_id.remote()
         ref = self._actors[slot].run_slice.remote(directive)
         self._flights[ref] = _Flight(slot, directive)
 
@@ -234,7 +234,7 @@ class RayFleet:
     def _process_of(self, slot: str) -> int | None:
         """Return the id of the slot's process; `None` while it has not come up."""
         if slot not in self._up and slot in self._coming_up:
-            _, ref = self._coming_up[slot]
+            ref = self._coming_up[slot]
             if ray.wait([ref], timeout=0)[0]:
                 with contextlib.suppress(RayError):  # it has ended; its slices fail too
                     self._up[slot] = ray.get(ref)
