@@ -102,7 +102,7 @@ _TEXTS: Final = tuple(
         (
             FailureKind.DEFINITE,
             r"(?:CUDA|HIP|XPU|MPS backend) (?:error: )?out of memory|PT_DEVMEM Allocation failed",
-            r"CUDA driver error: out of memory|CUDA_ERROR_OUT_OF_MEMORY",
+            r"CUDA driver error: out of memory|CUDA_ERROR_OUT_OF_MEMORY|Triton Error \[(?:CUDA|HIP)\]: out of memory",
             # cudaMallocAsync says so after "Allocation on device" and its number.
             r"would exceed allowed memory\. \(out of memory\)",
             r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory:)",
@@ -114,7 +114,11 @@ _TEXTS: Final = tuple(
             r"CUBLAS_STATUS_(?:ALLOC_FAILED|NOT_INITIALIZED)",
             r"(?:HIPBLAS_STATUS|CUSOLVER_STATUS|CUSPARSE_STATUS|CUDNN_STATUS|CUFFT)_ALLOC_FAILED",
             r"CUDNN_STATUS_INTERNAL_ERROR_(?:HOST|DEVICE)_ALLOCATION_FAILED",
-            r"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED|GET was unable to find an engine",
+            r"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
+            # cuDNN tries its algorithms, and what each of them raised for want of memory is not told.
+            r"(?:GET|FIND) was unable to find an engine|Unable to find a valid cuDNN algorithm",
+            # A library's kernel that got no memory for itself; a bad argument says so too. Hence only probable.
+            r"CUDNN_STATUS_(?:INTERNAL_ERROR|EXECUTION_FAILED)|CUBLAS_STATUS_INTERNAL_ERROR",
             r"!handles_\.at\(i\) INTERNAL ASSERT FAILED|CUDA driver error: device not ready",
             # oneDNN; the same words followed by "descriptor" mean an operation it cannot do, which is a bug.
             r"could not create a (?:primitive|memory)\b(?! desc)",

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from workers.host.captured_output import CapturedOutput
-from workers.host.cuda_environment import set_for_cuda
+from workers.host.cuda_environment import set_for_cuda, workspace_of
 from workers.messages import Directive, Report, Verdict
 from workers.node_agent import mps
 from workers.settings import WorkerSpec
@@ -66,7 +66,7 @@ class WorkerActor:
 
 def load_engine(spec: WorkerSpec) -> Engine:
     """Load torch and the engine; what CUDA reads from the environment must be there before."""
-    set_for_cuda(os.environ)
+    set_for_cuda(os.environ, workspace_of(spec.workload.settings))
     if spec.mps_pipe_directory is not None:
         os.environ.update(
             mps.client_environment(spec.mps_pipe_directory, spec.thread_share, spec.mps_memory_limit_bytes)

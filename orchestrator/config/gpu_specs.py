@@ -124,17 +124,17 @@ _TABLE = (
         source=_GA102,
     ),
     GpuProfile(
-        key="rtx-3090", product="NVIDIA GeForce RTX 3090", shown_gib=23.69, compute_capability=(8, 6),
+        key="rtx-3090", product="NVIDIA GeForce RTX 3090", shown_gib=23.56, compute_capability=(8, 6),
         multiprocessors=82, boost_mhz=1695, tflops=(35.6, 35.6, 71.0, 71.0, 142.0), bandwidth_gb_s=936,
-        alone=Advice(workers=7, vram_per_worker_gib=3.33, memory_fraction=0.99, size=8192, gpu_share=0.6),
-        desktop=Advice(workers=6, vram_per_worker_gib=3.33, memory_fraction=0.85, size=8192, gpu_share=0.6),
+        alone=Advice(workers=7, vram_per_worker_gib=3.30, memory_fraction=0.99, size=8192, gpu_share=0.6),
+        desktop=Advice(workers=6, vram_per_worker_gib=3.30, memory_fraction=0.85, size=8192, gpu_share=0.6),
         source=_GA102,
     ),
     GpuProfile(
         key="rtx-4090", product="NVIDIA GeForce RTX 4090", shown_gib=23.52, compute_capability=(8, 9),
         multiprocessors=128, boost_mhz=2520, tflops=(82.6, 82.6, 165.2, 165.2, 330.3), bandwidth_gb_s=1008,
         alone=Advice(workers=7, vram_per_worker_gib=3.30, memory_fraction=0.99, size=8192, dtype="bf16"),
-        desktop=Advice(workers=6, vram_per_worker_gib=3.33, memory_fraction=0.85, size=8192, dtype="bf16"),
+        desktop=Advice(workers=6, vram_per_worker_gib=3.30, memory_fraction=0.85, size=8192, dtype="bf16"),
         source="NVIDIA Ada whitepaper, App. A",
     ),
     # FP32 of both is rated at 1980 MHz, unlike the tensor types: at 1830 MHz it is 61.8.

@@ -36,7 +36,7 @@ from orchestrator.core.memory_broker.leases import NO_BOOKS, Books, Claimant, fa
 from workers.messages import MemoryInfo
 from workers.units import MIB
 
-#: Share of the card that the budgets of all workers make up: 7 x 3.33 of 24 GiB, as in the guide for the RTX 3090.
+#: Share of the card that the budgets of all workers make up: 7 x 3.30 of 24 GiB, as in the guide for the RTX 3090.
 BUDGETED = 0.97
 CONTEXT_BYTES = 300 * MIB
 #: Loading torch takes a process so long; one at a time opens the card, which takes this.

@@ -147,7 +147,7 @@ def test_a_defect_is_told_with_its_traceback_and_in_one_sentence() -> None:
 def test_each_problem_of_a_configuration_is_one_line_with_its_place(command: Command, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
-        "nodes:\n  pc1: {gpu: rtx-3090, workers: 7, vram_per_worker_gib: 3.33, memory_fractoin: 0.99}\n"
+        "nodes:\n  pc1: {gpu: rtx-3090, workers: 7, vram_per_worker_gib: 3.3, memory_fractoin: 0.99}\n"
         "run:\n  duration: 5\n  slize_s: 1\n"
     )
     for verb in ("run", "plan", "stop"):
@@ -198,7 +198,7 @@ def test_an_interrupted_command_is_one_object_too(verb: str, tmp_path: Path) -> 
 def test_plan_is_a_table_for_people_and_an_object_for_programs(command: Command) -> None:
     text = command("plan", "-c", SHIPPED)
     assert (text.returncode, text.stderr) == (0, "")
-    assert "23.31 GiB" in text.stdout
+    assert "23.10 GiB" in text.stdout
     done = command("plan", "-c", SHIPPED, "--json", "--set", "nodes.pc1.workers=2", "--set", "workload.size=512")
     nodes = {node["node"]: node for node in only_object(done.stdout)["nodes"]}
     assert (len(nodes["pc1"]["workers"]), nodes["pc2"]["workers"][0]["size"]) == (2, 512)

@@ -30,13 +30,13 @@ def numbers(config: Config) -> dict[str, Any]:
 def test_every_worker_of_the_reference_pair_is_one_line_of_the_table() -> None:
     table = plan_text(REFERENCE).split("\n\n")[0].splitlines()
     assert [line.split()[0] for line in table] == ["worker", *SLOTS]
-    assert " ".join(table[1].split()) == "pc1/0 rtx-3090 #0 fp16 0.1428 8 3.33 GiB 2.67 GiB 60% 8192 128"
+    assert " ".join(table[1].split()) == "pc1/0 rtx-3090 #0 fp16 0.1428 8 3.30 GiB 2.64 GiB 60% 8192 128"
     assert " ".join(table[-1].split()) == "pc2/2 rtx-3070 #0 fp16 0.3333 4 1.50 GiB 0.84 GiB 70% 4096 128"
 
 
 def test_the_sums_of_the_reference_pair_are_the_guides() -> None:
     sums = plan_text(REFERENCE).split("\n\n")[1].splitlines()
-    assert sums[0].startswith("pc1: 7 workers, 56 CPUs, a card holds 7 x 3.33 GiB = 23.31 GiB, of 23.45 GiB allowed")
+    assert sums[0].startswith("pc1: 7 workers, 56 CPUs, a card holds 7 x 3.30 GiB = 23.10 GiB, of 23.32 GiB allowed")
     assert sums[1].startswith("pc2: 3 workers, 12 CPUs, a card holds 3 x 1.50 GiB = 4.50 GiB, of 5.75 GiB allowed")
     assert ["420% duty" in sums[0], "210% duty" in sums[1]] == [True, True]
     assert ["0.9996 of its Ray GPU" in sums[0], "0.9999 of its Ray GPU" in sums[1]] == [True, True]

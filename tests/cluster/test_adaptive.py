@@ -91,7 +91,7 @@ def test_workers_hold_nearly_all_of_their_caps_without_a_failure_and_the_next_ru
 
 
 def test_sizes_far_too_big_for_every_cap_fail_nowhere_and_a_killed_worker_holds_the_same_again(start: Starter) -> None:
-    # A product as large as 3.33 GiB / 16 allows takes a processor many seconds, and a step must end in each slice.
+    # A product as large as 3.30 GiB / 16 allows takes a processor many seconds, and a step must end in each slice.
     quick = ("--set", "nodes.pc1.vram_per_worker_gib=1.5", "--set", "compute_share_mode=none")
     head = start("--rehearse", "--duration", "10", "--json", *TOO_BIG, *SMALL, *quick)
     head.wait_until_running(3)

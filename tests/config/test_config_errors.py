@@ -19,7 +19,7 @@ nodes:
     gpu: rtx-3090
     gpus: 1
     workers: 7
-    vram_per_worker_gib: 3.33
+    vram_per_worker_gib: 3.3
     memory_fraction: 0.99
   pc2: {gpu: rtx-3070, workers: 3, vram_per_worker_gib: 1.5}
 workload:
@@ -56,7 +56,7 @@ def test_the_text_these_tests_break_is_good(tmp_path: Path) -> None:
         ("workers: 7", 'workers: "7"', 7, "nodes.pc1.workers", "'7' is text, not a whole number", "at least 1"),
         ("workers: 7", "workers: true", 7, "nodes.pc1.workers", "true is not a whole number", "at least 1"),
         ("workers: 7", "workers: 7.5", 7, "nodes.pc1.workers", "7.5 is not a whole number", "at least 1"),
-        ("3.33", "lots", 8, "nodes.pc1.vram_per_worker_gib", "'lots' is text, not a number", "above 0"),
+        ("3.3", "lots", 8, "nodes.pc1.vram_per_worker_gib", "'lots' is text, not a number", "above 0"),
         ("gpu: rtx-3090", "gpu: 3090", 5, "nodes.pc1.gpu", "3090 is not text", "such as rtx-3090"),
         ("run:\n  duration: 5", "run: 5", 13, "run", "5 is not a mapping", "duration"),
         ("duration: 5", "duration: soon", 14, "run.duration", "'soon' is not a duration", "1h30m"),
@@ -77,8 +77,8 @@ def test_the_text_these_tests_break_is_good(tmp_path: Path) -> None:
         # ranges
         ("workers: 7", "workers: 0", 7, "nodes.pc1.workers", "0 is too small", "at least 1"),
         ("workers: 7", "workers: 1000000", 7, "nodes.pc1.workers", "1000000 is too large", "at most 1024"),
-        ("3.33", ".nan", 8, "nodes.pc1.vram_per_worker_gib", "nan is not a finite number", "above 0"),
-        ("3.33", "1" * 400, 8, "nodes.pc1.vram_per_worker_gib", "a number of more than 18 digits", "above 0"),
+        ("3.3", ".nan", 8, "nodes.pc1.vram_per_worker_gib", "nan is not a finite number", "above 0"),
+        ("3.3", "1" * 400, 8, "nodes.pc1.vram_per_worker_gib", "a number of more than 18 digits", "above 0"),
         ("0.99", "99", 9, "nodes.pc1.memory_fraction", "99 is too large", "a share above 0, at most 1 (0.6 is 60 %)"),
         ("duration: 5", "duration: 0", 14, "run.duration", "0 is not longer than nothing", "1h30m"),
         ("duration: 5", "slice_s: 20", 13, "run", "slice_s 20 is longer than stale_after_s 10", "at most"),
@@ -140,11 +140,11 @@ def test_the_text_these_tests_break_is_good(tmp_path: Path) -> None:
         ("gpu: rtx-3090", "gpu: cpu", 6, "nodes.pc1.gpus", "1 on a node whose gpu is cpu", "gpus: 0"),
         (
             *("workers: 7", "workers: 8", 4, "nodes.pc1"),
-            "8 workers x 3.33 GiB = 26.64 GiB, but 0.99 of the 23.69 GiB of a rtx-3090 is 23.45 GiB",
-            "at most 7 workers, or vram_per_worker_gib <= 2.93",
+            "8 workers x 3.3 GiB = 26.40 GiB, but 0.99 of the 23.56 GiB of a rtx-3090 is 23.32 GiB",
+            "at most 7 workers, or vram_per_worker_gib <= 2.91",
         ),
         (
-            *("workers: 7\n    vram_per_worker_gib: 3.33", "workers: 101\n    vram_per_worker_gib: 0.1", 7),
+            *("workers: 7\n    vram_per_worker_gib: 3.3", "workers: 101\n    vram_per_worker_gib: 0.1", 7),
             *("nodes.pc1.workers", "101 workers are more than 100 on a card", "at most 100"),
         ),
     ],
@@ -248,7 +248,7 @@ def test_all_problems_come_at_once_in_the_order_of_the_file_then_the_overrides(t
         ("run.duration.x=3", None, "run.duration holds a single value or a list, no keys", None),
         ("nodes.pc3.workers=2", None, "there is no node pc3", "pc1, pc2"),
         ("nodes.pc1.workers=0", "nodes.pc1.workers", "0 is too small", "at least 1"),
-        ("nodes.pc1.workers=8", "nodes.pc1", "8 workers x 3.33 GiB = 26.64 GiB", "at most 7 workers"),
+        ("nodes.pc1.workers=8", "nodes.pc1", "8 workers x 3.3 GiB = 26.40 GiB", "at most 7 workers"),
         ("workload={size: 0}", "workload.size", "0 is too small", "or null"),
         ("workload={size: 1, size: 2}", "workload", "is given twice", "one of the two"),
         ("workload.size=" + "[" * 50, "workload.size", "is nested deeper than 32 levels", None),

@@ -28,13 +28,13 @@ def test_the_reference_pair_at_the_rehearsal_scale() -> None:
     scaled = scale_config(before, REHEARSAL_SCALE, None)
     pc1, pc2 = scaled.config.nodes["pc1"], scaled.config.nodes["pc2"]
     assert scaled.scale == 1 / 16
-    assert (pc1.vram_per_worker_gib, pc2.vram_per_worker_gib) == (3.33 / 16, 1.5 / 16)
-    assert (pc1.vram_gib, pc2.vram_gib) == (23.69 / 16, 7.67 / 16)
+    assert (pc1.vram_per_worker_gib, pc2.vram_per_worker_gib) == (3.3 / 16, 1.5 / 16)
+    assert (pc1.vram_gib, pc2.vram_gib) == (23.56 / 16, 7.67 / 16)
     assert (pc1.size, pc2.size) == (2048, 1024)
     assert (scaled.config.memory.floor_mib, scaled.config.memory.size_floor) == (6.25, 128)
     assert scaled.lines == (
-        "nodes.pc1.vram_per_worker_gib: 3.33 GiB -> 213 MiB",
-        "nodes.pc1.vram_gib: 23.69 GiB -> 1.48 GiB",
+        "nodes.pc1.vram_per_worker_gib: 3.30 GiB -> 211 MiB",
+        "nodes.pc1.vram_gib: 23.56 GiB -> 1.47 GiB",
         "nodes.pc1.size: 8192 -> 2048",
         "nodes.pc2.vram_per_worker_gib: 1.50 GiB -> 96 MiB",
         "nodes.pc2.vram_gib: 7.67 GiB -> 491 MiB",
@@ -72,9 +72,9 @@ def test_sizes_given_and_left_out_are_scaled_alike(override: str, size: int, lin
 
 def test_short_memory_lowers_the_scale_until_all_workers_fit_and_says_so() -> None:
     scaled = scale_config(load_config(SHIPPED), REHEARSAL_SCALE, GIB)
-    assert scaled.scale == pytest.approx(1 / (7 * 3.33 + 3 * 1.5))
+    assert scaled.scale == pytest.approx(1 / (7 * 3.3 + 3 * 1.5))
     assert GIB - 100 < budgets_bytes(scaled.config) <= GIB
-    assert scaled.lines[0] == "scale: 0.0625 -> 0.03596, so that all workers fit into 1.00 GiB"
+    assert scaled.lines[0] == "scale: 0.0625 -> 0.03623, so that all workers fit into 1.00 GiB"
     enough = scale_config(load_config(SHIPPED), REHEARSAL_SCALE, 2 * GIB)
     assert enough.scale == REHEARSAL_SCALE
     assert not enough.lines[0].startswith("scale")

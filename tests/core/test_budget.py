@@ -18,7 +18,7 @@ def node(**changes: object) -> NodeConfig:
         "workers": 7,
         "cpus_per_worker": 8,
         "gpu_share": 0.6,
-        "vram_per_worker_gib": 3.33,
+        "vram_per_worker_gib": 3.3,
         "memory_fraction": 0.99,
         "size": 8192,
     }
@@ -81,25 +81,25 @@ def test_a_node_without_cards_has_no_fraction_and_no_known_total() -> None:
         (
             {"workers": 15, "gpus": 2},
             (
-                "8 workers on the fullest of 2 cards x 3.33 GiB = 26.64 GiB, "
-                "but 0.99 of the 23.69 GiB of a rtx-3090 is 23.45 GiB"
+                "8 workers on the fullest of 2 cards x 3.3 GiB = 26.40 GiB, "
+                "but 0.99 of the 23.56 GiB of a rtx-3090 is 23.32 GiB"
             ),
-            "at most 14 workers, or vram_per_worker_gib <= 2.93",
+            "at most 14 workers, or vram_per_worker_gib <= 2.91",
         ),
         (
             {"workers": 1, "vram_per_worker_gib": 24},
-            "1 worker x 24 GiB = 24.00 GiB, but 0.99 of the 23.69 GiB of a rtx-3090 is 23.45 GiB",
-            "vram_per_worker_gib <= 23.45",
+            "1 worker x 24 GiB = 24.00 GiB, but 0.99 of the 23.56 GiB of a rtx-3090 is 23.32 GiB",
+            "vram_per_worker_gib <= 23.32",
         ),
         (
             {"gpu": "mine", "vram_gib": 8, "memory_fraction": 0.5, "workers": 2},
-            "2 workers x 3.33 GiB = 6.66 GiB, but 0.5 of the 8 GiB of a mine is 4.00 GiB",
+            "2 workers x 3.3 GiB = 6.60 GiB, but 0.5 of the 8 GiB of a mine is 4.00 GiB",
             "at most 1 worker, or vram_per_worker_gib <= 2.00",
         ),
         # What the workers of a node without cards share.
         (
             {"gpu": "cpu", "gpus": 0, "vram_gib": 16},
-            "7 workers x 3.33 GiB = 23.31 GiB, but 0.99 of the 16 GiB of its memory is 15.84 GiB",
+            "7 workers x 3.3 GiB = 23.10 GiB, but 0.99 of the 16 GiB of its memory is 15.84 GiB",
             "at most 4 workers, or vram_per_worker_gib <= 2.26",
         ),
     ],

@@ -37,7 +37,7 @@ def fact(**changes: object) -> NodeFact:
 
 @pytest.mark.parametrize(
     ("slot", "cpus", "gpus", "budget_gib", "fraction", "duty", "size", "gpu"),
-    [("pc1/6", 8, 0.1428, 3.33, 0.99, 0.6, 8192, "rtx-3090"), ("pc2/2", 4, 0.3333, 1.5, 0.75, 0.7, 4096, "rtx-3070")],
+    [("pc1/6", 8, 0.1428, 3.3, 0.99, 0.6, 8192, "rtx-3090"), ("pc2/2", 4, 0.3333, 1.5, 0.75, 0.7, 4096, "rtx-3070")],
 )
 def test_a_worker_of_the_reference_pair_gets_the_numbers_of_its_guide(
     slot: str, cpus: int, gpus: float, budget_gib: float, fraction: float, duty: float, size: int, gpu: str

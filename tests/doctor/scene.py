@@ -23,7 +23,7 @@ def card(**changes: Any) -> CardFacts:  # noqa: ANN401 - any field of the card
         index=0,
         name="NVIDIA GeForce RTX 3090",
         uuid="GPU-11111111-2222-3333-4444-555555555555",
-        total_bytes=round(23.69 * GIB),
+        total_bytes=round(23.56 * GIB),
         used_bytes=round(0.3 * GIB),
         compute_capability=(8, 6),
         cores=10496,

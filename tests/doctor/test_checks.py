@@ -30,7 +30,7 @@ def test_a_good_machine_with_a_card_is_all_right() -> None:
     findings = examine(workstation())
     assert {finding.verdict for finding in findings} == {OK, SKIP}
     assert only(findings, "card").found == (
-        "#0 NVIDIA GeForce RTX 3090, 23.69 GiB, 71 TFLOP/s in fp16, 936 GB/s, in cluster.yaml: rtx-3090"
+        "#0 NVIDIA GeForce RTX 3090, 23.56 GiB, 71 TFLOP/s in fp16, 936 GB/s, in cluster.yaml: rtx-3090"
     )
 
 
@@ -132,7 +132,7 @@ TWO_CARDS = (card(), card(index=1, uuid="GPU-2", name="NVIDIA GeForce RTX 3070")
         (workstation(cards=(card(used_bytes=21 * GIB, holders=WORKERS),)), "vram", OK, "ray::Worker", None),
         (
             workstation(cards=(card(used_bytes=10 * GIB, holders=HOLDERS),)), "vram", WARN,
-            "13.69 GiB free of 23.69; held by game.exe (pid 4711, 9.00 GiB), Xorg (pid 900, 0.50 GiB), unknown (pid 5)",
+            "13.56 GiB free of 23.56; held by game.exe (pid 4711, 9.00 GiB), Xorg (pid 900, 0.50 GiB), unknown (pid 5)",
             "nvidia-smi",
         ),
         (

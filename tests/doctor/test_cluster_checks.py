@@ -34,18 +34,18 @@ CPU_NODE = NodeConfig(gpu="cpu", gpus=0, workers=4, vram_per_worker_gib=1.0)
 @pytest.mark.parametrize(
     ("plan", "facts", "verdicts", "words"),
     [
-        (PC1, workstation(), [OK], "pc1: 7 workers x 3.33 GiB on 1 x rtx-3090, which it has"),
+        (PC1, workstation(), [OK], "pc1: 7 workers x 3.3 GiB on 1 x rtx-3090, which it has"),
         (PC1, workstation(cards=(card(), replace(SMALL_CARD, used_bytes=5 * GIB))), [OK], "which it has"),
         (PC1, laptop(), [FAIL], "cluster.yaml gives pc1 1 x rtx-3090, but no NVIDIA card answers there"),
         (PC1.model_copy(update={"gpus": 2}), workstation(), [FAIL], "but 1 answer there"),
-        (PC1, workstation(cards=(SMALL_CARD,)), [FAIL, WARN], "7 workers x 3.33 GiB = 23.31 GiB, but 0.99 of"),
+        (PC1, workstation(cards=(SMALL_CARD,)), [FAIL, WARN], "7 workers x 3.3 GiB = 23.10 GiB, but 0.99 of"),
         (
             PC1.model_copy(update={"workers": 2}), workstation(cards=(SMALL_CARD,)), [WARN],
-            "has a NVIDIA GeForce RTX 3070 with 7.67 GiB, for which cluster.yaml says 23.69",
+            "has a NVIDIA GeForce RTX 3070 with 7.67 GiB, for which cluster.yaml says 23.56",
         ),
         (
             PC1, workstation(cards=(card(used_bytes=5 * GIB, holders=(WORKER, replace(WORKER, name="game"))),)), [WARN],
-            "its workers want 23.31 GiB of card #0, and 18.69 GiB are free",
+            "its workers want 23.10 GiB of card #0, and 18.56 GiB are free",
         ),
         (PC1, workstation(cards=(card(used_bytes=22 * GIB, holders=(WORKER,)),)), [OK], "which it has"),
         (CPU_NODE, laptop(), [OK], "pc1: 4 workers x 1 GiB on the processor, which it has"),

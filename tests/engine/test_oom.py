@@ -43,6 +43,7 @@ TEXTS = {
         "CUDA error: out of memory" + CUDA_HINTS,
         "CUDA driver error: out of memory",
         "Triton Error [CUDA]: CUDA_ERROR_OUT_OF_MEMORY",
+        "Triton Error [CUDA]: out of memory",  # pytorch/pytorch issue 134893
         "HIP out of memory. Tried to allocate 20.00 MiB",
         "HIP error: out of memory",
         "XPU out of memory. Tried to allocate 1.00 GiB",
@@ -64,6 +65,14 @@ TEXTS = {
         "cuFFT error: CUFFT_ALLOC_FAILED",
         "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input.",
         "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        # aten/src/ATen/native/cudnn/Conv_v8.cpp: OutOfMemoryError of each plan is swallowed before this is raised.
+        "FIND was unable to find an engine to execute this computation",
+        "GET was unable to find an engine to execute this computation",
+        # aten/src/ATen/native/cudnn/Conv_v7.cpp, where no algorithm's workspace could be had.
+        "Unable to find a valid cuDNN algorithm to run convolution",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",  # the forum's usual answer: the card is full
+        "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED",
+        "CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling `cublasGemmEx( handle, opa, opb, m, n, k)`",
         "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
         "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
         "GET was unable to find an engine to execute this computation",

@@ -136,7 +136,7 @@ def shrunk(in_child: Callable[..., Any]) -> Found:
 
 
 class TestTooLarge:
-    """65536 in fp16 needs 24 GiB for three matrices; 3.33 GiB are there."""
+    """65536 in fp16 needs 24 GiB for three matrices; 3.30 GiB are there."""
 
     def test_it_ends_running_at_the_size_of_the_formula(self, shrunk: Found) -> None:
         first, second = shrunk["reports"]

@@ -36,7 +36,7 @@ _HEALTHY: dict[str, Any] = {
     "reserved_bytes": int(2.4 * GIB),
     "claim_bytes": int(2.5 * GIB),
     "cap_bytes": int(2.63 * GIB),
-    "budget_bytes": int(3.33 * GIB),
+    "budget_bytes": int(3.3 * GIB),
     "device_used_bytes": 21 * GIB,
     "device_total_bytes": 24 * GIB,
     "steps_ok": 400,

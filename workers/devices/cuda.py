@@ -20,6 +20,7 @@ from workers.devices.common import EmergencyProduct, alone_on, threads_for
 from workers.messages import DeviceInfo, IncompatibleError, MemoryInfo
 from workers.nvml import queries
 from workers.settings import ASSUMED_CONTEXT_BYTES, WorkerSpec
+from workers.training.precision import allow_tf32
 from workers.units import MIB
 from workers.verification import repeat
 from workers.verification.freivalds import freivalds, least_scratch
@@ -229,7 +230,7 @@ def _compute_as_named(dtype: str) -> None:
     results are then further off than their own rounding explains, and checks would have to let more through.
     """
     matmul = torch.backends.cuda.matmul
-    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    allow_tf32(allowed=dtype == "tf32")
     matmul.allow_fp16_reduced_precision_reduction = False
     matmul.allow_bf16_reduced_precision_reduction = False
     matmul.allow_fp16_accumulation = False

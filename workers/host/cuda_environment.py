@@ -5,11 +5,17 @@ Settings of a shell, such as the one that ran `ray start`, must not change how a
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Final
 
 #: With another allocator, or one that grows segments in place, the cap is not kept to the byte.
 _ALLOCATOR_SETTINGS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING")
+
+#: cuBLAS's own memory, `:SIZE_KIB:COUNT` and so on, read once with the first product (cuBLAS, "Results
+#: reproducibility"). By default what torch takes on cards before Hopper, where it would take 32 MiB by itself.
+WORKSPACE: Final = ":4096:2:16:8"
+#: The smallest but one of the two with which torch computes deterministically; `:16:8` makes products slow.
+DETERMINISTIC_WORKSPACE: Final = ":4096:8"
 
 _DEFAULTS: Final = {
     # The same numbers must mean the same cards to CUDA and to NVML.
@@ -20,9 +26,21 @@ _DEFAULTS: Final = {
 }
 
 
-def set_for_cuda(environment: MutableMapping[str, str]) -> None:
+def workspace_bytes(config: str) -> int:
+    """Return what `CUBLAS_WORKSPACE_CONFIG` makes cuBLAS take for each of its handles."""
+    numbers = [int(number) for number in config.split(":") if number]
+    return 1024 * sum(size_kib * count for size_kib, count in zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def workspace_of(train: Mapping[str, object]) -> str:
+    """Return the workspace for the section `train:` of cluster.yaml; it may be empty."""
+    return DETERMINISTIC_WORKSPACE if train.get("deterministic") else WORKSPACE
+
+
+def set_for_cuda(environment: MutableMapping[str, str], workspace: str = WORKSPACE) -> None:
     """Change the environment of a process that is going to use a card; what is no matter of the cap stays."""
     for name in _ALLOCATOR_SETTINGS:
         environment.pop(name, None)
     for name, value in _DEFAULTS.items():
         environment.setdefault(name, value)
+    environment.setdefault("CUBLAS_WORKSPACE_CONFIG", workspace)

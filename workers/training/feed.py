@@ -88,6 +88,10 @@ class Feed:
         """Return the share of time in which the training waited for data."""
         return self._loader.wait_share()
 
+    def news(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the events of the loader since the last call."""
+        return self._loader.news()
+
     def close(self) -> None:
         """End the loader's processes."""
         self._loader.close()

@@ -11,9 +11,10 @@ import pickle
 import platform
 import resource
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -24,6 +25,9 @@ from workers.training.ram_cache import RamCache
 
 Order: TypeAlias = Callable[[int, int], Sequence[Any]]
 """From (samples used, how many) to what the data set is asked for, one key for each sample."""
+
+
+_LONGEST = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +73,12 @@ class Loader:
         """Of the batches that were handed out; set by `seek`."""
         self.waited_s = 0.0
         """The time that the training spent in `next_batch`."""
+        self._news: list[tuple[str, dict[str, Any]]] = []
+
+    def news(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the events since the last call: `unpinned`, once, with the reason."""
+        news, self._news = self._news, []
+        return news
 
     def seek(self, samples_used: int) -> None:
         """Go on after so many samples."""
@@ -89,7 +99,10 @@ class Loader:
             try:
                 batch = self._next()
             except (RuntimeError, OSError, EOFError) as failure:
-                if not self._may_be_a_lost_process(failure):
+                if _was_pinning(failure):
+                    self._settings = replace(self._settings, pin=False)
+                    self._news.append(("unpinned", {"reason": " ".join(str(failure).split())[:_LONGEST]}))
+                elif not self._may_be_a_lost_process(failure):
                     raise
                 self.close()
                 batch = self._next()
@@ -159,6 +172,17 @@ class Loader:
                 f"the data set cannot be sent to loader processes ({failure}); set train.loader_workers to 0, or make "
                 "what it holds picklable"
             ) from failure
+
+
+def _was_pinning(failure: BaseException) -> bool:
+    """Say whether a batch was being copied into page-locked memory: the host is short of that, and not the card.
+
+    The thread of a loader says so in words (torch/utils/data/_utils/pin_memory.py); without one the frame tells.
+    """
+    if "pin memory thread" in str(failure):
+        return True
+    frames = traceback.walk_tb(failure.__traceback__)
+    return any("pin_memory" in {frame.f_code.co_name, *frame.f_code.co_names} for frame, _ in list(frames)[-1:])
 
 
 def on_device(batch: Any, device: torch.device, *, non_blocking: bool = True) -> Any:  # noqa: ANN401 - any batch

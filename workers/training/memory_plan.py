@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import default_collate
 
+from workers.host.cuda_environment import workspace_bytes, workspace_of
 from workers.training import eight_bit, order, precision
 from workers.training.accumulator import Accumulator
 from workers.training.adapters import new_model
@@ -40,8 +41,9 @@ from workers.units import MIB
 #: What the caching allocator rounds a block up to (c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize).
 _CUDA_BLOCK_BYTES: Final = 512
 
-#: cuBLAS's own memory for one handle, as torch gives it (at/cuda/CUDABlas.cpp); 32 MiB on Hopper and later cards.
-_CUBLAS_BYTES: Final = 8 * MIB + 128 * 1024
+#: cuBLAS handles of a training: torch has one for each thread that multiplies (at/cuda/detail/DeviceThreadHandles.h),
+#: and gradients are computed by a thread of autograd's.
+_CUBLAS_HANDLES: Final = 2
 
 #: The same of oneDNN on a CPU, measured with one thread (torch 2.13): 1 MiB for matrices, 4 MiB for convolutions, 8 MiB
 #: in half precision.
@@ -193,7 +195,8 @@ class MemoryPlanner:
 
     def _workspace_bytes(self) -> int:
         if self._on_card:
-            return _CUBLAS_BYTES
+            config = workspace_of({"deterministic": self._settings.deterministic})
+            return _CUBLAS_HANDLES * workspace_bytes(config)
         return _ONEDNN_HALF_BYTES if self._settings.precision in {"bf16", "fp16"} else _ONEDNN_BYTES
 
     def _compute_part(self, micro: int, level: int) -> None:

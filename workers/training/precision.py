@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
@@ -62,13 +61,20 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
     return torch.autocast(device.type, dtype=_HALVES[precision])
 
 
+def allow_tf32(*, allowed: bool) -> None:
+    """Let products and convolutions of fp32 be computed in tf32, or not; for the whole process.
+
+    By the older of torch's two families of switches. After one of the newer family (`fp32_precision`) was set, readers
+    of the older one raise, and those are in users' code and in inductor (torch, notes/cuda.rst, "TensorFloat-32").
+    """
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
 def set_up(precision: Precision, *, deterministic: bool, cudnn_benchmark: bool = False) -> None:
     """Set what torch has for the whole process."""
     torch.backends.cudnn.benchmark = cudnn_benchmark
-    arithmetic = "tf32" if precision == "tf32" else "ieee"
-    torch.backends.cuda.matmul.fp32_precision = arithmetic
-    torch.backends.cudnn.conv.fp32_precision = arithmetic  # type: ignore[attr-defined]  # missing in torch's stubs
+    allow_tf32(allowed=precision == "tf32")
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -123,6 +123,10 @@ class Trainer:
         """Items (samples, tokens) that a sample of the current effective batch counts; 0 before the first."""
         return self._feed.count / self.settings.batch
 
+    def news(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the events of the compiler and of the loader since the last call."""
+        return [*self.compiling.news(), *self._feed.news()]
+
     def micro_batch(self, limit: int, level: int = 0) -> MicroBatch:
         """Compute the next part of the effective batch, of at most `limit` samples, and update after the last part.
 

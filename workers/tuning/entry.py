@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from typing import Final
 
+from workers.host.cuda_environment import set_for_cuda, workspace_of
 from workers.tuning.messages import ArmSpec
 
 #: Named, not imported: the head, which imports this module, never loads torch.
@@ -39,4 +40,6 @@ def run_arm(connection: Connection, spec: ArmSpec) -> None:
     os.dup2(log, 1)  # standard output belongs to the head
     os.dup2(log, 2)
     os.environ.update(spec.environment)
+    # After what the arm asks for: another allocator than that of a run would be measured, or another card.
+    set_for_cuda(os.environ, workspace_of(spec.train))
     importlib.import_module(_ARM).serve(connection, spec)

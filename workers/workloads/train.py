@@ -144,7 +144,7 @@ class Train(Workload):
         else:
             if self._prediction is not None:
                 self._prediction.note(batch, part, trainer.host_states.share_pct)
-            for name, figures in trainer.compiling.news():
+            for name, figures in trainer.news():
                 self.context.tell(name, **figures)
             self._computed += part.rows
             self._computed_items += part.rows * trainer.items_per_sample
