@@ -121,10 +121,10 @@ def load_states(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     pairs = [(own.get(place, {}), name, value) for place, state in states.items() for name, value in state.items()]
     if own.keys() == states.keys() and all(_alike(state.get(name), value) for state, name, value in pairs):
         for state, name, value in pairs:
-            if isinstance(value, Tensor):
-                state[name].copy_(value)
-            else:
+            if not isinstance(value, Tensor):
                 state[name] = value
+            elif value is not state[name]:
+                state[name].copy_(value)
     else:
         # Copied: torch would go on with the very tensors that were saved, and change them.
         numbered = {int(place): state for place, state in saved["state"].items()}

@@ -115,10 +115,10 @@ class Trained:
         with self._device.enforced():
             self._opened().unpark()
 
-    def park(self) -> None:
+    def park(self) -> int:
         """See `Work.park`."""
         with self._device.enforced():
-            self._opened().park()
+            return self._opened().park() + self._opened().on_host_bytes
 
     def validation(self) -> Evaluated:
         """Compute the baseline's loss of this model, with averaged weights if there are some."""
