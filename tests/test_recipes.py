@@ -30,7 +30,7 @@ def test_each_recipe_fits_and_says_so_with_its_sum(
 
 
 def test_a_recipe_that_does_not_fit_has_no_sum() -> None:
-    step = {"micro_batch": 1, "accumulation": 2, "memory_level": 0, "on_host_bytes": 0}
+    step = {"micro_batch": 1, "accumulation": 2, "memory_level": 0, "on_host_bytes": 0, "snapshot_copy_bytes": 0}
     step |= {"total_bytes": 2**31, "fits": True}
     step |= dict.fromkeys(("weights_bytes", "gradients_bytes", "optimizer_bytes", "average_bytes"), 2**28)
     step |= {"activations_bytes": 2**30, "workspace_bytes": 0}

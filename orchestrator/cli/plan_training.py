@@ -129,7 +129,7 @@ def _judged(cap: _Told, config: Config, blocks: int) -> dict[str, str]:
 
 def _is_shared(step: _Told, train: TrainSettings) -> bool:
     """Whether memory has decided on states as well: steps between those that are shown may fit, too."""
-    return step["on_host_bytes"] > 0 and train.states_on_host == "auto"
+    return step["on_host_bytes"] > step["snapshot_copy_bytes"] and train.states_on_host == "auto"
 
 
 def _split(step: _Told) -> str:

@@ -44,6 +44,7 @@ class Arm:
             answers[0],
             peak_bytes=sum(each.peak_bytes for each in answers),
             host_bytes=sum(each.host_bytes for each in answers),
+            parked_bytes=sum(each.parked_bytes for each in answers),
         )
 
     def turn(self, seconds: float, least_steps: int) -> Block:

@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
+import psutil
+
 from orchestrator.tuning.arms import Arm, ArmError
 from orchestrator.tuning.journal import Journal, PassData
 from orchestrator.tuning.levers import Candidate
@@ -36,6 +38,10 @@ _AS_LONG: Final = 4.0
 #: The baseline, its repetition, and one candidate are measured in any case.
 _ALWAYS: Final = 2
 
+#: What the process of an arm takes of the host's memory beside its parked state, and of what is free for all arms.
+_ARM_HOST_BYTES: Final = 250 * 2**20
+_HOST_SHARE: Final = 0.5
+
 #: Of the budget, for the first steps of all arms; and the bounds of how many steps that are.
 _OPENING_SHARE: Final = 0.1
 _FEWEST_STEPS: Final = 8
@@ -44,6 +50,26 @@ _WARM_UP_STEPS: Final = 2
 
 class BaselineError(Exception):
     """The baseline cannot be measured, so nothing can."""
+
+
+def arms_at_once(most: int, parked_bytes: int, free_bytes: int) -> int:
+    """Return how many candidates may live beside the baseline and its repetition, at most `most`.
+
+    Args:
+        most: What the device allows.
+        parked_bytes: Host memory that the state of one arm takes between its turns.
+        free_bytes: Of the host's memory.
+
+    Raises:
+        BaselineError: Not even one candidate fits beside the two.
+    """
+    arm_bytes = _ARM_HOST_BYTES + parked_bytes
+    if (1 + _ALWAYS) * arm_bytes > free_bytes:
+        raise BaselineError(
+            f"an arm takes {arm_bytes / 2**30:.1f} GiB of host memory between its turns, and {free_bytes / 2**30:.1f} "
+            f"GiB are free for at least {1 + _ALWAYS} arms; end other programs, or take a smaller train.preset"
+        )
+    return max(1, min(most, int(_HOST_SHARE * free_bytes / arm_bytes) - _ALWAYS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +83,7 @@ class Plan:
     """A share: the rounds end when every interval is at most so wide on either side."""
     confidence: float
     at_once: int
-    """Arms beside the baseline and its repetition that live at the same time."""
+    """Arms beside the baseline and its repetition that may live at the same time; host memory may allow fewer."""
     seed: int = 0
     compared_steps: int = _FEWEST_STEPS
     """First steps of each arm, at most."""
@@ -132,14 +158,16 @@ class Measuring:
         It goes on after `until_s`, to 0.9 of the budget at most, while there are too few rounds for any interval.
 
         Raises:
-            BaselineError: The baseline has died.
+            BaselineError: The baseline has died, or the host has no memory for three arms.
         """
         data = self._journal.data(pass_name)
         begin_s, over_at_s = self._clock.spent_s(), data.over_at_s
         if over_at_s >= self._plan.budget_s or (data.rounds and begin_s >= until_s):
             return data
         latest_s = max(until_s, _LATEST * self._plan.budget_s)
-        waves = -(-len(candidates) // self._plan.at_once)
+        parked_bytes = max(each.parked_bytes for each in self._journal.opened.values())
+        free_bytes = psutil.virtual_memory().available  # while no arm lives
+        waves = -(-len(candidates) // arms_at_once(self._plan.at_once, parked_bytes, free_bytes))
         size = math.ceil(len(candidates) / max(1, waves))
         for number in range(waves):
             wave = list(candidates[number * size : (number + 1) * size])

@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-import psutil
-
 from orchestrator.config.load import config_from_text
 from orchestrator.core.placement import Target, plan_slots
 from orchestrator.errors import UsageError, one_line
@@ -28,9 +26,6 @@ from workers.files import replace_whole
 from workers.settings import ASSUMED_CONTEXT_BYTES, WorkerSpec
 from workers.tuning.messages import NO_ROOM
 
-#: What the process of an arm takes of the host's memory, at the least, and of that memory for all arms.
-_ARM_HOST_BYTES: Final = 250 * 2**20
-_HOST_SHARE: Final = 0.5
 _MOST_AT_ONCE: Final = 40
 _FEWEST_AT_ONCE: Final = 2
 
@@ -116,16 +111,15 @@ def _write_tuned(folder: Path, asked: Asked, result: store.Result) -> None:
 
 
 def _with_room(spec: WorkerSpec) -> tuple[WorkerSpec, int]:
-    """Return how many candidates may live at the same time, beside the baseline and its repetition, and their spec.
+    """Return how many candidates the device lets live beside the baseline and its repetition, and their spec.
 
     On a card each keeps a context while it waits. What the card has beside one worker's budget pays for those; where
     that is not enough for the fewest arms, the budget does.
     """
-    room = int(_HOST_SHARE * psutil.virtual_memory().available / _ARM_HOST_BYTES)
     if spec.device != "cuda":
-        return spec, max(_FEWEST_AT_ONCE, min(_MOST_AT_ONCE, room - 2))
+        return spec, _MOST_AT_ONCE
     beside = (spec.card_budget_bytes - spec.budget_bytes) // ASSUMED_CONTEXT_BYTES
-    at_once = max(_FEWEST_AT_ONCE, min(_MOST_AT_ONCE, room - 2, beside - 1))
+    at_once = max(_FEWEST_AT_ONCE, min(_MOST_AT_ONCE, beside - 1))
     lacking_bytes = max(0, at_once + 1 - beside) * ASSUMED_CONTEXT_BYTES
     return replace(spec, budget_bytes=max(1, spec.budget_bytes - lacking_bytes)), at_once
 

@@ -91,8 +91,9 @@ def test_a_person_reads_the_parts_the_verdict_and_what_to_change(small: tuple[Co
     table = [line.split() for line in first.splitlines()]
     assert first.startswith("pc1, pc5: cap about 20000 MiB, cuda\n")
     assert " ".join(table[1]) == "micro x accumulation 16 x 1 16 x 1 1 x 16"
-    assert [line[0].strip(",") for line in table[3:11]] == [
-        "weights", "gradients", "optimizer", "activations", "update", "workspace", "total", "fits",
+    assert [line[0].strip(",") for line in table[3:13]] == [
+        "weights", "gradients", "optimizer", "activations", "update", "workspace", "total", "snapshot_copy", "on_host",
+        "fits",
     ]  # fmt: skip
     assert first.endswith("pc1, pc5: fits whole with micro-batch 16 x accumulation 1, which takes 16843 of 20000 MiB")
     sentence = last.splitlines()[-1]

@@ -17,6 +17,7 @@ from tests.training.scene import CNN, CPU, GPT, trainer
 from tests.training.test_trajectory import in_shared_memory
 from workers.training.errors import TaskError
 from workers.training.host_activations import HostActivations
+from workers.training.host_memory import power_of_two
 from workers.training.keyed import KeyedDropout, row_keys
 from workers.training.settings import TrainSettings
 from workers.training.tasks import find_task, next_token_loss
@@ -189,7 +190,8 @@ def test_what_waits_on_the_host_comes_back_as_it_was_also_parts_and_repeated_ten
         assert one.stride() == other.stride()
     stayed = [one.data_ptr() == other.data_ptr() for one, other in zip(Saves.back, saved, strict=True)]
     assert stayed == [False, False, False, False, True, True], "weights stay, and what is small"
-    assert host.waiting_bytes == 4 * (2 * whole.numel() + whole[:, :, 1].numel() + 3 * 8)
+    parts = (whole.nbytes, whole.nbytes, whole[:, :, 1].nbytes, 4 * 3 * 8)
+    assert host.waiting_bytes == sum(map(power_of_two, parts))
 
 
 def test_the_kernel_of_attention_that_really_ran_is_told() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from workers.training import schedule
 from workers.training.errors import NotFiniteError
+from workers.training.host_memory import wait_asleep
 from workers.training.optimizers import Update
 from workers.training.precision import LossScaler
 
@@ -106,7 +107,9 @@ class Accumulator:
     def _loss_and_norm(self) -> tuple[float, float]:
         """Read the sum of losses and the norm of all gradients: the one moment at which the host waits for a card."""
         norms = torch.stack(torch._foreach_norm(self.gradients)).to(torch.float64)
-        loss, norm = torch.stack((self.loss[0], torch.linalg.vector_norm(norms))).tolist()
+        both = torch.stack((self.loss[0], torch.linalg.vector_norm(norms)))
+        wait_asleep(both.device)
+        loss, norm = both.tolist()
         return loss, norm
 
 

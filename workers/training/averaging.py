@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from workers.training.host_memory import like
+from workers.training.host_memory import like, like_all, wait_asleep
 
 
 class Average:
@@ -23,8 +23,9 @@ class Average:
         self._parameters = parameters
         self._decay = decay
         self.on_host = on_host
-        new = like if on_host else torch.empty_like
-        self.tensors: list[Tensor] = [new(each.detach()).copy_(each.detach()) for each in parameters]
+        weights = [each.detach() for each in parameters]
+        new = like_all(weights) if on_host else [torch.empty_like(each) for each in weights]
+        self.tensors: list[Tensor] = [own.copy_(each) for own, each in zip(new, weights, strict=True)]
         self._staging: Tensor | None = None
         if on_host and parameters[0].is_cuda:
             self._staging = like(max(parameters, key=lambda each: each.nbytes).detach().flatten())
@@ -35,12 +36,9 @@ class Average:
         if self._staging is None:
             torch._foreach_lerp_(self.tensors, list(self._parameters), 1 - self._decay)
             return
+        wait_asleep(self._parameters[0].device)  # the first copy would wait for the whole update, in a loop
         for own, weight in zip(self.tensors, self._parameters, strict=True):
-            if weight.dtype == self._staging.dtype:
-                here = self._staging[: weight.numel()].as_strided(own.shape, own.stride()).copy_(weight)
-            else:
-                here = weight.to("cpu")
-            own.lerp_(here, 1 - self._decay)
+            own.lerp_(self._on_host(weight, own), 1 - self._decay)
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -60,8 +58,15 @@ class Average:
     def _swap(self) -> None:
         for place, parameter in enumerate(self._parameters):
             if self.on_host:
-                weight = like(parameter.detach()).copy_(parameter)
-                parameter.copy_(self.tensors[place])
-                self.tensors[place] = weight
+                own = self.tensors[place]  # which stays, with the block that it shares
+                weight = self._on_host(parameter, own)
+                parameter.copy_(own)
+                own.copy_(weight)
             else:
                 self.tensors[place], parameter.data = parameter.data, self.tensors[place]
+
+    def _on_host(self, weight: Tensor, own: Tensor) -> Tensor:
+        """Return a copy of a weight on the host, until the next call."""
+        if self._staging is None or weight.dtype != self._staging.dtype:
+            return like(weight.detach()).copy_(weight)
+        return self._staging[: weight.numel()].as_strided(own.shape, own.stride()).copy_(weight)

@@ -20,6 +20,7 @@ from workers.training.errors import TaskError
 _LEAST_QUANTISED: Final = 4096
 _BLOCK: Final = 256
 _STATES: Final = ("state1", "state2")
+_TABLES: Final = ("qmap1", "qmap2")
 
 #: Where an `AdamW8bit` may be.
 _MODULES: Final = ("bitsandbytes.optim", "torchao.optim")
@@ -62,7 +63,7 @@ class PlannedAdamW8bit(Optimizer):
         if quantised:
             blocks = -(-parameter.numel() // _BLOCK)
             scales = {f"absmax{number}": torch.zeros(blocks, device=parameter.device) for number in (1, 2)}
-            states |= {**scales, "qmap1": self._table, "qmap2": self._table}
+            states |= {**scales, **dict.fromkeys(_TABLES, self._table)}
         self.state[parameter] = {"step": 0, **states}
 
 
@@ -72,6 +73,10 @@ def allocate(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, dict[str, Any
     Yields each parameter with its states. torchao allocates in its first step only.
     """
     own: Any = optimizer
+    if not isinstance(optimizer, PlannedAdamW8bit):
+        # The rest of what its first step does is to bring every state to the card (Optimizer8bit.step and to_gpu).
+        own.check_overrides()
+        own.initialized = True
     for number, group in enumerate(own.param_groups):
         for place, parameter in enumerate(group["params"]):
             if not own.state[parameter]:
@@ -82,6 +87,11 @@ def allocate(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, dict[str, Any
 def is_bitsandbytes(optimizer: Optimizer) -> bool:
     """Whether it is one of bitsandbytes, or stands for it in a plan."""
     return isinstance(optimizer, PlannedAdamW8bit) or type(optimizer).__module__.startswith("bitsandbytes.")
+
+
+def is_table(name: str) -> bool:
+    """Whether a state of this name is a table of what codes mean, which steps do not change."""
+    return name in _TABLES
 
 
 def update_bytes(parameters: Sequence[Tensor], *, on_card: bool) -> int:

@@ -1,7 +1,8 @@
 """What the backward pass will need waits in host memory: each tensor is copied there when the forward pass saves it.
 
-It comes back when the backward pass asks for it. Copies change no bit. Weights stay where they are, and so does what a
-checkpointed block computes again. The host needs room for all activations of a part of a batch.
+It comes back when the backward pass asks for it. Copies change no bit. Weights stay where they are, also those that
+autocast has made narrower, and so does what a checkpointed block computes again. The host needs room for all
+activations of a part of a batch. What a compiled graph saves does not say what it came from: there such weights move.
 """
 
 from __future__ import annotations
@@ -16,10 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from workers.training.host_memory import like
+from workers.training.host_memory import like, power_of_two
 
 #: Smaller tensors stay: a page of host memory and a copy each would be worth more than they are.
 _LEAST_BYTES: Final = 4096
+
+#: Through these a weight becomes what autocast computes with, and what a product saves of it.
+_CASTS: Final = {"ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0"}
+
+_NARROW: Final = {torch.bfloat16, torch.float16}
 
 
 class HostActivations:
@@ -30,22 +36,36 @@ class HostActivations:
         self._device_type = device_type
         self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
         self.waiting_bytes = 0
-        """What the forward pass under way, or the last one, has put into host memory."""
+        """What the forward pass under way, or the last one, takes of host memory, rounding included."""
 
     def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return the region for a forward pass."""
         self.waiting_bytes = 0
         weights = {each.untyped_storage()._cdata for each in self._model.parameters()}
+        # No graph leads to a frozen one, so its copy is known by its shape alone.
+        frozen = {
+            shape
+            for each in self._model.parameters()
+            if not each.requires_grad
+            for shape in (each.shape, each.shape[::-1])
+        }
+
+        def is_weight(tensor: Tensor) -> bool:
+            if tensor.untyped_storage()._cdata in weights:
+                return True
+            if not tensor.requires_grad:
+                return tensor.dtype in _NARROW and tensor.shape in frozen
+            node = tensor.grad_fn
+            while node is not None and node.name() in _CASTS:
+                node = node.next_functions[0][0]
+            leaf = getattr(node, "variable", None)  # of the node that adds up a weight's gradient
+            return leaf is not None and leaf.untyped_storage()._cdata in weights
 
         def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
-            if (
-                tensor.nbytes < _LEAST_BYTES
-                or tensor.device.type != self._device_type
-                or tensor.untyped_storage()._cdata in weights
-            ):
+            if tensor.nbytes < _LEAST_BYTES or tensor.device.type != self._device_type or is_weight(tensor):
                 return tensor
             once = _once(tensor.detach())
-            self.waiting_bytes += once.nbytes
+            self.waiting_bytes += power_of_two(once.nbytes)
             fill = _leave if isinstance(tensor, FakeTensor) else self._copied(once)
             size, stride, kept, dtype, device = tensor.shape, tensor.stride(), once.shape, tensor.dtype, tensor.device
             # With the strides that it had, though it may take gaps: a compiled backward pass insists on them.
@@ -70,7 +90,7 @@ class HostActivations:
         On a card torch keeps its pinned blocks in the same way, by powers of two.
         """
         layout = torch.empty_like(tensor, device="meta")
-        size = 1 << (layout.nbytes - 1).bit_length()
+        size = power_of_two(layout.nbytes)
         free = self._free[size]
         block = free.pop() if free else mmap.mmap(-1, size)
         flat = torch.frombuffer(block, dtype=tensor.dtype, count=layout.numel())

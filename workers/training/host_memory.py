@@ -2,14 +2,23 @@
 
 On a card every tensor on the host is one. On a CPU the cap counts what is private to the process, so these share their
 memory with processes that do not exist.
+
+For a card they are pinned. torch rounds a pinned block up to a power of two and keeps it when it is free
+(aten/src/ATen/core/CachingHostAllocator.h), so `like_all` puts several tensors into few blocks, and `give_back` returns
+the free ones to the system.
 """
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
+
+#: Where a tensor begins in a block that it shares: what the caching allocator of a card aligns to.
+_ALIGNED_BYTES: Final = 512
 
 
 def like(tensor: Tensor) -> Tensor:
@@ -18,14 +27,94 @@ def like(tensor: Tensor) -> Tensor:
     Raises:
         RuntimeError, OSError, OverflowError: There is no memory.
     """
-    if tensor.is_cuda:
-        try:
-            return torch.empty_like(tensor, device="cpu", pin_memory=True)
-        except RuntimeError:
-            return torch.empty_like(tensor, device="cpu")  # under WSL2 little can be pinned
+    return like_all([tensor])[0]
+
+
+def like_all(tensors: Sequence[Tensor], *, pinned: bool = False) -> list[Tensor]:
+    """Return an empty tensor for each, as `like` does; those for a card, or all if `pinned`, share few pinned blocks.
+
+    A block is pinned as long as one of its tensors lives. torch does not know which copies of a shared block are under
+    way: wait for them before the last of its tensors goes (`wait_asleep`).
+
+    Raises:
+        RuntimeError, OSError, OverflowError: There is no memory.
+    """
+    on_card = [number for number, each in enumerate(tensors) if pinned or each.is_cuda]
+    sizes, places = packed([tensors[number].nbytes for number in on_card])
+    blocks = [_pinned(size) for size in sizes]
+    parts = {
+        number: blocks[block].untyped_storage()[offset : offset + tensors[number].nbytes]
+        for number, (block, offset) in zip(on_card, places, strict=True)
+    }
+    return [_over(parts.get(number), each) for number, each in enumerate(tensors)]
+
+
+def packed(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return blocks whose sizes are powers of two, and for each of `sizes` (bytes) its block and offset. Pure.
+
+    The largest come first. A new block is at most as large as all that is left, unless one size needs more.
+    """
+    whole = [-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in sizes]
+    blocks: list[int] = []
+    free: list[int] = []
+    places = [(0, 0)] * len(sizes)
+    left = sum(whole)
+    for number in sorted(range(len(whole)), key=lambda number: -whole[number]):
+        size = whole[number]
+        block = next((place for place, room in enumerate(free) if room >= size), len(blocks))
+        if block == len(blocks):
+            blocks.append(max(power_of_two(size), 1 << max(0, left.bit_length() - 1)))
+            free.append(blocks[block])
+        places[number] = block, blocks[block] - free[block]
+        free[block] -= size
+        left -= size
+    return blocks, places
+
+
+def power_of_two(size: int) -> int:
+    """Return what torch pins for a block of so many bytes."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def host_bytes(sizes: Sequence[int], *, on_card: bool) -> int:
+    """Return what `like_all` takes for tensors of so many bytes."""
+    return sum(packed(sizes)[0]) if on_card else sum(sizes)
+
+
+def give_back(device: torch.device) -> None:
+    """Return pinned blocks that no tensor uses to the system, where the tensors were those of a card."""
+    if device.type == "cuda":
+        # `torch.accelerator` has it since 2.12; before, only the binding that it calls.
+        empty = getattr(torch.accelerator, "empty_host_cache", None) or torch._C._host_emptyCache
+        empty()
+
+
+def wait_asleep(device: torch.device) -> None:
+    """Wait for what the current stream of a card has to do, without keeping a processor busy.
+
+    Reading a value of the card, or `synchronize` of a stream, waits in a loop that takes a whole processor.
+    """
+    if device.type == "cuda":
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # no types here
+        done.record(torch.cuda.current_stream(device))
+        done.synchronize()
+
+
+def _pinned(size: int) -> Tensor:
+    try:
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+    except RuntimeError:
+        return torch.empty(size, dtype=torch.uint8, device="cpu")  # under WSL2 little can be pinned
+
+
+def _over(part: torch.UntypedStorage | None, tensor: Tensor) -> Tensor:
+    """Return a tensor like another one over its part of a block; without one, in memory that no cap counts."""
+    layout = torch.empty_like(tensor, device="meta")  # without the gaps that a slice of another tensor has
+    if part is not None:
+        # A storage of its own: `torch.save` writes whole storages, and refuses one that has two types.
+        return torch.empty(0, dtype=tensor.dtype).set_(part, 0, layout.shape, layout.stride())
     if not tensor.numel():
         return torch.empty_like(tensor, device="cpu")
-    layout = torch.empty_like(tensor, device="meta")  # without the gaps that a slice of another tensor has
     # Anonymous, and gone with the last tensor that uses it: no file descriptor, and no name in /dev/shm.
     block = torch.frombuffer(mmap.mmap(-1, layout.nbytes), dtype=tensor.dtype)
     return block.as_strided(layout.shape, layout.stride())

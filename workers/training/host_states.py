@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from workers.training.errors import TaskError
-from workers.training.host_memory import like
+from workers.training.host_memory import give_back, like_all, wait_asleep
 from workers.training.optimizers import allocate_states, large
 from workers.units import MIB
 
@@ -67,6 +67,7 @@ class HostStates:
         """
         self._optimizer = optimizer
         self._parameters = parameters
+        self._device = parameters[0].device
         self.share_pct = share_pct
         hosted = hosted_of(parameters, share_pct)
         allocate_states(optimizer, set(hosted))
@@ -85,14 +86,25 @@ class HostStates:
     def hold(self, share_pct: int) -> None:
         """Have the states of so many per cent on the host. May run out of memory, and can then be called again."""
         hosted = hosted_of(self._parameters, share_pct)
-        for parameter in set(self._hosted).difference(hosted):
+        leaving = set(self._hosted).difference(hosted)
+        for parameter in leaving:
             self._optimizer.state[parameter].update(_copied(self._hosted[parameter], parameter.device))
+        wait_asleep(self._device)
+        for parameter in leaving:
             del self._hosted[parameter]
-        for parameter in hosted:
-            states, own = states_of(self._optimizer, parameter), self._hosted.get(parameter, {})
-            moved = {name: each if own.get(name) is each else like(each).copy_(each) for name, each in states.items()}
-            self._optimizer.state[parameter].update(moved)
-            self._hosted[parameter] = moved
+        # Those that stay move to other blocks if some leave: a block is pinned as long as one of its tensors lives.
+        moving = [
+            (parameter, name, each)
+            for parameter in hosted
+            for name, each in states_of(self._optimizer, parameter).items()
+            if leaving or self._hosted.get(parameter, {}).get(name) is not each
+        ]
+        for (parameter, name, each), host in zip(moving, like_all([each for *_, each in moving]), strict=True):
+            self._optimizer.state[parameter][name] = host.copy_(each)
+        self._hosted = {each: states_of(self._optimizer, each) for each in hosted}
+        if moving:
+            del moving, each
+            give_back(self._device)
         self.share_pct = share_pct
 
     def step(self) -> None:
@@ -109,9 +121,8 @@ class HostStates:
             parameter.grad = None
         for part in parts_of(self._optimizer, self._hosted):
             self._step(part, gradients)
-        if self._parameters[0].is_cuda:
-            # The copies to pinned memory must have ended before the host reads them, as for a snapshot.
-            torch.cuda.current_stream(self._parameters[0].device).synchronize()
+        # The copies to pinned memory must have ended before the host reads them, as for a snapshot.
+        wait_asleep(self._device)
 
     def _step(self, part: Iterable[nn.Parameter], gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
         try:

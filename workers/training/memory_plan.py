@@ -29,6 +29,7 @@ from workers.training.accumulator import Accumulator
 from workers.training.adapters import new_model
 from workers.training.averaging import Average
 from workers.training.checkpointing import Checkpointing
+from workers.training.host_memory import host_bytes, power_of_two
 from workers.training.host_states import hosted_of, parts_of, states_of
 from workers.training.keyed import Dropouts
 from workers.training.model_levers import ModelLevers
@@ -71,7 +72,10 @@ class MemoryPlan:
     workspace_bytes: int
     """What libraries keep for their own use."""
     on_host_bytes: int
-    """States of the optimiser, averaged weights and activations in host memory; not a part of the total."""
+    """What is pinned, or taken, of host memory: states of the optimiser, averaged weights, activations and the copy for
+    a snapshot, rounding included; not a part of the total."""
+    snapshot_copy_bytes: int
+    """Of that, the copy of the state that a snapshot is written from."""
 
     @property
     def state_bytes(self) -> int:
@@ -127,7 +131,15 @@ class MemoryPlanner:
         self._parameters = parameters
         self._average_on_host_bytes = 0
         if settings.ema_decay is not None and settings.ema_on == "host":
-            self._average_on_host_bytes = sum(each.nbytes for each in parameters)
+            sizes = [each.nbytes for each in parameters]
+            # On a card the largest weight is copied to a place of its own before it is averaged.
+            staging_bytes = power_of_two(max(sizes)) if on_card else 0
+            self._average_on_host_bytes = host_bytes(sizes, on_card=on_card) + staging_bytes
+        state = [*self._model.state_dict().values(), *tree_leaves(list(optimizer.state.values()))]
+        state += [] if settings.ema_decay is None else parameters
+        self._snapshot_copy_bytes = host_bytes(
+            [each.nbytes for each in state if isinstance(each, Tensor)], on_card=on_card
+        )
         self.states = cache(self._states)
         self._part = cache(self._computed)
         self.plan = cache(self._plan)
@@ -160,7 +172,8 @@ class MemoryPlanner:
             for part in parts_of(optimizer, hosted)
         ]
         update_bytes = max(_update_bytes(optimizer, here, on_card=on_card), *coming, 0)
-        return self._state[2] - on_host_bytes, on_host_bytes, update_bytes
+        sizes = [each.nbytes for parameter in hosted for each in states_of(optimizer, parameter).values()]
+        return self._state[2] - on_host_bytes, host_bytes(sizes, on_card=on_card), update_bytes
 
     def _plan(self, micro: int, level: int, share_pct: int | None = None) -> MemoryPlan:
         """Return the plan for parts of `micro` samples, with so many per cent of the states on the host."""
@@ -178,7 +191,8 @@ class MemoryPlanner:
             activations_bytes=activations_bytes,
             update_bytes=update_bytes,
             workspace_bytes=self._workspace_bytes(),
-            on_host_bytes=on_host_bytes + self._average_on_host_bytes + waiting_bytes,
+            on_host_bytes=(on_host_bytes + self._average_on_host_bytes + waiting_bytes + self._snapshot_copy_bytes),
+            snapshot_copy_bytes=self._snapshot_copy_bytes,
         )
 
     def _computed(self, micro: int, level: int) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from workers.settings import FailureKind
 from workers.training import eight_bit
 from workers.training.averaging import Average
 from workers.training.errors import UpdateInterruptedError
-from workers.training.host_memory import like
+from workers.training.host_memory import like_all
 from workers.training.settings import TrainSettings
 
 _BETAS: Final = (0.9, 0.95)
@@ -57,19 +57,19 @@ def allocate_states(optimizer: Optimizer, on_host: Set[nn.Parameter] = frozenset
     """
     if eight_bit.is_bitsandbytes(optimizer):
         for parameter, states in eight_bit.allocate(optimizer):
-            if parameter in on_host:
-                states.update({name: like(each).copy_(each) for name, each in large(states, parameter).items()})
-    if not isinstance(optimizer, Adam):
-        return
-    for group in optimizer.param_groups:
+            if parameter in on_host:  # one parameter's states at a time are on the device
+                states.update(_without_data(large(states, parameter)))
+    for group in optimizer.param_groups if isinstance(optimizer, Adam) else ():
         names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
         for parameter in group["params"]:
             if not optimizer.state[parameter] and parameter.requires_grad:
                 # Where torch itself keeps the number of steps: on the device only if a kernel reads it.
                 device = parameter.device if group["fused"] or group["capturable"] else None
-                zeros = _zeros_on_host if parameter in on_host else torch.zeros_like
-                state: dict[str, Tensor] = {name: zeros(parameter) for name in names}
-                optimizer.state[parameter] = {"step": torch.zeros((), dtype=torch.float32, device=device), **state}
+                step = torch.zeros((), dtype=torch.float32, device=device)
+                state = dict.fromkeys(names, parameter.detach())
+                state = _without_data(state) if parameter in on_host else _zeros_like(state)
+                optimizer.state[parameter] = {"step": step, **state}
+    _fill_on_host(optimizer, on_host)
 
 
 def large(states: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
@@ -78,38 +78,74 @@ def large(states: Mapping[str, Any], parameter: Tensor) -> dict[str, Tensor]:
     return {name: each for name, each in states.items() if isinstance(each, Tensor) and each.numel() >= least}
 
 
-def _zeros_on_host(parameter: Tensor) -> Tensor:
-    return like(parameter.detach()).zero_()
+def _zeros_like(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(each) for name, each in states.items()}
+
+
+def _without_data(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.empty_like(each, device="meta") for name, each in states.items()}
+
+
+def _fill_on_host(optimizer: Optimizer, on_host: Set[nn.Parameter]) -> None:
+    """Put zeros in host memory in the place of all states without data, together: see `host_memory`."""
+    places = [
+        (optimizer.state[parameter], name, each)
+        for parameter in on_host
+        for name, each in optimizer.state.get(parameter, {}).items()
+        if isinstance(each, Tensor) and each.is_meta
+    ]
+    on_card = any(parameter.is_cuda for parameter in on_host)
+    for (state, name, _), host in zip(places, like_all([each for *_, each in places], pinned=on_card), strict=True):
+        state[name] = host.zero_()
 
 
 def forget_states(optimizer: Optimizer) -> None:
-    """Go back to the states before the first step."""
-    if not isinstance(optimizer, Adam):
+    """Go back to the states before the first step; where they are known, in the memory that they have."""
+    if not isinstance(optimizer, Adam) and not eight_bit.is_bitsandbytes(optimizer):
         optimizer.state.clear()
         allocate_states(optimizer)
         return
     for state in optimizer.state.values():
-        for each in state.values():
-            each.zero_()
+        for name, each in state.items():
+            if not isinstance(each, Tensor):
+                state[name] = 0  # bitsandbytes counts steps in Python
+            elif not eight_bit.is_table(name):
+                each.zero_()
 
 
 def load_states(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Go on from a saved `state_dict`; into the tensors that are there, if they are alike."""
-    own = optimizer.state_dict()["state"]
-    states = {int(place): state for place, state in saved["state"].items()}
-    pairs = [(own.get(place, {}).get(name), value) for place, state in states.items() for name, value in state.items()]
-    if own.keys() == states.keys() and all(_alike(mine, value) for mine, value in pairs):
-        for mine, value in pairs:
-            mine.copy_(value)
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    own = {place: optimizer.state[each] for place, each in enumerate(parameters) if optimizer.state.get(each)}
+    states = {int(place): _flat(state) for place, state in saved["state"].items() if state}
+    pairs = [(own.get(place, {}), name, value) for place, state in states.items() for name, value in state.items()]
+    if own.keys() == states.keys() and all(_alike(state.get(name), value) for state, name, value in pairs):
+        for state, name, value in pairs:
+            if not isinstance(value, Tensor):
+                state[name] = value
+            elif value is not state[name]:
+                state[name].copy_(value)
     else:
         # Copied: torch would go on with the very tensors that were saved, and change them.
-        copies = copy.deepcopy({"state": states, "param_groups": saved["param_groups"]})
+        numbered = {int(place): state for place, state in saved["state"].items()}
+        copies = copy.deepcopy({"state": numbered, "param_groups": saved["param_groups"]})
         optimizer.state.clear()  # so that memory never holds both
         optimizer.load_state_dict(copies)
 
 
+def _flat(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of a parameter by their own names: bitsandbytes saves most of them in a mapping within it."""
+    inner = [each for each in state.values() if isinstance(each, Mapping)]
+    flat = {name: each for name, each in state.items() if not isinstance(each, Mapping)}
+    for each in inner:
+        flat.update(each)
+    return flat
+
+
 def _alike(mine: object, value: object) -> bool:
-    return isinstance(mine, Tensor) and isinstance(value, Tensor) and mine.shape == value.shape
+    if isinstance(mine, Tensor) and isinstance(value, Tensor):
+        return mine.shape == value.shape
+    return type(mine) is type(value) is int
 
 
 class Update:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from workers.training.host_memory import like
+from workers.training.host_memory import give_back, host_bytes, like_all, wait_asleep
 
 Container: TypeAlias = MutableMapping[Any, Any] | MutableSequence[Any]
 
@@ -41,24 +41,34 @@ class Parking:
         self._parked: list[_Place] = []
 
     def park(self, model: nn.Module, containers: Iterable[Container], on_host: Iterable[Tensor] = ()) -> int:
-        """Move all tensors of the device to host memory, one by one; return the bytes that wait there.
+        """Move all tensors of the device to host memory; return the bytes that they take there, rounding included.
 
         What is `on_host` anyway stays there, also after `unpark`.
         """
         stay = {id(each) for each in on_host}
-        for place in _places(model, containers):
-            if place.tensor().device == self._device and id(place.tensor()) not in stay:
-                place.put(like(place.tensor()).copy_(place.tensor()))
-                self._parked.append(place)
-        return sum(place.tensor().nbytes for place in self._parked)
+        moving = [
+            place
+            for place in _places(model, containers)
+            if place.tensor().device == self._device and id(place.tensor()) not in stay
+        ]
+        wait_asleep(self._device)
+        # One by one from here on: each tensor of the device goes before the next one is copied.
+        for place, host in zip(moving, like_all([place.tensor() for place in moving]), strict=True):
+            place.put(host.copy_(place.tensor()))
+            self._parked.append(place)
+        sizes = [place.tensor().nbytes for place in self._parked]
+        return host_bytes(sizes, on_card=self._device.type == "cuda")
 
     def unpark(self) -> None:
         """Move back what was parked: all of it, or, if the device has no memory for it, nothing."""
         back = [torch.empty_like(each.tensor(), device=self._device) for each in self._parked]
         for place, tensor in zip(self._parked, back, strict=True):
             tensor.copy_(place.tensor(), non_blocking=True)
+        wait_asleep(self._device)
+        for place, tensor in zip(self._parked, back, strict=True):
             place.put(tensor)
         self._parked = []
+        give_back(self._device)
 
 
 def _places(model: nn.Module, containers: Iterable[Container]) -> Iterator[_Place]:

@@ -68,8 +68,8 @@ def _steps(planner: MemoryPlanner, settings: TrainSettings, cap_bytes: int) -> l
 def _told(plan: MemoryPlan, batch: int, cap_bytes: int) -> dict[str, Any]:
     parts = {key: value for key, value in asdict(plan).items() if key.endswith("_bytes")}
     split = {"micro_batch": plan.micro, "accumulation": -(-batch // plan.micro), "memory_level": plan.level}
-    total = {"total_bytes": plan.total_bytes, "on_host_bytes": parts.pop("on_host_bytes")}
-    return {**split, **parts, **total, "fits": plan.total_bytes <= cap_bytes}
+    on_host = {key: parts.pop(key) for key in ("snapshot_copy_bytes", "on_host_bytes")}
+    return {**split, **parts, "total_bytes": plan.total_bytes, **on_host, "fits": plan.total_bytes <= cap_bytes}
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from workers.settings import Scalar
+from workers.training.host_memory import wait_asleep
 from workers.training.trace_shares import trace_shares
 
 #: Optimiser steps of this process before the pass: they choose kernels, and fill the allocator's pool.
@@ -41,7 +42,7 @@ class StepProfile:
         self._folder = folder
         on_card = device.type == "cuda"
         self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_card else [])]
-        self._on_card = on_card
+        self._device = device
         self._profiler: profile | None = None
         self._begins_at: int | None = None
 
@@ -83,8 +84,7 @@ class StepProfile:
         if profiler is None or (step < first + self._steps and not finished):
             return None
         self._profiler, self._steps = None, 0
-        if self._on_card:
-            torch.cuda.synchronize()
+        wait_asleep(self._device)
         profiler.stop()
         with tempfile.TemporaryDirectory() as spare:
             if self._folder is not None:

@@ -290,6 +290,12 @@ class Trainer:
         self.redone_steps += step - self.step
         return step - self.step
 
+    @property
+    def on_host_bytes(self) -> int:
+        """What is in host memory at all times: states of the optimiser, and averaged weights."""
+        average = self._average.tensors if self._average is not None and self._average.on_host else []
+        return sum(each.nbytes for each in (*self.host_states.tensors, *average))
+
     def park(self) -> int:
         """Move all tensors to host memory, finished parts included; return how many bytes wait there.
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
+from workers.training.host_memory import wait_asleep
 from workers.training.loader import on_device
 
 #: Samples, one computed after the other: that never takes more memory than the training itself.
@@ -53,7 +54,9 @@ def validation(
         for batch in samples():
             part = on_device(batch, device)
             for name, figure in figures.items():
-                totals[name] += float(figure(model, part))
+                total = figure(model, part)
+                wait_asleep(device)
+                totals[name] += float(total)
             items += count(part)
         return {name: total / items for name, total in totals.items()}
 

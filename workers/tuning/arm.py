@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Final, Protocol
 
@@ -42,8 +43,8 @@ class Work(Protocol):
     def unpark(self) -> None:
         """Move the state to the device."""
 
-    def park(self) -> None:
-        """Move the state to host memory."""
+    def park(self) -> int:
+        """Move the state to host memory; return the bytes that it takes there."""
 
     def step(self) -> float:
         """Do one optimiser step, or some products; return what `Done.samples` counts."""
@@ -77,7 +78,7 @@ def serve(connection: Connection, spec: ArmSpec) -> None:
 def _answer(message: object, work: Work, device: Device) -> Opened | Done | Evaluated:
     if isinstance(message, Open):
         opened = work.open(message.steps)
-        work.park()
+        opened = replace(opened, parked_bytes=work.park())
         device.release()
         return opened
     if isinstance(message, Turn):

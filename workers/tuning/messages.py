@@ -72,6 +72,8 @@ class Opened:
     torch: str = ""
     host_bytes: int = 0
     """Resident memory of the process, on the host."""
+    parked_bytes: int = 0
+    """Host memory that its state takes between two turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

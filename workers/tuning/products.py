@@ -62,10 +62,11 @@ class Products:
     def unpark(self) -> None:
         """Nothing waits: operands are drawn anew."""
 
-    def park(self) -> None:
+    def park(self) -> int:
         """Drop operands and results."""
         with self._device.enforced():
             self._matmul.release()
+        return 0
 
     def validation(self) -> Evaluated:
         """There is none."""

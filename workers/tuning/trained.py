@@ -18,6 +18,7 @@ from workers.devices.base import Device
 from workers.oom import classify, drop_frames
 from workers.settings import FailureKind
 from workers.training import order
+from workers.training.host_memory import wait_asleep
 from workers.training.loader import on_device
 from workers.training.settings import TrainSettings
 from workers.training.tasks import Batch, TrainTask, find_task
@@ -114,10 +115,10 @@ class Trained:
         with self._device.enforced():
             self._opened().unpark()
 
-    def park(self) -> None:
+    def park(self) -> int:
         """See `Work.park`."""
         with self._device.enforced():
-            self._opened().park()
+            return self._opened().park() + self._opened().on_host_bytes
 
     def validation(self) -> Evaluated:
         """Compute the baseline's loss of this model, with averaged weights if there are some."""
@@ -141,6 +142,7 @@ def _validation(judge: TrainTask, device: torch.device, seed: int, model: nn.Mod
     count = min(_VALIDATION_SAMPLES, items)
     batch = _batch(judge, order.samples(seed, items, items - count, count))
     loss = judge.loss(model, on_device(batch, device))
+    wait_asleep(device)
     return {_VALIDATION: float(loss) / judge.count(batch)}
 
 

@@ -6,6 +6,7 @@ nothing itself, and decides neither sizes nor levels.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from workers.policy.base import Rung
 from workers.training.errors import NotFiniteError, TrainingError, UpdateInterruptedError
 from workers.training.feed import host_share
 from workers.training.hazards import hazards
+from workers.training.host_memory import give_back
 from workers.training.memory_plan import MemoryPlanner
 from workers.training.memory_prediction import Prediction
 from workers.training.settings import PRESETS, TrainSettings
@@ -194,6 +196,8 @@ class Train(Workload):
         if self._trainer is not None:
             self._trainer.close()
         self._trainer = None
+        gc.collect()  # a model refers to itself
+        give_back(self.context.device)
         try:
             self._profile.abandon()
         except Exception as error:  # noqa: BLE001 - whatever the profiler raises, the training goes on

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
 
-from workers.training.host_memory import like
+from workers.training.host_memory import give_back, like_all
 from workers.training.snapshots.tensor_bytes import tensors_in
 
 _Path: TypeAlias = tuple[object, ...]
@@ -35,13 +35,15 @@ class HostCopy:
             RuntimeError, OSError, OverflowError: There is no memory for the buffers; what was held before stays.
         """
         began_s = time.perf_counter()
-        buffers: dict[_Path, torch.Tensor] = {}
-        self._lay_out(state, (), buffers)
-        self._buffers = buffers
+        self._lay_out(state)
         self.step, self._events = None, None
         self.from_card = any(each.is_cuda for each in tensors_in(state))
         if self.from_card:
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            # Blocking: the thread that waits for the copy sleeps.
+            before, after = (
+                torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]  # no types here
+                for _ in range(2)
+            )
             before.record()
         self.state = self._copied(state, ())
         if self.from_card:
@@ -58,15 +60,18 @@ class HostCopy:
         after.synchronize()
         return float(before.elapsed_time(after)) / 1000
 
-    def _lay_out(self, tree: object, path: _Path, buffers: dict[_Path, torch.Tensor]) -> None:
-        """Find or make a buffer for each tensor, before anything is overwritten."""
-        if isinstance(tree, torch.Tensor):
-            kept = self._buffers.get(path)
-            alike = kept is not None and kept.dtype == tree.dtype and kept.shape == tree.shape
-            buffers[path] = kept if kept is not None and alike else like(tree)
-        else:
-            for key, each in _children(tree):
-                self._lay_out(each, (*path, key), buffers)
+    def _lay_out(self, state: object) -> None:
+        """Make buffers, all of them anew if one does not fit, before anything is overwritten."""
+        tensors = dict(_tensors(state, ()))
+        kept = {path: (each.dtype, each.shape) for path, each in self._buffers.items()}
+        if kept == {path: (each.dtype, each.shape) for path, each in tensors.items()}:
+            return
+        before = self._buffers
+        self._buffers = dict(zip(tensors, like_all(list(tensors.values())), strict=True))
+        if before:
+            del before
+            self.state = {}
+            give_back(torch.device("cuda" if any(each.is_cuda for each in tensors.values()) else "cpu"))
 
     def _copied(self, tree: Any, path: _Path) -> Any:  # noqa: ANN401 - a tree of plain values
         if isinstance(tree, torch.Tensor):
@@ -76,6 +81,13 @@ class HostCopy:
         if isinstance(tree, list | tuple):
             return type(tree)(self._copied(each, (*path, key)) for key, each in _children(tree))
         return tree
+
+
+def _tensors(tree: object, path: _Path) -> Iterator[tuple[_Path, torch.Tensor]]:
+    if isinstance(tree, torch.Tensor):
+        yield path, tree
+    for key, each in _children(tree):
+        yield from _tensors(each, (*path, key))
 
 
 def _children(tree: object) -> list[tuple[object, Any]]:

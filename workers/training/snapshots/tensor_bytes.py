@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from workers.training.host_memory import wait_asleep
+
 
 def tensors_in(tree: object) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested mappings, lists and tuples."""
@@ -29,6 +31,8 @@ def state_bytes(state: object) -> int:
 def weights_sha256(weights: Mapping[str, torch.Tensor]) -> str:
     """SHA-256 of names, types, shapes and values, in the order of the names; equal on every device."""
     digest = hashlib.sha256()
+    for device in {each.device for each in weights.values()}:
+        wait_asleep(device)
     for name in sorted(weights):
         weight = weights[name].detach().cpu().contiguous()
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}\n".encode())
