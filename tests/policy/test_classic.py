@@ -55,6 +55,16 @@ def in_emergency(policy: ClassicPolicy) -> ClassicState:
 
 
 @pytest.mark.parametrize(
+    ("events", "is_probe"), [([GONE], True), ([GONE, OK], False), ([OK, GONE], False)]
+)
+def test_the_search_ends_with_the_first_good_step(events: list[Event], is_probe: bool) -> None:
+    state, decision = play(classic(), *events)
+    assert isinstance(decision, Run)
+    assert decision.is_probe == is_probe
+    assert classic().load(classic().dump(state)) == state
+
+
+@pytest.mark.parametrize(
     ("settings", "events", "failures", "size", "batch"),
     [
         *(

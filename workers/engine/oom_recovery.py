@@ -52,7 +52,7 @@ def handle_failure(
 
 def _recover(session: Session, stats: SliceStats, run: Run, failure: Failure, at_least_bytes: int) -> StepOom:
     started_s = time.monotonic()
-    stats.count(StepCounts(steps_oom=1, oom_count=1))
+    stats.count(StepCounts(steps_oom=1, steps_oom_probe=int(run.is_probe), oom_count=1))
     session.shed()
     _prove_alive(session, stats)
     session.rebase()
