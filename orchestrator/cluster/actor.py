@@ -8,6 +8,7 @@ clock. This is the one place where the head's code meets the engine's, and it ru
 from __future__ import annotations
 
 import os
+import signal
 import time
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,8 @@ class WorkerActor:
             time.sleep(_LAST_WORDS_S)
             os._exit(EXIT_POISONED)  # not sys.exit: nothing may touch the broken device on the way out
         if self._engine is None:
+            # Ctrl-C is the head's: a KeyboardInterrupt in this process is the workload's own error.
+            signal.signal(signal.SIGINT, lambda _number, _frame: None)
             self._engine = load_engine(self._spec)
         report = self._engine.run_slice(directive)
         self._poisoned = report.verdict is Verdict.CONTEXT_CORRUPTED
