@@ -169,7 +169,7 @@ class MemoryInfo:
     reserved_bytes: int
     """Held by the allocator: live tensors and its pool."""
     peak_bytes: int
-    """Highest `allocated_bytes` of the slice."""
+    """The most that a step of the slice needed: `allocated_bytes`, and on a card gaps between tensors."""
     alloc_retries: int
     """Times the allocator had to flush its pool to satisfy a request, since the process began."""
     kept_bytes: int | None = None

@@ -106,6 +106,7 @@ class CpuDevice:
         torch.mm(ones, ones)
         del ones
         gc.collect()
+        _trim_malloc()  # what is given back later must not have counted as the process's own
         self._now = self._base = process_memory()
         self._failed = False
         """Whether what was done last under the limit ended by an exception."""
@@ -198,9 +199,10 @@ class CpuDevice:
     def release(self) -> None:
         with self.enforced():  # what is freed here was held by the workload
             gc.collect()
-            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-            if trim is not None:  # glibc's free lists go back to the kernel
-                trim(0)
+            _trim_malloc()
+
+    def empty_pool(self) -> None:
+        pass
 
     def emergency(self) -> None:
         self._emergency.run()
@@ -214,7 +216,7 @@ class CpuDevice:
             result = work()
             return result, time.perf_counter() - started
 
-    def rebase(self) -> None:
+    def rebase(self) -> int:
         """See `Device.rebase`.
 
         Other threads of the process grow it over the hours (their stacks and heaps count as data); without this,
@@ -224,6 +226,7 @@ class CpuDevice:
         data_bytes = min(self._now.data_bytes, self._opened_bytes + _DRIFT_LIMIT_BYTES)
         held_bytes = self._now.data_bytes - data_bytes
         self._base = replace(self._now, data_bytes=data_bytes, resident_bytes=self._now.resident_bytes - held_bytes)
+        return 0
 
     @contextmanager
     def enforced(self) -> Iterator[None]:
@@ -270,6 +273,13 @@ def _lay_in_stock() -> None:
     chunks = sorted(libc.malloc(_STOCK_CHUNK_BYTES) for _ in range(2 * _STOCK_CHUNKS))
     for chunk in chunks[1::2]:
         libc.free(ctypes.c_void_p(chunk))
+
+
+def _trim_malloc() -> None:
+    """Give the pages on malloc's free lists back to the kernel; musl keeps none."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 class _MallocInfo(ctypes.Structure):

@@ -214,6 +214,7 @@ def _step(session: Session, stats: SliceStats, run: Run) -> StepOk | StepOom | N
     stats.count(StepCounts(steps_ok=1, work_flop=done.flop, busy_s=seconds))
     peak_bytes = session.device.step_peak_bytes()
     session.workload.measured(peak_bytes, seconds)
+    session.rebase_once_warm(stats)
     return StepOk(
         at_s=time.monotonic(),
         size=run.size,

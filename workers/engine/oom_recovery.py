@@ -40,7 +40,7 @@ def handle_failure(
     if session.believes(failure):
         return _recover(session, stats, run, failure, at_least_bytes)
     session.shed()
-    session.rebase()
+    session.rebase(stats)
     broken = _emergency_failure(session)  # some failures of the device itself read like a bug of the workload
     if broken is not None:
         raise ContextCorruptedError(broken.text)
@@ -55,7 +55,7 @@ def _recover(session: Session, stats: SliceStats, run: Run, failure: Failure, at
     stats.count(StepCounts(steps_oom=1, steps_oom_probe=int(run.is_probe), oom_count=1))
     session.shed()
     _prove_alive(session, stats)
-    session.rebase()
+    session.rebase(stats)
     needed_bytes = session.workload.needed_bytes(run.size, run.batch)
     free_bytes = session.device.free_bytes()
     if run.hold_bytes is None and needed_bytes is not None and needed_bytes <= session.claim_bytes:
@@ -209,5 +209,5 @@ def stay_in_emergency(session: Session, stats: SliceStats, reason: str) -> None:
     stats.settle(*session.waiting_state(WorkerState.EMERGENCY, reason))
     _prove_alive(session, stats)
     time.sleep(max(_EMERGENCY_PAUSE_S, stats.remaining_s))
-    session.rebase()
+    session.rebase(stats)
     claim_memory(session, stats)

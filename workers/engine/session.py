@@ -110,6 +110,8 @@ class Session:
     """What the process held after the workload was made."""
     kept_bytes: int | None = None
     """What it held beyond that after the last release; `None` also of a workload that keeps a state."""
+    is_warm: bool = False
+    """Whether the context was measured after the kernels of the workload were loaded."""
     checked_held_bytes: int | None = None
     """The most that it held between steps when it was last looked whether that is needed."""
 
@@ -165,6 +167,9 @@ class Session:
         """Note the step that begins now, and make the workload fill what the policy wants held for it."""
         self._report_size_change(run, stats)
         self.last_run = run
+        if run.is_probe and run.hold_bytes is None and self.policy.name == "adaptive":
+            # From an empty pool it reserves what it needs, gaps included; classic reads no peaks.
+            self.device.empty_pool()
         if run.hold_bytes is not None and run.hold_bytes != self.claim_bytes:
             shrinks = run.hold_bytes < self.claim_bytes
             self.set_claim(run.hold_bytes)
@@ -256,10 +261,28 @@ class Session:
         self.kept_bytes = None if self._keeps_state() else kept_bytes
         self.checked_held_bytes = None
 
-    def rebase(self) -> None:
+    def rebase(self, stats: SliceStats) -> None:
         """Measure what the process holds besides tensors, unless a state on a CPU would be taken for that."""
-        if self.device.info.kind != "cpu" or not self._keeps_state():
-            self.device.rebase()
+        if self.device.info.kind == "cpu" and self._keeps_state():
+            return
+        grown_bytes = self.device.rebase()
+        if grown_bytes:
+            info = self.device.info
+            stats.event(
+                "context_grew",
+                grown_bytes=grown_bytes,
+                context_bytes=info.context_bytes,
+                cap_bytes=info.cap_bytes,
+            )
+
+    def rebase_once_warm(self, stats: SliceStats) -> None:
+        """Measure it once more when all of the workload's kernels have run: a training's with its first update."""
+        if self.is_warm or self.device.info.kind == "cpu":
+            return
+        progress = self.progress()
+        self.is_warm = progress is None or bool(progress.train_step)
+        if self.is_warm:
+            self.rebase(stats)
 
     def _keeps_state(self) -> bool:
         return self.workload.progress() is not None

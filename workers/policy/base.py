@@ -31,7 +31,7 @@ class StepOk:
     size: int
     batch: int
     peak_bytes: int
-    """Highest number of bytes in live tensors during the step."""
+    """The most bytes that the step needed: in live tensors, and on a card in gaps between them."""
     seconds: float
     allowed_bytes: int | None
     """What the next step may hold in all, see `Pressure.allowed_bytes`; `None` if not measured after this step."""
