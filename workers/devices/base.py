@@ -74,9 +74,6 @@ class Device(Protocol):
     def release(self) -> None:
         """Collect garbage and give the allocator's unused memory back to the device."""
 
-    def empty_pool(self) -> None:
-        """Give the allocator's unused memory back, without a collection; nothing where there is no pool."""
-
     def emergency(self) -> None:
         """Run the prepared small product, allocating nothing, and check its value.
 

@@ -201,9 +201,6 @@ class CpuDevice:
             gc.collect()
             _trim_malloc()
 
-    def empty_pool(self) -> None:
-        pass
-
     def emergency(self) -> None:
         self._emergency.run()
 

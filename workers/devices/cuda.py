@@ -139,10 +139,9 @@ class CudaDevice:
     def step_peak_bytes(self) -> int:
         """See `Device.step_peak_bytes`: the highest bytes in tensors, and the gaps between them.
 
-        The highest reserved bytes alone say too much: progressive allocation leaves its last block in
-        the pool, and larger steps leave theirs, and whole unused segments are given back before
-        anything is refused. But where a step made the pool grow although part of it was unused, that
-        part had gaps. They last as long as the pool.
+        The highest reserved bytes alone say too much: larger steps leave their segments in the pool,
+        and whole unused ones are given back before anything is refused. But where a step made the
+        pool grow although part of it was unused, that part had gaps. They last as long as the pool.
         """
         stats = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
         allocated, reserved, splits = (
@@ -205,9 +204,6 @@ class CudaDevice:
 
     def release(self) -> None:
         gc.collect()
-        self.empty_pool()
-
-    def empty_pool(self) -> None:
         torch.cuda.empty_cache()
         self._gap_bytes = 0
 

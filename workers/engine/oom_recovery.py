@@ -117,6 +117,9 @@ def claim_memory(session: Session, stats: SliceStats) -> None:
     if moved or ramp.failures:
         stats.event("claimed", claim_bytes=claim_bytes, target_bytes=ramp.target_bytes, failures=ramp.failures)
     session.set_claim(claim_bytes)
+    if not session.growth.fills_claim:
+        # A state that lives in that block would leave gaps beside it which no release gives back.
+        session.device.release()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +141,9 @@ def ramp_up(device: Device, settings: MemorySettings, lease_bytes: int | None = 
     to a floor.
 
     Each stage is a block of its own, and the last one stays in the allocator's pool in one piece (unless a larger one
-    was refused, which empties the pool): the workload then cuts its tensors out of it without gaps. The target is
-    what is free now, so that the memory of other processes causes no failures. No tensor of the workload may be alive.
+    was refused, which empties the pool): a workload that fills its claim cuts its tensors out of it without gaps. The
+    target is what is free now, so that the memory of other processes causes no failures. No tensor of the workload may
+    be alive.
 
     Raises:
         ContextCorruptedError: The device failed in another way than by lack of memory.

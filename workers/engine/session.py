@@ -167,9 +167,6 @@ class Session:
         """Note the step that begins now, and make the workload fill what the policy wants held for it."""
         self._report_size_change(run, stats)
         self.last_run = run
-        if run.is_probe and run.hold_bytes is None and self.policy.name == "adaptive":
-            # From an empty pool it reserves what it needs, gaps included; classic reads no peaks.
-            self.device.empty_pool()
         if run.hold_bytes is not None and run.hold_bytes != self.claim_bytes:
             shrinks = run.hold_bytes < self.claim_bytes
             self.set_claim(run.hold_bytes)
