@@ -145,8 +145,7 @@ class CudaDevice:
         """
         stats = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
         allocated, reserved, splits = (
-            int(stats[name]["all"]["peak"])
-            for name in ("allocated_bytes", "reserved_bytes", "inactive_split_bytes")
+            int(stats[name]["all"]["peak"]) for name in ("allocated_bytes", "reserved_bytes", "inactive_split_bytes")
         )
         if reserved > self._reserved_before_bytes:
             grown_in_vain = reserved - max(self._reserved_before_bytes, allocated)
