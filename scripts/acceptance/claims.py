@@ -1,7 +1,8 @@
 """What a desk check said of the card's side, one part a claim: a figure, and whether it holds.
 
-Each part runs in a process of its own, and loads itself what a bare host may lack (pydantic). What cannot be shown where it runs, such as on a CPU, is
-unproved: it tells its figure and counts neither way.
+Each part runs in a process of its own, and loads itself what a bare host may lack (pydantic). What
+cannot be shown where it runs, such as on a CPU, is unproved: it tells its figure and counts neither
+way.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,7 +99,7 @@ class Given(NamedTuple):
 
 
 def _claim(
-    holds: bool,  # noqa: FBT001 - what was measured
+    holds: bool,
     sentence: str,
     figures: Mapping[str, Any],
     *,
@@ -289,8 +291,9 @@ _READERS: Mapping[str, Callable[[], object]] = {
     "matmul_allow_tf32": lambda: torch.backends.cuda.matmul.allow_tf32,
     "matmul_fp32_precision": lambda: torch.backends.cuda.matmul.fp32_precision,
     "cudnn_allow_tf32": lambda: torch.backends.cudnn.allow_tf32,
-    "conv_fp32_precision": lambda: torch.backends.cudnn.conv.fp32_precision,
-    "rnn_fp32_precision": lambda: torch.backends.cudnn.rnn.fp32_precision,
+    # torch's stubs lack these two.
+    "conv_fp32_precision": partial(attrgetter("conv.fp32_precision"), torch.backends.cudnn),
+    "rnn_fp32_precision": partial(attrgetter("rnn.fp32_precision"), torch.backends.cudnn),
 }
 
 
@@ -302,7 +305,7 @@ def tf32(given: Given) -> Outcome:
     for name in ("fp32", "tf32", "bf16"):
         if given.card and name == "fp32":
             open_device(given_spec(given))
-        precision.set_up(name, deterministic=False)  # type: ignore[arg-type]
+        precision.set_up(name, deterministic=False)
         for reader, read in _READERS.items():
             try:
                 figures[f"{name}_{reader}"] = read()
@@ -350,7 +353,7 @@ def workspaces(given: Given) -> Outcome:
     trainer.micro_batch(4)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    torch._C._cuda_clearCublasWorkspaces()  # type: ignore[attr-defined]  # noqa: SLF001 - the only way to count them
+    torch._C._cuda_clearCublasWorkspaces()  # the only way to count them
     freed_bytes = before - torch.cuda.memory_allocated()
     square = torch.ones(64, 64, device="cuda")
     empty = torch.cuda.memory_allocated()

@@ -76,7 +76,7 @@ def test_no_leak_is_seen_where_there_is_none(in_child: InChild) -> None:
 
 
 def test_many_small_tensors_are_no_leak(in_child: InChild) -> None:
-    """Their 60 MiB stay on malloc's free lists, a third of the cap."""
+    """Their 47 MiB stay on malloc's free lists, almost a quarter of the cap."""
     reports = in_child(slices, spec(own_steps.Small, size=40_000, policy="classic", cleanup_every=2), [{}] * 6)
     assert failures(reports) == 0
     kept = [report.memory.kept_bytes for report in reports if report.memory is not None]

@@ -92,7 +92,15 @@ def test_what_fell_short_degrades_the_run_and_is_named(new_run: RunMaker, script
         joins_late,
         once(10.0, "kill"),
     ],
-    ids=["paused for heat", "throttled", "the search for the size", "a short emergency", "a long start", "joins late", "killed once"],
+    ids=[
+        "paused for heat",
+        "throttled",
+        "the search for the size",
+        "a short emergency",
+        "a long start",
+        "joins late",
+        "killed once",
+    ],
 )
 def test_what_is_no_fault_of_a_slot_leaves_the_run_good(new_run: RunMaker, script: Script) -> None:
     run = new_run(duration="30s")

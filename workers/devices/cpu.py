@@ -106,7 +106,6 @@ class CpuDevice:
         torch.mm(ones, ones)
         del ones
         gc.collect()
-        _trim_malloc()  # what is given back later must not have counted as the process's own
         self._now = self._base = process_memory()
         self._failed = False
         """Whether what was done last under the limit ended by an exception."""
@@ -158,8 +157,8 @@ class CpuDevice:
     def kept_bytes(self) -> int:
         """See `Device.kept_bytes`; what `rebase` no longer charges to the cap is included.
 
-        Small tensors lie on malloc's heap, which does not shrink below its last living block. What is
-        free there is data of the process, but no tensor keeps it.
+        Small tensors lie on malloc's heap, which does not shrink below its last living block, by
+        `malloc_trim` neither. What is free there is data of the process, but no tensor keeps it.
         """
         free_bytes = _free_in_malloc_bytes() - self._opened_free_bytes
         return max(0, self._now.data_bytes - self._opened_bytes - free_bytes)
@@ -199,7 +198,6 @@ class CpuDevice:
     def release(self) -> None:
         with self.enforced():  # what is freed here was held by the workload
             gc.collect()
-            _trim_malloc()
 
     def emergency(self) -> None:
         self._emergency.run()
@@ -272,17 +270,10 @@ def _lay_in_stock() -> None:
         libc.free(ctypes.c_void_p(chunk))
 
 
-def _trim_malloc() -> None:
-    """Give the pages on malloc's free lists back to the kernel; musl keeps none."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 class _MallocInfo(ctypes.Structure):
     """glibc's `struct mallinfo2` (malloc.h)."""
 
-    _fields_ = [(name, ctypes.c_size_t) for name in _MALLOC_INFO]  # noqa: RUF012 - as ctypes reads it
+    _fields_ = [(name, ctypes.c_size_t) for name in _MALLOC_INFO]
 
 
 def _free_in_malloc_bytes() -> int:
