@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
-from acceptance import memory, suite, throughput, watching
+from acceptance import claims, memory, suite, throughput, watching
 from acceptance.machine import NotHereError
 from acceptance.outcome import Outcome, page
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 Json: TypeAlias = dict[str, Any]
 
 #: Which of them say the same however busy this machine is.
-STEADY = {"cap", "side_by_side", "results"}
+STEADY = {"cap", "side_by_side", "results", "a1_texts", "a7_budgets"}
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -73,7 +73,10 @@ class TestOnTheProcessor:
             if name == "mps":
                 assert (check["ok"], check["skipped"]) == (None, "no MPS here: the device is a CPU")
                 continue
-            assert check["ok"] is (not check["broken"]), name
+            if name in claims.CLAIMS and check["skipped"] is not None:
+                assert check["skipped"].startswith("unproved: ")
+            else:
+                assert check["ok"] is (not check["broken"]), name
             numbers = [
                 value
                 for values in (check["figures"], *check["rows"])

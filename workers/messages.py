@@ -169,7 +169,7 @@ class MemoryInfo:
     reserved_bytes: int
     """Held by the allocator: live tensors and its pool."""
     peak_bytes: int
-    """Highest `allocated_bytes` of the slice."""
+    """The most that a step of the slice needed: `allocated_bytes`, and on a card gaps between tensors."""
     alloc_retries: int
     """Times the allocator had to flush its pool to satisfy a request, since the process began."""
     kept_bytes: int | None = None
@@ -195,6 +195,8 @@ class StepCounts:
 
     steps_ok: int = 0
     steps_oom: int = 0
+    steps_oom_probe: int = 0
+    """Of `steps_oom`, those at a size that the policy was still searching for: `Run.is_probe`."""
     steps_error: int = 0
     """Steps that failed by the workload's own fault."""
     oom_count: int = 0
@@ -227,9 +229,19 @@ class StepCounts:
         return self.steps_ok + self.steps_oom + self.steps_error
 
     @property
+    def steps_judged(self) -> int:
+        """The steps that count for the success rate."""
+        return self.steps - self.steps_oom_probe
+
+    @property
     def success_rate(self) -> float | None:
-        """Share of the steps that ended well, 0..1; `None` before the first. An out-of-memory counts against it."""
-        return self.steps_ok / self.steps if self.steps else None
+        """Share of the steps that ended well, 0..1; `None` before the first.
+
+        An out-of-memory counts against it, but not one of the search for the size: there are as
+        many of those in a short run as in a long one.
+        """
+        judged = self.steps_judged
+        return self.steps_ok / judged if judged else None
 
 
 _counters_of = operator.attrgetter(*StepCounts.__slots__)

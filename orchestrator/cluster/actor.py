@@ -9,6 +9,7 @@ it runs in the worker's process.
 from __future__ import annotations
 
 import os
+import signal
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -58,6 +59,8 @@ class WorkerActor:
         if self._output is None:
             self._output = CapturedOutput(f"{self._spec.run_id}-{self._spec.slot}")
         if self._engine is None:
+            # Ctrl-C is the head's: a KeyboardInterrupt in this process is the workload's own error.
+            signal.signal(signal.SIGINT, lambda _number, _frame: None)
             self._engine = load_engine(self._spec)
         report = self._engine.run_slice(directive)
         self._poisoned = report.verdict is Verdict.CONTEXT_CORRUPTED

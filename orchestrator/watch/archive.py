@@ -27,7 +27,7 @@ from orchestrator.watch.opening import explained, reading
 from orchestrator.watch.records import COMMANDS_KNOWN, COUNTERS, STORE_NAME, RunFacts, SlotRecord
 from workers.files import read_small
 from workers.host.processes import is_alive
-from workers.messages import WorkerState
+from workers.messages import StepCounts, WorkerState
 
 NOTE_NAME = "head.json"
 """The note in a run folder that says which process works on it."""
@@ -245,10 +245,10 @@ def _slot(line: sqlite3.Row, progress: Mapping[str, sqlite3.Row], updated_at_uni
     newer = progress.get(record.slot)
     if newer is None:
         return record
-    counters = {**record.counters, **{name: _counter(newer, name) for name in COUNTERS}}
+    known = set(newer.keys())  # a store of an earlier version lacks some
+    counters = {**record.counters, **{name: _counter(newer, name) for name in COUNTERS if name in known}}
     row = {**record.row, **{name: value for name, value in counters.items() if name in ROW_KEYS}}
-    steps = sum(counters[name] for name in ("steps_ok", "steps_oom", "steps_error"))
-    row["success_rate"] = counters["steps_ok"] / steps if steps else None
+    row["success_rate"] = success_rate(counters)
     heard_at_unix_s = _value(newer, "heard_at_unix_s", float | None)
     if heard_at_unix_s is not None and updated_at_unix_s is not None:
         row["heartbeat_age_s"] = max(0.0, updated_at_unix_s - heard_at_unix_s)
@@ -259,6 +259,12 @@ def _slot(line: sqlite3.Row, progress: Mapping[str, sqlite3.Row], updated_at_uni
         counters=counters,
         row=row,
     )
+
+
+def success_rate(counters: Mapping[str, Any]) -> float | None:
+    """Return that of a slot, from its counters among these values."""
+    known = {name: counters[name] for name in StepCounts.__slots__ if type(counters.get(name)) is int}
+    return StepCounts(**known).success_rate
 
 
 def _counter(line: sqlite3.Row, name: str) -> int | float:

@@ -130,6 +130,7 @@ _MEMORY = (
 _COUNTS = (
     _field("steps_ok", None),
     _field("steps_oom", None),
+    _field("steps_oom_probe", None),
     _field("steps_error", None, "", "errors"),
     _field("success_rate", "success", "ratio", "good", sampled=False),
     _field("oom_count", "oom", "", "ooms", metric=_counter("slot_ooms", "Out-of-memory errors.")),

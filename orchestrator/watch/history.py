@@ -14,7 +14,14 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from orchestrator.watch.archive import StoredEvent, StoredRun, events_of, read_run, rows_of
+from orchestrator.watch.archive import (
+    StoredEvent,
+    StoredRun,
+    events_of,
+    read_run,
+    rows_of,
+    success_rate,
+)
 from orchestrator.watch.catalogue import FIELDS
 from orchestrator.watch.model import ROW_KEYS, Snapshot, is_row_value
 from orchestrator.watch.opening import reading
@@ -237,9 +244,7 @@ def _cause_before(store: sqlite3.Connection, slot: str, at_unix_s: float) -> str
 def _as_sampled(record: SlotRecord, values: Mapping[str, object], cause: str) -> SlotRecord:
     constant = {key: value for key, value in record.row.items() if key in _CONSTANT}
     known = {key: value for key, value in values.items() if is_row_value(key, value)}
-    steps = [known.get(key) for key in ("steps_ok", "steps_oom", "steps_error")]
-    if all(isinstance(count, int) for count in steps) and any(steps):
-        known["success_rate"] = steps[0] / sum(steps)  # type: ignore[operator, arg-type]  # whole numbers
+    known["success_rate"] = success_rate(known)
     return replace(record, state=str(values.get("state", record.state)), reason=cause, row={**constant, **known})
 
 

@@ -138,7 +138,14 @@ class Row:
 
 #: Keys that follow another one, and are told by a row's counts.
 _COUNTS_AFTER = {
-    "device_total_bytes": ("steps_ok", "steps_oom", "steps_error", "success_rate", "oom_count"),
+    "device_total_bytes": (
+        "steps_ok",
+        "steps_oom",
+        "steps_oom_probe",
+        "steps_error",
+        "success_rate",
+        "oom_count",
+    ),
     "alloc_retries": ("emergency_count",),
     "throttle_pct": ("verify_checks", "verify_errors"),
 }
@@ -250,7 +257,9 @@ def trouble(row: Brief) -> int:
     counts = row.counts
     if counts.verify_errors:
         return 2
-    return int(bool(counts.steps_error or (counts.steps_oom and counts.steps_ok < LOW_SUCCESS_RATE * counts.steps)))
+    failed = counts.steps_oom - counts.steps_oom_probe
+    is_low = failed > 0 and counts.steps_ok < LOW_SUCCESS_RATE * counts.steps_judged
+    return int(bool(counts.steps_error or is_low))
 
 
 def worst_first(rows: Iterable[AnyBrief]) -> tuple[AnyBrief, ...]:

@@ -199,4 +199,4 @@ def _training_lines(rows: Iterable[Row], glyphs: Glyphs) -> Iterator[str]:
 
 def _steps_words(counts: StepCounts) -> str:
     good = share_pct(counts.success_rate)
-    return "no steps yet" if good is None else f"{good} % of {counted(counts.steps, 'step')} good"
+    return "no steps yet" if good is None else f"{good} % of {counted(counts.steps_judged, 'step')} good"

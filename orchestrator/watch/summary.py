@@ -16,7 +16,15 @@ from orchestrator.watch.model import Row, Snapshot, finite
 SCHEMA = 1
 
 #: Counters and what follows from them, by their names in the summary.
-_COUNTED = ("steps_ok", "steps_oom", "steps_error", "success_rate", "oom_count", "emergency_count")
+_COUNTED = (
+    "steps_ok",
+    "steps_oom",
+    "steps_oom_probe",
+    "steps_error",
+    "success_rate",
+    "oom_count",
+    "emergency_count",
+)
 
 
 def summary_dict(

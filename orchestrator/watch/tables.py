@@ -57,7 +57,11 @@ CREATE = (
 )
 
 #: Columns that a store of an earlier version may lack.
-LATER_COLUMNS: Mapping[str, Sequence[str]] = {"samples": _SAMPLED, "slots": ("orders",)}
+LATER_COLUMNS: Mapping[str, Sequence[str]] = {
+    "samples": _SAMPLED,
+    "slots": ("orders",),
+    "progress": COUNTERS,
+}
 
 
 def columns_lacking(table: str, known: Iterable[str]) -> tuple[str, ...]:
@@ -117,7 +121,10 @@ WHERE run_id = :run_id"""
 
 PUT_SLOT = _upsert("slots", _names(SlotRecord), "slot", _excluded(_names(SlotRecord), "slot"))
 
-PUT_PROGRESS = f"INSERT OR REPLACE INTO progress VALUES (?, ?, ?, ?{', ?' * len(COUNTERS)})"  # noqa: S608 - question marks
+# By name: a column that was added later stands last.
+PUT_PROGRESS = f"""INSERT OR REPLACE INTO progress
+    (slot, next_sequence, steps_at_risk, heard_at_unix_s, {", ".join(COUNTERS)})
+VALUES (?, ?, ?, ?{", ?" * len(COUNTERS)})"""  # noqa: S608 - names of ours and question marks
 
 #: Both take what `sample_line` returns.
 PUT_ROW = "UPDATE slots SET row = :row WHERE slot = :slot"

@@ -30,7 +30,7 @@ _LOOK_EVERY_S = 0.25
 _RUN_UP_S = 0.1
 #: torch once for all of them, and never a device: CUDA does not survive a fork.
 _SERVER = get_context("forkserver")
-_SERVER.set_forkserver_preload(["benches.bodies"])
+_SERVER.set_forkserver_preload(["benches.bodies", "workers.training.trainer"])
 Child = partial(common.Child, context=_SERVER)
 
 

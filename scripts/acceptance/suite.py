@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from benches.common import progress
 
-from acceptance import memory, throughput, watching
+from acceptance import claims, memory, throughput, watching
 from acceptance.machine import Machine, NotHereError
 from acceptance.outcome import Outcome, show
 
@@ -33,6 +33,7 @@ CHECKS: Mapping[str, Check] = {
     "mps": Check(throughput.MPS_MUST_HOLD, throughput.measure_mps, throughput.judge_mps),
     "sampler": Check(watching.SAMPLER_MUST_HOLD, watching.measure_sampler, watching.judge_sampler),
     "results": Check(watching.RESULTS_MUST_HOLD, watching.measure_results, watching.judge_results),
+    **{name: Check(must_hold, measure, claims.judge) for name, (must_hold, measure) in claims.MEASURED.items()},
 }
 
 

@@ -62,6 +62,15 @@ class Leaking(Squares):
         return super().step(size, batch)
 
 
+class Small(Squares):
+    """Makes and frees many small tensors, and keeps the last: malloc's heap ends with it."""
+
+    def step(self, size: int, batch: int) -> StepResult:
+        small = [torch.ones(256, device=self.context.device) for _ in range(size)]
+        self.last = small.pop()
+        return StepResult(flop=1.0)
+
+
 class KeepsError(Squares):
     """Keeps the exception, whose traceback holds the tensors of the step."""
 

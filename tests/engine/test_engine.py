@@ -194,6 +194,7 @@ class TestTooLarge:
         assert shrunk.state is WorkerState.RUNNING
         assert (shrunk.size, shrunk.batch) == (int(16384 * 0.7**failures), max(32, 128 - 16 * failures))
         assert (shrunk.counts.steps_oom, shrunk.counts.steps_ok) == (failures, 1)
+        assert (shrunk.counts.steps_oom_probe, shrunk.counts.success_rate) == (failures, 1.0)
 
     def test_every_failure_was_real_and_survived(self, shrunk: Report) -> None:
         ooms = events(shrunk, "oom")

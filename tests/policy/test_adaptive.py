@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -435,6 +436,24 @@ def test_after_too_many_failures_it_goes_on_at_what_has_ended_well_under_no_more
     assert small.batch < large.batch
     assert 0 < card.last.batch <= small.batch
     assert card.last.batch >= small.batch / 2
+
+
+def test_only_what_is_larger_than_all_that_fits_is_a_probe() -> None:
+    card = mlp(allowed_bytes=300 * MIB)
+    card.slice(30)
+    assert card.good[0].is_probe
+    grew = [after.batch > before.batch for before, after in pairwise(card.good)]
+    assert [run.is_probe for run in card.good[1:]] == grew
+    settled = card.last
+    card.allowed_bytes = 200 * MIB
+    card.slice(10)
+    assert card.last.batch < settled.batch
+    assert not any(run.is_probe for run in card.good[-10:]), "it shrank"
+    card.allowed_bytes, shrunk = 300 * MIB, card.last
+    card.slice(10)
+    again = [run for run in card.good[-10:] if shrunk.batch < run.batch < 0.9 * settled.batch]
+    assert again
+    assert not any(run.is_probe for run in again), "as large a one has ended well lately"
 
 
 class TestResume:

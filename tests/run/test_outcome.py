@@ -86,12 +86,21 @@ def test_what_fell_short_degrades_the_run_and_is_named(new_run: RunMaker, script
     [
         says("pc2/0", WorkerState.PAUSED),
         says("pc2/0", WorkerState.THROTTLED),
+        says("pc2/0", WorkerState.RUNNING, steps_oom=3, steps_oom_probe=3),
         says("pc2/0", WorkerState.EMERGENCY, until_s=14.0),
         lambda run: run.fleet.start_s.update({"pc2/0": 60.0}),
         joins_late,
         once(10.0, "kill"),
     ],
-    ids=["paused for heat", "throttled", "a short emergency", "a long start", "joins late", "killed once"],
+    ids=[
+        "paused for heat",
+        "throttled",
+        "the search for the size",
+        "a short emergency",
+        "a long start",
+        "joins late",
+        "killed once",
+    ],
 )
 def test_what_is_no_fault_of_a_slot_leaves_the_run_good(new_run: RunMaker, script: Script) -> None:
     run = new_run(duration="30s")

@@ -18,6 +18,7 @@ from tests.run.scene import events_in
 from tests.scene import ROOT
 
 WORKLOADS = """
+import sys
 import torch
 from workers.workloads.base import StepResult, Workload
 
@@ -32,6 +33,13 @@ class Fine(Workload):
 class Faulty(Fine):
     def step(self, size, batch):
         raise ValueError("no such column")
+
+class Leaving(Fine):
+    steps = 0
+
+    def step(self, size, batch):
+        Leaving.steps += 1
+        raise (SystemExit, KeyboardInterrupt, GeneratorExit)[Leaving.steps % 3](f"way {Leaving.steps % 3}")
 
 class Hungry(Fine):
     def step(self, size, batch):
@@ -49,6 +57,10 @@ class Wavering(Fine):
 class Unbuildable(Fine):
     def __init__(self, context):
         raise KeyError("no such file")
+
+class Exiting(Fine):
+    def __init__(self, context):
+        sys.exit("no data here")
 """
 
 FIND_BOTH = """
@@ -134,9 +146,22 @@ def test_a_workload_that_always_fails_is_quarantined_and_its_traceback_is_in_the
     assert last[-1] == "  ValueError: no such column"
 
 
+def test_a_step_that_leaves_by_an_exit_is_an_error_like_others(user: UserFolder) -> None:
+    done = user.type("--duration", "1h", "--workload", "mine:Leaving")
+    assert done.returncode == 1, done.stdout + done.stderr
+    (row,) = user.summary()["workers"]
+    assert (row["state"], row["steps_error"]) == ("QUARANTINED", 5)
+    ends = {event["traceback"].strip().splitlines()[-1] for event in user.events("workload_error")}
+    assert {end.split(":")[0] for end in ends} >= {"SystemExit", "KeyboardInterrupt", "GeneratorExit"}
+
+
 @pytest.mark.parametrize(
     ("workload", "words"),
-    [("mine:Unbuildable", "KeyError: 'no such file'"), ("nowhere:Nothing", "nowhere")],
+    [
+        ("mine:Unbuildable", "KeyError: 'no such file'"),
+        ("mine:Exiting", "SystemExit: no data here, at "),
+        ("nowhere:Nothing", "nowhere"),
+    ],
 )
 def test_a_workload_that_cannot_be_made_ends_the_run_with_a_sentence(
     user: UserFolder, workload: str, words: str

@@ -138,7 +138,7 @@ def test_before_the_first_report_only_the_plan_is_known() -> None:
         "budget_bytes": PLAN.spec.budget_bytes,
         "duty_requested": 0.6,
         **dict.fromkeys(["steps_ok", "steps_oom", "steps_error", "oom_count", "emergency_count", "restarts"], 0),
-        **dict.fromkeys(["verify_checks", "verify_errors"], 0),
+        **dict.fromkeys(["verify_checks", "verify_errors", "steps_oom_probe"], 0),
     }
 
 

@@ -26,7 +26,7 @@ class Device(Protocol):
     #: The element type really used (`info.dtype` names it).
     torch_dtype: torch.dtype
     info: DeviceInfo
-    #: The most that `allowed_bytes` will ever be.
+    #: The most that `allowed_bytes` will ever be; `rebase` may lower it.
     most_bytes: int
 
     def enforced(self) -> AbstractContextManager[None]:
@@ -60,10 +60,13 @@ class Device(Protocol):
         """Bytes a step may hold in all: what the worker holds plus what is free, less `leave_bytes`, within the cap."""
 
     def step_peak_bytes(self) -> int:
-        """Most that tensors held during the last `timed` call. Cheap enough for every step."""
+        """Most that the last `timed` call needed: in tensors, and on a card in gaps between them."""
 
-    def rebase(self) -> None:
-        """Measure what the process holds besides tensors; call only while no tensor of the workload is alive."""
+    def rebase(self) -> int:
+        """Measure again what the process holds besides tensors; return the bytes that the cap lost by it.
+
+        On a CPU call it only while no tensor of the workload is alive; its cap loses nothing.
+        """
 
     def memory(self) -> MemoryInfo:
         """Everything known about memory now. Costs up to a millisecond; not for every step."""

@@ -49,6 +49,12 @@ _STOCK_CHUNK_BYTES = 48 * 1024
 #: grows to 64 MiB and never shrinks below its last living block: seen after 1000 refusals, 64 MiB not given back.
 _M_ARENA_MAX = -8
 
+#: The fields of `struct mallinfo2`; `fordblks` is what is free.
+_MALLOC_INFO = (
+    *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+    *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+)
+
 #: Kept out of what a worker may obtain, and why: oneDNN builds a kernel for each new shape, taking up to 2 MiB with
 #: one thread and 4 MiB with two (measured, torch 2.13, bf16, n = 256 to 5568); under 0.5 MiB it crashes the process
 #: instead of raising. malloc's header page of each mapping comes out of this too.
@@ -104,6 +110,7 @@ class CpuDevice:
         self._failed = False
         """Whether what was done last under the limit ended by an exception."""
         self._opened_bytes = self._base.data_bytes
+        self._opened_free_bytes = _free_in_malloc_bytes()
         context_bytes = max(0, self._opened_bytes - before_bytes)
         self._cap_bytes = spec.budget_bytes - context_bytes
         self.most_bytes = self._cap_bytes - _MARGIN_BYTES - threads * _MARGIN_PER_THREAD_BYTES
@@ -148,8 +155,13 @@ class CpuDevice:
         return max(0, self._now.data_bytes - self._base.data_bytes)
 
     def kept_bytes(self) -> int:
-        """See `Device.kept_bytes`; what `rebase` no longer charges to the cap is included."""
-        return max(0, self._now.data_bytes - self._opened_bytes)
+        """See `Device.kept_bytes`; what `rebase` no longer charges to the cap is included.
+
+        Small tensors lie on malloc's heap, which does not shrink below its last living block, by
+        `malloc_trim` neither. What is free there is data of the process, but no tensor keeps it.
+        """
+        free_bytes = _free_in_malloc_bytes() - self._opened_free_bytes
+        return max(0, self._now.data_bytes - self._opened_bytes - free_bytes)
 
     def step_peak_bytes(self) -> int:
         """What was held before the step and the growth of the resident memory in it, or what is held now if more.
@@ -199,7 +211,7 @@ class CpuDevice:
             result = work()
             return result, time.perf_counter() - started
 
-    def rebase(self) -> None:
+    def rebase(self) -> int:
         """See `Device.rebase`.
 
         Other threads of the process grow it over the hours (their stacks and heaps count as data); without this,
@@ -209,6 +221,7 @@ class CpuDevice:
         data_bytes = min(self._now.data_bytes, self._opened_bytes + _DRIFT_LIMIT_BYTES)
         held_bytes = self._now.data_bytes - data_bytes
         self._base = replace(self._now, data_bytes=data_bytes, resident_bytes=self._now.resident_bytes - held_bytes)
+        return 0
 
     @contextmanager
     def enforced(self) -> Iterator[None]:
@@ -255,6 +268,21 @@ def _lay_in_stock() -> None:
     chunks = sorted(libc.malloc(_STOCK_CHUNK_BYTES) for _ in range(2 * _STOCK_CHUNKS))
     for chunk in chunks[1::2]:
         libc.free(ctypes.c_void_p(chunk))
+
+
+class _MallocInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2` (malloc.h)."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in _MALLOC_INFO]
+
+
+def _free_in_malloc_bytes() -> int:
+    """Return what malloc's free lists hold; 0 where libc does not say (glibc before 2.33, musl)."""
+    info = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if info is None:
+        return 0
+    info.restype = _MallocInfo
+    return int(info().fordblks)
 
 
 def _usable_dtype(name: str, cpuinfo: str) -> torch.dtype:

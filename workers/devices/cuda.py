@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -85,10 +86,11 @@ class CudaDevice:
                 f"{spec.memory.floor_bytes / MIB:.0f} MiB; raise nodes.{spec.node}.vram_per_worker_gib or start "
                 f"fewer workers"
             )
-        torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / self._total_bytes), self.torch_device)
-        fraction = torch.cuda.get_per_process_memory_fraction(self.torch_device)
-        self.most_bytes = int(fraction * self._total_bytes)
+        self._set_cap(cap_bytes)
         self._peak_bytes = 0
+        self._reserved_before_bytes = 0
+        self._gap_bytes = 0
+        """Of the pool as it is: what steps had to reserve although as many bytes of it were unused."""
         self.info = DeviceInfo(
             kind="cuda",
             name=properties.name,
@@ -96,7 +98,7 @@ class CudaDevice:
             total_bytes=self._total_bytes,
             context_bytes=context_bytes,
             context_source=source,
-            peak_source="measured: torch.cuda.max_memory_allocated",
+            peak_source="measured: highest allocated bytes of torch's allocator, and gaps in its segments",
             cap_bytes=self.most_bytes,
             dtype=spec.workload.dtype,
             threads=threads,
@@ -136,13 +138,53 @@ class CudaDevice:
         return max(0, min(self.most_bytes, within_reach) - int(stats["inactive_split_bytes.all.current"]))
 
     def step_peak_bytes(self) -> int:
-        """See `Device.step_peak_bytes`; exact: the allocator keeps the highest value."""
-        peak = torch.cuda.max_memory_allocated(self.torch_device)
+        """See `Device.step_peak_bytes`: the highest bytes in tensors, and the gaps between them.
+
+        The highest reserved bytes alone say too much: larger steps leave their segments in the pool,
+        and whole unused ones are given back before anything is refused. But where a step made the
+        pool grow although part of it was unused, that part had gaps. They last as long as the pool.
+        """
+        stats = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
+        allocated, reserved, splits = (
+            int(stats[name]["all"]["peak"]) for name in ("allocated_bytes", "reserved_bytes", "inactive_split_bytes")
+        )
+        if reserved > self._reserved_before_bytes:
+            grown_in_vain = reserved - max(self._reserved_before_bytes, allocated)
+            self._gap_bytes += min(grown_in_vain, splits)
+            self._reserved_before_bytes = reserved  # asked again, the same step adds nothing
+        peak = min(max(reserved, allocated), allocated + self._gap_bytes)
         self._peak_bytes = max(self._peak_bytes, peak)
         return peak
 
-    def rebase(self) -> None:
-        """See `Device.rebase`: the context was measured at the start, and the allocator counts tensors exactly."""
+    def rebase(self) -> int:
+        """See `Device.rebase`: kernels and workspaces that were loaded since take from the budget.
+
+        Only by NVML's figure for this process: the card's use also changes by others.
+        """
+        own_bytes = queries.process_used_bytes(self._card)
+        if own_bytes is None:
+            return 0
+        reserved_bytes = torch.cuda.memory_reserved(self.torch_device)
+        grown_bytes = own_bytes - reserved_bytes - self.info.context_bytes
+        if grown_bytes < _SEGMENT_BYTES:
+            return 0
+        self._set_cap(max(0, self.most_bytes - grown_bytes))
+        self.info = replace(
+            self.info,
+            context_bytes=self.info.context_bytes + grown_bytes,
+            context_source="measured: NVML, this process",
+            cap_bytes=self.most_bytes,
+        )
+        if reserved_bytes > self.most_bytes:
+            self.release()
+        return grown_bytes
+
+    def _set_cap(self, cap_bytes: int) -> None:
+        """Have the allocator refuse past so many bytes, and read back what it makes of them."""
+        share = min(1.0, cap_bytes / self._total_bytes)
+        torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
+        fraction = torch.cuda.get_per_process_memory_fraction(self.torch_device)
+        self.most_bytes = int(fraction * self._total_bytes)
 
     def memory(self) -> MemoryInfo:
         free_on_card = self._free_on_card_bytes()
@@ -163,6 +205,7 @@ class CudaDevice:
     def release(self) -> None:
         gc.collect()
         torch.cuda.empty_cache()
+        self._gap_bytes = 0
 
     def emergency(self) -> None:
         torch.cuda.synchronize(self.torch_device)  # an error of an earlier launch surfaces here, not in the next step
@@ -171,6 +214,7 @@ class CudaDevice:
     def timed(self, work: Callable[[], T]) -> tuple[T, float]:
         """See `Device.timed`; by events on the card. Turns that its other tenants take in between are included."""
         torch.cuda.reset_peak_memory_stats(self.torch_device)
+        self._reserved_before_bytes = torch.cuda.memory_reserved(self.torch_device)
         # Blocking events: a waiting worker must not spin, or seven of them take seven cores.
         started = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]  # no types here
         ended = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
 """One slice: ask the policy, run steps, rest between them, report.
 
 The engine lives as long as the worker's process. It never decides a size (the policy does). What follows a step that
-fails is in `oom_recovery.py`. No exception leaves `run_slice` except a request to stop the process: failures are text
-in the report.
+fails is in `oom_recovery.py`. No exception leaves `run_slice` except a request to stop the process (a signal's handler
+raised it): failures are text in the report, and a SystemExit of the workload is one of them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from workers.engine.oom_recovery import ask_after_oom, claim_memory, handle_fail
 from workers.engine.open_session import open_session
 from workers.engine.session import Session
 from workers.engine.slice_stats import SliceStats
+from workers.engine.stop_request import failure_of_workload
 from workers.messages import (
     ContextCorruptedError,
     Directive,
@@ -75,8 +76,8 @@ class Engine:
             stats.settle(WorkerState.STOPPED, str(error))
         except ContextCorruptedError as error:
             verdict = self._give_up(stats, str(error))
-        except Exception as error:  # noqa: BLE001 - a user's release, resize or needed_bytes may raise anything too
-            failure = oom.classify(error)
+        except BaseException as error:  # noqa: BLE001 - a user's release, resize or needed_bytes may raise anything too
+            failure = failure_of_workload(error)
             stats.raised(oom.traceback_text(error))
             if failure.kind is FailureKind.CONTEXT_CORRUPTED:
                 verdict = self._give_up(stats, failure.text)
@@ -198,9 +199,9 @@ def _step(session: Session, stats: SliceStats, run: Run) -> StepOk | StepOom | N
         done = _checked(result)
     except IncompatibleError:
         raise  # no step will ever do better
-    except Exception as error:  # noqa: BLE001 - classified outside the handler
+    except BaseException as error:  # noqa: BLE001 - classified outside the handler
         # Only text leaves the handler: the traceback holds the frames, and the frames hold the tensors.
-        failure = oom.classify(error)
+        failure = failure_of_workload(error)
         traceback = oom.traceback_text(error)
         # And what they hold: it is gone as soon as the handler is left.
         held_bytes = session.device.held_bytes() + (failure.requested_bytes or 0)
@@ -215,6 +216,7 @@ def _step(session: Session, stats: SliceStats, run: Run) -> StepOk | StepOom | N
     stats.longest_step_s = max(stats.longest_step_s, seconds)
     peak_bytes = session.device.step_peak_bytes()
     session.workload.measured(peak_bytes, seconds)
+    session.rebase_once_warm(stats)
     return StepOk(
         at_s=time.monotonic(),
         size=run.size,

@@ -40,7 +40,7 @@ def handle_failure(
     if session.believes(failure):
         return _recover(session, stats, run, failure, at_least_bytes)
     session.shed()
-    session.rebase()
+    session.rebase(stats)
     broken = _emergency_failure(session)  # some failures of the device itself read like a bug of the workload
     if broken is not None:
         raise ContextCorruptedError(broken.text)
@@ -52,10 +52,10 @@ def handle_failure(
 
 def _recover(session: Session, stats: SliceStats, run: Run, failure: Failure, at_least_bytes: int) -> StepOom:
     started_s = time.monotonic()
-    stats.count(StepCounts(steps_oom=1, oom_count=1))
+    stats.count(StepCounts(steps_oom=1, steps_oom_probe=int(run.is_probe), oom_count=1))
     session.shed()
     _prove_alive(session, stats)
-    session.rebase()
+    session.rebase(stats)
     needed_bytes = session.workload.needed_bytes(run.size, run.batch)
     free_bytes = session.device.free_bytes()
     if run.hold_bytes is None and needed_bytes is not None and needed_bytes <= session.claim_bytes:
@@ -117,6 +117,9 @@ def claim_memory(session: Session, stats: SliceStats) -> None:
     if moved or ramp.failures:
         stats.event("claimed", claim_bytes=claim_bytes, target_bytes=ramp.target_bytes, failures=ramp.failures)
     session.set_claim(claim_bytes)
+    if not session.growth.fills_claim:
+        # A state that lives in that block would leave gaps beside it which no release gives back.
+        session.device.release()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +141,9 @@ def ramp_up(device: Device, settings: MemorySettings, lease_bytes: int | None = 
     to a floor.
 
     Each stage is a block of its own, and the last one stays in the allocator's pool in one piece (unless a larger one
-    was refused, which empties the pool): the workload then cuts its tensors out of it without gaps. The target is
-    what is free now, so that the memory of other processes causes no failures. No tensor of the workload may be alive.
+    was refused, which empties the pool): a workload that fills its claim cuts its tensors out of it without gaps. The
+    target is what is free now, so that the memory of other processes causes no failures. No tensor of the workload may
+    be alive.
 
     Raises:
         ContextCorruptedError: The device failed in another way than by lack of memory.
@@ -209,5 +213,5 @@ def stay_in_emergency(session: Session, stats: SliceStats, reason: str) -> None:
     stats.settle(*session.waiting_state(WorkerState.EMERGENCY, reason))
     _prove_alive(session, stats)
     time.sleep(max(_EMERGENCY_PAUSE_S, stats.remaining_s))
-    session.rebase()
+    session.rebase(stats)
     claim_memory(session, stats)

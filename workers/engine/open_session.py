@@ -14,6 +14,7 @@ from workers.engine.result_checks import ResultChecks
 from workers.engine.session import Session, Told
 from workers.engine.slice_stats import SliceStats
 from workers.engine.snapshot_pieces import SnapshotPieces
+from workers.engine.stop_request import failure_of_workload
 from workers.engine.thermal_control import ThermalControl
 from workers.learned_limits.limits import settings_hash, workload_fingerprint
 from workers.learned_limits.store import default_path
@@ -37,8 +38,8 @@ def _make_workload(spec: WorkerSpec, device: Device, context: WorkloadContext) -
     try:
         with device.enforced():
             return make(context)
-    except Exception as error:
-        failure = oom.classify(error)
+    except BaseException as error:
+        failure = failure_of_workload(error)
         held_bytes = device.held_bytes() + (failure.requested_bytes or 0)
         if failure.kind is not FailureKind.DEFINITE or held_bytes <= device.most_bytes:
             raise
@@ -86,8 +87,8 @@ def open_session(spec: WorkerSpec, stats: SliceStats) -> Session:
         rungs = workload.rungs(spec.workload.batch)
     except (IncompatibleError, ContextCorruptedError):
         raise
-    except Exception as error:  # noqa: BLE001 - any failure of a driver or a user's constructor becomes a sentence
-        failure = oom.classify(error)
+    except BaseException as error:  # noqa: BLE001 - any failure of a driver or a user's constructor becomes a sentence
+        failure = failure_of_workload(error)
         text = f"{type(error).__name__}: {failure.text}, at {oom.place(error)}"
     if failure is not None:
         if failure.kind is FailureKind.OTHER:

@@ -110,6 +110,8 @@ class Session:
     """What the process held after the workload was made."""
     kept_bytes: int | None = None
     """What it held beyond that after the last release; `None` also of a workload that keeps a state."""
+    is_warm: bool = False
+    """Whether the context was measured after the kernels of the workload were loaded."""
     checked_held_bytes: int | None = None
     """The most that it held between steps when it was last looked whether that is needed."""
 
@@ -256,10 +258,28 @@ class Session:
         self.kept_bytes = None if self._keeps_state() else kept_bytes
         self.checked_held_bytes = None
 
-    def rebase(self) -> None:
+    def rebase(self, stats: SliceStats) -> None:
         """Measure what the process holds besides tensors, unless a state on a CPU would be taken for that."""
-        if self.device.info.kind != "cpu" or not self._keeps_state():
-            self.device.rebase()
+        if self.device.info.kind == "cpu" and self._keeps_state():
+            return
+        grown_bytes = self.device.rebase()
+        if grown_bytes:
+            info = self.device.info
+            stats.event(
+                "context_grew",
+                grown_bytes=grown_bytes,
+                context_bytes=info.context_bytes,
+                cap_bytes=info.cap_bytes,
+            )
+
+    def rebase_once_warm(self, stats: SliceStats) -> None:
+        """Measure it once more when all of the workload's kernels have run: a training's with its first update."""
+        if self.is_warm or self.device.info.kind == "cpu":
+            return
+        progress = self.progress()
+        self.is_warm = progress is None or bool(progress.train_step)
+        if self.is_warm:
+            self.rebase(stats)
 
     def _keeps_state(self) -> bool:
         return self.workload.progress() is not None

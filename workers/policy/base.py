@@ -16,7 +16,7 @@ The sequence of one slice::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, TypeVar
 
 from workers.settings import Learned, Scalar
@@ -31,7 +31,7 @@ class StepOk:
     size: int
     batch: int
     peak_bytes: int
-    """Highest number of bytes in live tensors during the step."""
+    """The most bytes that the step needed: in live tensors, and on a card in gaps between them."""
     seconds: float
     allowed_bytes: int | None
     """What the next step may hold in all, see `Pressure.allowed_bytes`; `None` if not measured after this step."""
@@ -93,6 +93,9 @@ class Run:
     """See `Rung.level`."""
     units: int | None = None
     """Of the rung; `None` of a workload that offers none."""
+    is_probe: bool = field(default=False, compare=False)
+    """Whether it is larger than all that is known to fit, so that its failure is a part of the
+    search. The step itself is the same."""
     hold_bytes: int | None = None
     """What a workload that fills its claim should hold; `None` leaves that as it is."""
 

@@ -62,6 +62,8 @@ class ClassicState:
     """Whether the floor failed again during this emergency, although the workload's stated need was free."""
     pressures_since_try: int = 0
     """`Pressure` events of this emergency since the floor was last tried."""
+    has_worked: bool = False
+    """Whether a step has ended well: until then each is a probe, as no later one is larger."""
 
 
 class ClassicPolicy:
@@ -89,11 +91,14 @@ class ClassicPolicy:
             case StepOk():
                 return self._after_good_step(state)
             case StepOom():
-                return self._after_oom(state, event)
+                state, decision = self._after_oom(state, event)
             case Pressure():
-                return self._under_pressure(state, event)
+                state, decision = self._under_pressure(state, event)
             case _:
                 assert_never(event)
+        if isinstance(decision, Run) and not state.has_worked:
+            decision = replace(decision, is_probe=True)
+        return state, decision
 
     def learned(self, state: ClassicState) -> None:  # noqa: ARG002 - see `Policy.learned`
         """Return `None`: the guide's rules count failures and learn no sizes."""
@@ -113,6 +118,7 @@ class ClassicPolicy:
             emergency=_flag(data, "emergency"),
             floor_tried_in_vain=_flag(data, "floor_tried_in_vain"),
             pressures_since_try=whole(data, "pressures_since_try", 0, PRESSURES_PER_BLIND_TRY - 1),
+            has_worked=_flag(data, "has_worked"),
         )
         if state.emergency and state.failures < self._failures_at_floor:
             raise ValueError(f"an emergency after {state.failures} failures, although the step could still shrink")
@@ -125,6 +131,7 @@ class ClassicPolicy:
             failures=state.failures,
             good_steps_to_retry=max(0, state.good_steps_to_retry - 1),
             steps_since_cleanup=0 if clean_up or not self._memory.cleanup_every else good_steps,
+            has_worked=True,
         )
         return state, Release() if clean_up else self._step_after(state.failures)
 

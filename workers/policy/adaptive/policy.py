@@ -153,6 +153,8 @@ class AdaptivePolicy:
             units, run = within, self._ladder.run(within)
         if run.hold_bytes is None and units < state.units * (1.0 - _WORTH_RELEASING):
             return replace(state, sizer=sized, units=0), Release()
+        if sizer.is_probe(sized, units):
+            run = replace(run, is_probe=True)
         return replace(state, sizer=sized, units=units), run
 
 

@@ -236,6 +236,11 @@ def failed(state: Sizer, bounds: Bounds, at_s: float, size: int, at_least_bytes:
     )
 
 
+def is_probe(state: Sizer, size: int) -> bool:
+    """Say whether no step as large has ended well in the last minutes."""
+    return not state.has_worked or size > max(state.bracket.good or 0, state.bracket.best)
+
+
 def _sampled(state: Sizer, bounds: Bounds, at_s: float, free_bytes: int | None) -> Sizer:
     """Take in what was measured, and drop failures of more than a minute ago."""
     if state.failures and at_s >= state.failures[0][0] + WINDOW_S:
