@@ -102,7 +102,7 @@ class _Race:
     steps: int
     """First steps of each arm."""
     overhead_s: float
-    """What a turn takes beside its steps: as in the last round, before the first one a guess."""
+    """What a turn takes beside its steps: as in the last rounds, before the first one a guess."""
     begun: int = 0
     arms: dict[str, Arm] = field(default_factory=dict)
     """All that are alive, with the baseline and its repetition."""
@@ -220,13 +220,17 @@ class Measuring:
             return True  # the baseline, its repetition, and one candidate are measured in any case
         if len(race.racing) >= self._plan.at_once:
             return False
-        spent_s, least = self._clock.spent_s(), shortest(self._usual)
-        begin_s = (spent_s - race.begin_s) / race.begun
+        begin_s = (self._clock.spent_s() - race.begin_s) / race.begun
+        return self._decided_at_s(race, race.waiting[0].name) + begin_s <= race.until_s
+
+    def _decided_at_s(self, race: _Race, *more: str) -> float:
+        """Return when all arms that have begun, and more, can have enough rounds at the soonest."""
         # One that is slower than that leaves after a few rounds.
         most_s = _AS_SLOW * self._journal.opened[BASELINE].step_s
-        steps_s = [min(most_s, each) for each in self._steps_s(race, race.waiting[0].name)]
-        rounds_s = race.enough_rounds * round_s(least, steps_s, race.overhead_s)
-        return spent_s + begin_s + rounds_s <= race.until_s
+        steps_s = [min(most_s, each) for each in self._steps_s(race, *more)]
+        lacking = race.enough_rounds - min(race.count(name) for name in (*race.arms, *more))
+        shortest_s = round_s(shortest(self._usual), steps_s, race.overhead_s)
+        return self._clock.spent_s() + max(0, lacking) * shortest_s
 
     def _next_turn(self, race: _Race) -> Turn | None:
         """Return how long the turns of the next round are, so that enough rounds are in time; `None` ends the rounds.
@@ -260,7 +264,7 @@ class Measuring:
         detail: dict[str, Any] = {"seconds": dict(seconds), "clock_mhz": clock_of(measured), "dropped": why}
         self._journal.note("round", self._clock.spent_s(), pass_name=race.pass_name, **detail)
         beside_s = self._clock.spent_s() - began_s - round_s(turn, steps_s, 0.0)
-        race.overhead_s = max(0.0, beside_s / len(steps_s))
+        race.overhead_s = (race.overhead_s + max(0.0, beside_s / len(steps_s))) / 2
         waiting = f", {len(race.waiting)} not begun" if race.waiting else ""
         self._say(f"{race.pass_name}: round {len(data.rounds)}, {len(race.racing)} arms{waiting}, {self._left()}")
 
@@ -281,12 +285,19 @@ class Measuring:
                 self._journal.note("later", self._clock.spent_s(), pass_name=race.pass_name, **detail)
 
     def _part(self, race: _Race) -> None:
-        """End the arms of which more rounds would say nothing, unless another one is judged against them."""
+        """End the arms of which more rounds would say nothing, unless another one is judged against them.
+
+        Where rounds take longer than they did, the last ones wait again, so that there is time to decide the others.
+        """
         others = {each.beside for each in (*race.racing.values(), *race.waiting)}
         for each in list(race.racing.values()):
             if each.name not in others and race.is_over(each):
-                race.arms.pop(each.name).close()
                 del race.racing[each.name]
+                race.arms.pop(each.name).close()
+        while len(race.racing) > 1 and self._decided_at_s(race) > race.latest_s:
+            name, last = race.racing.popitem()
+            race.arms.pop(name).close()
+            race.waiting.insert(0, last)
 
     @property
     def _usual(self) -> Turn:
@@ -302,6 +313,7 @@ class Measuring:
         """Open an arm, and write down its first steps if they were not compared before."""
         self._say(f"{race.pass_name}: preparing {arm.name}, {self._left()}")
         race.arms[arm.name] = arm
+        race.turns[arm.name] = 0
         race.begun += 1
         try:
             opened = arm.open(race.steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,6 +38,10 @@ class Machine:
         self.draw = random.Random(1)  # noqa: S311 - a simulation
         self.alive: list[str] = []
         self.most_alive = 0
+        self.slower_after_s, self.slower = math.inf, 1.0
+
+    def pass_by(self, seconds: float) -> None:
+        self.now_s += seconds * (self.slower if self.now_s > self.slower_after_s else 1.0)
 
     def arm(self, spec: ArmSpec, patience_s: float, copies: int = 1) -> Arm:
         return Arm(self, spec.name)
@@ -51,19 +56,19 @@ class Arm:
         machine.most_alive = max(machine.most_alive, len(machine.alive))
 
     def open(self, steps: int) -> Opened:
-        self._machine.now_s += 0.5 + (steps + 2) * self._step_s
+        self._machine.pass_by(0.5 + (steps + 2) * self._step_s)
         return Opened(
             losses=(3.0,) * steps, weights_sha256="a", step_s=self._step_s, first_step_s=self._step_s,
             validation_loss=2.0 + self._machine.draw.random(), peak_bytes=500, host_bytes=500,
         )  # fmt: skip
 
     def turn(self, seconds: float, least_steps: int) -> Block:
-        self._machine.now_s += 0.03 + self._step_s + max(seconds, least_steps * self._step_s)
+        self._machine.pass_by(0.03 + self._step_s + max(seconds, least_steps * self._step_s))
         noise = self._machine.draw.lognormvariate(0, 0.03)
         return Block(arm=self.name, seconds_per_sample=self._step_s * noise)
 
     def evaluate(self) -> Evaluated:
-        self._machine.now_s += 2 * self._step_s
+        self._machine.pass_by(2 * self._step_s)
         return Evaluated(validation_loss=2.0, step=1)
 
     def close(self) -> None:
@@ -83,7 +88,7 @@ def tuned(
     reasons = {each.name: levers.unavailable(each, BASE, on_card=False) for each in candidates}
 
     def spec(name: str, changes: Mapping[str, Any], more_seed: int) -> ArmSpec:
-        return ArmSpec(name=name, spec=None, log=folder)  # type: ignore[arg-type] - no arm looks at it
+        return ArmSpec(name=name, spec=None, log=folder)  # type: ignore[arg-type]  # no arm looks at it
 
     kind = Kind(
         model="gpt-nano", trains=True, dtype_key="precision", baseline=BASE, candidates=candidates,
@@ -136,6 +141,15 @@ def test_a_short_budget_says_which_levers_it_did_not_begin(monkeypatch: pytest.M
     begun = [each for each in found.rows if each.speed_ratio is not None]
     assert "precision" in {each.lever for each in begun}
     assert all(each.speed_high is not None for each in begun)
+
+
+def test_a_machine_that_slows_down_decides_fewer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Other programs take three quarters of it once all levers have begun."""
+    machine = Machine(0.05)
+    machine.slower_after_s, machine.slower = 70.0, 4.0
+    found, _ = tuned(monkeypatch, tmp_path, machine, 240.0)
+    assert len(narrow(found.rows[1:])) >= 8
+    assert machine.now_s <= 240
 
 
 def test_arms_that_leave_make_room_for_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
