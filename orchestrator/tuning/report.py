@@ -49,12 +49,15 @@ class Measurements:
     def effect(self, name: str, against: str = BASELINE, of: int = 1) -> Effect | None:
         """Return the effect of an arm; its interval holds together with those of `of` arms in all.
 
-        An arm that left before there were enough rounds for the interval of a median has that by which it left.
+        An arm that left before there were enough rounds for the interval of a median has that by which it left:
+        one that excludes 1.0.
         """
         confidence = 1 - (1 - LEAVING_SHARE) * (1 - self.confidence) / max(1, of)
         effect = effects(self.data.rounds, against, [name], confidence).get(name)
-        few = effect is not None and math.isinf(effect.high)
-        return self.effect_so_far(name, against, of) or effect if few else effect
+        if effect is None or math.isfinite(effect.high):
+            return effect
+        so_far = self.effect_so_far(name, against, of)
+        return so_far if so_far is not None and so_far.excludes_one else effect
 
     def effect_so_far(self, name: str, against: str = BASELINE, of: int = 1) -> Effect | None:
         """Return the effect with an interval that one may look at after each round; `None` while there is none."""
