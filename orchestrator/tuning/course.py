@@ -90,7 +90,7 @@ class Course:
         )
 
     def _run(self, pass_name: str, candidates: Sequence[Candidate], share: float) -> PassData:
-        """Measure candidates until this share of the budget; those of which more rounds would say nothing leave."""
+        """Measure candidates until this share of the budget."""
         of = len(candidates) + 1  # with the repetition of the baseline
 
         def is_over(each: Candidate) -> bool:

@@ -28,7 +28,7 @@ from orchestrator.tuning.rounds import (
     turn_that_fits,
     turns,
 )
-from orchestrator.tuning.statistics import enough_rounds
+from orchestrator.tuning.statistics import LEAVING_SHARE, least_rounds
 from workers.tuning.messages import ArmSpec, Opened, Turn
 
 MakeSpec: TypeAlias = Callable[[str, Mapping[str, Any], int], ArmSpec]
@@ -45,7 +45,7 @@ _MOST_PATIENCE_S: Final = 600.0
 #: As the baseline takes for its first steps: an arm gets so many times as long.
 _AS_LONG: Final = 4.0
 
-#: Times the baseline's step: a lever that takes longer is found to lose in 4 of 10 rounds (`anytime_effect`).
+#: Times the baseline's step: a lever that takes longer leaves after about 4 of 10 rounds.
 _AS_SLOW: Final = 2.0
 
 #: Of a turn's length, what it is guessed to take beside its steps until a round was measured.
@@ -164,11 +164,11 @@ class Measuring:
     def run(
         self, pass_name: str, candidates: Sequence[Candidate], until_s: float, is_over: Callable[[Candidate], bool]
     ) -> PassData:
-        """Measure candidates against the baseline, in their order, until more rounds say nothing, or the time is over.
+        """Measure candidates against the baseline, in their order, until all are over or the time is.
 
-        A candidate begins if there is time for enough rounds of it and of all that have begun, and leaves the rounds as
-        soon as `is_over` says so. It goes on after `until_s`, to 0.9 of the budget at most, while there are too few
-        rounds for any interval.
+        A candidate begins if there is time for enough rounds of it and of all that have begun, and
+        leaves the rounds as soon as `is_over` says so. It goes on after `until_s`, to 0.9 of the
+        budget at most, while there are too few rounds for any interval.
 
         Raises:
             BaselineError: The baseline has died.
@@ -187,7 +187,7 @@ class Measuring:
             begin_s=begin_s,
             until_s=until_s,
             latest_s=max(until_s, _LATEST * self._plan.budget_s),
-            enough_rounds=enough_rounds(len(candidates) + 1, self._plan.confidence),
+            enough_rounds=least_rounds(len(candidates) + 1, 1 - (1 - LEAVING_SHARE) * (1 - self._plan.confidence)),
             steps=_WARM_UP_STEPS if known else self._journal.steps or _FEWEST_STEPS,
             overhead_s=_SHARE_BESIDE * self._plan.turn_s,
         )
@@ -225,7 +225,6 @@ class Measuring:
 
     def _decided_at_s(self, race: _Race, *more: str) -> float:
         """Return when all arms that have begun, and more, can have enough rounds at the soonest."""
-        # One that is slower than that leaves after a few rounds.
         most_s = _AS_SLOW * self._journal.opened[BASELINE].step_s
         steps_s = [min(most_s, each) for each in self._steps_s(race, *more)]
         lacking = race.enough_rounds - min(race.count(name) for name in (*race.arms, *more))
@@ -233,7 +232,7 @@ class Measuring:
         return self._clock.spent_s() + max(0, lacking) * shortest_s
 
     def _next_turn(self, race: _Race) -> Turn | None:
-        """Return how long the turns of the next round are, so that enough rounds are in time; `None` ends the rounds.
+        """Return how long the next turns are, so that enough rounds are in time; `None` ends them.
 
         The first round is measured in any case.
         """
@@ -269,7 +268,7 @@ class Measuring:
         self._say(f"{race.pass_name}: round {len(data.rounds)}, {len(race.racing)} arms{waiting}, {self._left()}")
 
     def _evaluate(self, race: _Race) -> None:
-        """Compute the validation losses that are compared, after 1, 2, 4 and so on times enough rounds of an arm."""
+        """Compute the validation losses that are compared, after 1, 2, 4, ... times enough rounds."""
         judged = [each for each in (*race.racing.values(), *race.waiting) if each.aim == "loss"]
         for name in {name for each in judged for name in (each.name, each.beside or AGAIN)}:
             whole, rest = divmod(race.turns[name], race.enough_rounds)
@@ -285,9 +284,10 @@ class Measuring:
                 self._journal.note("later", self._clock.spent_s(), pass_name=race.pass_name, **detail)
 
     def _part(self, race: _Race) -> None:
-        """End the arms of which more rounds would say nothing, unless another one is judged against them.
+        """End the arms that are over, unless another one is judged against them.
 
-        Where rounds take longer than they did, the last ones wait again, so that there is time to decide the others.
+        Where rounds take longer than they did, the last ones wait again, so that there is time to
+        decide the others.
         """
         others = {each.beside for each in (*race.racing.values(), *race.waiting)}
         for each in list(race.racing.values()):

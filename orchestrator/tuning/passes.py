@@ -61,8 +61,8 @@ def winners(
 def by_expected_gain(several: Sequence[Candidate], objective: Objective) -> list[Candidate]:
     """Return the levers in the order in which a short budget measures them.
 
-    First those that may be chosen, then those for something else, last those that change what is trained; of each the
-    one with the highest expected gain. A lever that is judged against another one follows it.
+    First those that may be chosen, then those for something else, last those that change what is
+    trained; of each the highest expected gain. A lever that is judged against another follows it.
     """
     named = {each.name: each for each in several}
 

@@ -26,7 +26,7 @@ _TWO_DRAWS: Final = 2.77
 _MEAN_RANGES: Final = (1.13, 1.69, 2.06, 2.33, 2.53, 2.70, 2.85, 2.97, 3.08, 3.17)
 
 
-#: Why an arm was not measured; what the budget is spent on first is the order of `passes.by_expected_gain`.
+#: The order in which a budget is spent is that of `passes.by_expected_gain`.
 NOT_BEGUN: Final = "not begun: the budget went to levers of which more is expected; give it a longer --budget"
 
 
@@ -49,8 +49,8 @@ class Measurements:
     def effect(self, name: str, against: str = BASELINE, of: int = 1) -> Effect | None:
         """Return the effect of an arm; its interval holds together with those of `of` arms in all.
 
-        An arm that left before there were enough rounds for the interval of a median has that by which it left:
-        one that excludes 1.0.
+        One that left before it had enough rounds for the interval of a median has that by which it
+        left, which excludes 1.0.
         """
         confidence = 1 - (1 - LEAVING_SHARE) * (1 - self.confidence) / max(1, of)
         effect = effects(self.data.rounds, against, [name], confidence).get(name)
@@ -60,17 +60,17 @@ class Measurements:
         return so_far if so_far is not None and so_far.excludes_one else effect
 
     def effect_so_far(self, name: str, against: str = BASELINE, of: int = 1) -> Effect | None:
-        """Return the effect with an interval that one may look at after each round; `None` while there is none."""
+        """Return the effect with an interval that one may look at after each round, if there is one."""
         ratios = log_ratios(self.data.rounds, against, name)
-        effect = anytime_effect(ratios, 1 - LEAVING_SHARE * (1 - self.confidence) / max(1, of))
-        return None if effect is None or math.isinf(effect.high) else effect
+        return anytime_effect(ratios, 1 - LEAVING_SHARE * (1 - self.confidence) / max(1, of))
 
     def is_over(self, candidate: Candidate, objective: Objective, of: int) -> bool:
-        """Whether more rounds would change nothing for an arm: it is measured finely enough, or it cannot win.
+        """Whether more rounds of an arm say nothing: it is measured finely enough, or it cannot win.
 
-        An arm cannot win once it is slower than the baseline and no better by what counts. That is successive
-        elimination (E. Even-Dar, S. Mannor, Y. Mansour: Action elimination and stopping conditions for the multi-armed
-        bandit and reinforcement learning problems, JMLR 7, 2006): intervals hold at all looks and for all `of` arms.
+        It cannot once it is slower than the baseline and no better by what counts. That is
+        successive elimination (E. Even-Dar, S. Mannor, Y. Mansour: Action elimination and stopping
+        conditions for the multi-armed bandit and reinforcement learning problems, JMLR 7, 2006),
+        with intervals that hold at all looks and for all `of` arms.
         """
         name = candidate.name
         if candidate.aim == "loss" and name not in self.data.later:

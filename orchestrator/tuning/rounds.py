@@ -21,8 +21,8 @@ AGAIN: Final = "a/a=the baseline"
 #: Clocks that differ by more than this share between two arms of a round make their speeds incomparable.
 _CLOCK_SHARE: Final = 0.02
 
-#: Of its usual length, a turn is as short as this where the budget has no time for enough longer ones. The rehearsal's
-#: 0.1 s is then 20 of the kernel's ticks on two cores, which is what the share of other programs is counted in.
+#: Of its usual length: a turn is so short where there is no time for enough longer ones. The 0.1 s of
+#: a rehearsal are 20 ticks of two cores, in which the share of other programs is counted.
 _SHORTEST: Final = 0.5
 
 #: A core that others used for more than this share of a block.
@@ -56,12 +56,9 @@ def shortest(usual: Turn) -> Turn:
 
 
 def round_s(turn: Turn, steps_s: Sequence[float], overhead_s: float) -> float:
-    """Return what a round takes, in seconds.
+    """Return what a round takes, in seconds; `steps_s` are those of a step, for each turn in it.
 
-    Args:
-        turn: How long each turn is.
-        steps_s: What a step takes, of each turn of the round. The first one is not counted in its turn.
-        overhead_s: What each turn takes beside its steps, such as parking.
+    A turn has one step that is not counted, and `overhead_s` beside its steps, such as parking.
     """
     return sum(overhead_s + each + max(turn.seconds, turn.least_steps * each) for each in steps_s)
 
