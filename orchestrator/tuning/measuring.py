@@ -257,8 +257,10 @@ class Measuring:
                 self._lose(race, name, str(error))
                 if name == BASELINE:
                     raise BaselineError(str(error)) from error
-        # On a machine that is never quiet, at most half of the time is given away for nothing.
-        why = disturbance(measured) if dropped < kept else None
+        # On a machine that is never quiet, at most half of the rounds are given away for nothing, and
+        # none that an interval needs.
+        may_drop = dropped < kept and self._decided_at_s(race) <= race.latest_s
+        why = disturbance(measured) if may_drop else None
         seconds = seconds_of((block.arm, block.seconds_per_sample) for block in measured)
         detail: dict[str, Any] = {"seconds": dict(seconds), "clock_mhz": clock_of(measured), "dropped": why}
         self._journal.note("round", self._clock.spent_s(), pass_name=race.pass_name, **detail)

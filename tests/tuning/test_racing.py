@@ -39,6 +39,7 @@ class Machine:
         self.alive: list[str] = []
         self.most_alive = 0
         self.slower_after_s, self.slower = math.inf, 1.0
+        self.neighbour_share = 0.0
 
     def pass_by(self, seconds: float) -> None:
         self.now_s += seconds * (self.slower if self.now_s > self.slower_after_s else 1.0)
@@ -65,7 +66,8 @@ class Arm:
     def turn(self, seconds: float, least_steps: int) -> Block:
         self._machine.pass_by(0.03 + self._step_s + max(seconds, least_steps * self._step_s))
         noise = self._machine.draw.lognormvariate(0, 0.03)
-        return Block(arm=self.name, seconds_per_sample=self._step_s * noise)
+        share = self._machine.neighbour_share
+        return Block(arm=self.name, seconds_per_sample=self._step_s * noise, neighbour_share=share)
 
     def evaluate(self) -> Evaluated:
         self._machine.pass_by(2 * self._step_s)
@@ -152,6 +154,16 @@ def test_a_machine_that_slows_down_decides_fewer(monkeypatch: pytest.MonkeyPatch
     without = [each for each in found.rows if each.speed_high is None]
     assert "CONFIRMED" not in {each.verdict for each in without}
     assert machine.now_s <= 240
+
+
+def test_a_machine_that_is_never_quiet_decides_as_many(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Rounds beside other programs are dropped only while there is time for others."""
+    machine = Machine(0.15)
+    machine.neighbour_share = 0.5
+    found, journal = tuned(monkeypatch, tmp_path, machine, 240.0)
+    assert journal.passes["alone"].dropped
+    assert len(narrow(found.rows[1:])) >= 12
+    assert found.rows[0].speed_high is not None
 
 
 def test_arms_that_leave_make_room_for_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
