@@ -270,7 +270,7 @@ class TuneConfig(_Section):
     budget: Annotated[float | str, BeforeValidator(_duration), Field(description=VALID_DURATION)] = "15m"
     """As typed; `--budget` and the length of a rehearsal go before it. Code reads `budget_s`."""
     resolve: Annotated[float, Field(gt=0, le=0.5)] = 0.01
-    """A share of the speed: the rounds end when every interval is at most so wide on either side."""
+    """A share of the speed: an arm leaves when its interval is at most so wide on either side."""
     confidence: Annotated[float, Field(ge=0.5, le=0.999)] = 0.95
     levers: Annotated[
         str,

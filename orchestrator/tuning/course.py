@@ -26,8 +26,8 @@ from orchestrator.tuning.verdicts import Claimed
 from workers.tuning.messages import Opened
 
 #: When the three passes end, as shares of the budget.
-_ALONE: Final = 0.6
-_STACKED: Final = 0.8
+_ALONE: Final = 0.7
+_STACKED: Final = 0.85
 _LEFT_OUT: Final = 1.0
 
 
@@ -59,13 +59,12 @@ class Course:
         Raises:
             BaselineError: The baseline cannot be measured.
         """
-        budget_s, several = self._plan.budget_s, self._kind.candidates
+        several = self._kind.candidates
         possible = [each for each in several if each.name not in self._kind.impossible]
         first = self._measuring.settle_steps(len(possible))
-        alone = self._measuring.run("alone", possible, _ALONE * budget_s)
-        judged = list(zip(several, self._rows(several, alone), strict=True))
-        again = self._again()
-        every = [(again, self._rows([again], alone)[0]), *judged]
+        alone = self._run("alone", passes.by_expected_gain(possible, self._objective), _ALONE)
+        every = list(zip([self._again(), *several], self._rows([self._again(), *several], alone), strict=True))
+        judged = every[1:]
         gains = self._gains(possible, alone)
         helping = passes.winners(judged, gains, self._objective, self._plan.resolve)
 
@@ -74,7 +73,7 @@ class Course:
         stacked_sets = passes.cumulative(helping)
         if (stacked_sets or yours is not None) and self._in_time("cumulative"):
             shown = [*stacked_sets, *([] if yours is None else [yours])]
-            data = self._measuring.run("cumulative", shown, _STACKED * budget_s)
+            data = self._run("cumulative", shown, _STACKED)
             # A set of one lever is that lever, and has a row already.
             known = {each.name for each, _ in every}
             every += [pair for pair in zip(shown, self._rows(shown, data), strict=True) if pair[0].name not in known]
@@ -89,6 +88,15 @@ class Course:
             choice=passes.choose(best, yours, best_to_yours, open_levers, self._objective),
             pareto=pareto_names([each for each, _ in every], [row for _, row in every], self._journal.opened),
         )
+
+    def _run(self, pass_name: str, candidates: Sequence[Candidate], share: float) -> PassData:
+        """Measure candidates until this share of the budget."""
+        of = len(candidates) + 1  # with the repetition of the baseline
+
+        def is_over(each: Candidate) -> bool:
+            return self._measured(self._journal.data(pass_name)).is_over(each, self._objective, of)
+
+        return self._measuring.run(pass_name, candidates, share * self._plan.budget_s, is_over)
 
     def _in_time(self, pass_name: str) -> bool:
         """Whether a pass may begin, or has begun."""
@@ -110,7 +118,7 @@ class Course:
             return whole, _Last(data=PassData())
         own = [] if self._kind.yours is None else [self._kind.yours]
         without = list(rests.values())
-        data = self._measuring.run("one left out", [whole, *without, *own], _LEFT_OUT * self._plan.budget_s)
+        data = self._run("one left out", [whole, *without, *own], _LEFT_OUT)
         to_whole = {name: self._gain(data, each.name, whole.name) for name, each in rests.items()}
         final = passes.kept_after_leaving_out(kept, to_whole)
         rows = tuple(zip(without, self._rows(without, data), strict=True))

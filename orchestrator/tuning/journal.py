@@ -28,8 +28,8 @@ class PassData:
     """Arms that refused or died, with the reason."""
     clocks_mhz: list[float] = field(default_factory=list)
     """Of the card, one of each round that counts; empty without a card."""
-    later: dict[str, float] = field(default_factory=dict)
-    """Validation losses at the end of the pass, which are those at equal time."""
+    later: dict[str, dict[int, float]] = field(default_factory=dict)
+    """Validation losses after so many turns. Those of two arms after equally many are those at equal time."""
     over_at_s: float = -1.0
     """The budget with which the pass came to its end; a larger one continues it."""
 
@@ -94,6 +94,6 @@ class Journal:
         elif kind == "lost":
             data.lost[entry["arm"]] = entry["reason"]
         elif kind == "later":
-            data.later[entry["arm"]] = entry["loss"]
+            data.later.setdefault(entry["arm"], {})[entry["turns"]] = entry["loss"]
         elif kind == "over":
             data.over_at_s = entry["budget_s"]

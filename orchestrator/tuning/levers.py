@@ -122,6 +122,20 @@ _LEVERS: Final = (
 )
 
 
+#: Speed and peak memory to expect of a lever, times the baseline's; of others 1. Rough figures for
+#: cards (the guides), else measured on two cores. They decide what is measured first, and no more.
+EXPECTED: Final[Mapping[str, tuple[float, float]]] = {
+    "precision": (1.75, 0.8), "packing": (1.5, 1.0), "bucketing": (1.3, 1.0), "compile": (1.3, 1.0),
+    "loader_workers": (1.2, 1.0), "channels_last": (1.15, 1.0), "attention": (1.1, 1.0),
+    "compile_mode": (1.1, 1.0), "cudnn_benchmark": (1.1, 1.0), "pin": (1.1, 1.0),
+    "optimizer": (1.07, 0.95), "ram_cache": (1.05, 1.0), "non_blocking": (1.05, 1.0),
+    "batch": (1.05, 1.5), "prefetch": (1.02, 1.0), "set_to_none": (0.99, 1.0),
+    "persistent": (0.98, 1.0), "states_on_host": (0.97, 0.9), "ema_on": (0.97, 1.0),
+    "micro": (0.93, 0.6), "deterministic": (0.9, 1.0), "dropout": (0.9, 1.0), "adapter": (0.9, 0.9),
+    "activations_on_host": (0.8, 0.5), "checkpoint": (0.75, 0.5), "r_drop": (0.6, 1.7),
+}  # fmt: skip
+
+
 def baseline_of(train: TrainSettings, *, on_card: bool) -> dict[str, Any]:
     """Return the user's section with all levers of speed and memory at their plain values.
 

@@ -15,7 +15,7 @@ from orchestrator.tuning.pareto import Point, pareto_set
 from orchestrator.tuning.parity import Course, Noise, Parity, at_equal_time, judge_loss, parity_of
 from orchestrator.tuning.rounds import AGAIN, BASELINE
 from orchestrator.tuning.rows import ParityClass, Row, Verdict
-from orchestrator.tuning.statistics import Effect, effects, holm
+from orchestrator.tuning.statistics import LEAVING_SHARE, Effect, anytime_effect, effects, holm, log_ratios
 from orchestrator.tuning.verdicts import Claimed, judge_memory, judge_speed
 from workers.tuning.messages import Opened
 
@@ -24,6 +24,10 @@ _TWO_DRAWS: Final = 2.77
 
 #: The mean range of 2, 3, 4 and more draws, in standard deviations (Tippett, 1925).
 _MEAN_RANGES: Final = (1.13, 1.69, 2.06, 2.33, 2.53, 2.70, 2.85, 2.97, 3.08, 3.17)
+
+
+#: The order in which a budget is spent is that of `passes.by_expected_gain`.
+NOT_BEGUN: Final = "not begun: the budget went to levers of which more is expected; give it a longer --budget"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +47,40 @@ class Measurements:
     """What guides say of the speed of an arm."""
 
     def effect(self, name: str, against: str = BASELINE, of: int = 1) -> Effect | None:
-        """Return the effect of an arm; its interval holds together with those of `of` arms in all."""
-        confidence = 1 - (1 - self.confidence) / max(1, of)
-        return effects(self.data.rounds, against, [name], confidence).get(name)
+        """Return the effect of an arm; its interval holds together with those of `of` arms in all.
+
+        One that left before it had enough rounds for the interval of a median has that by which it
+        left, which excludes 1.0.
+        """
+        confidence = 1 - (1 - LEAVING_SHARE) * (1 - self.confidence) / max(1, of)
+        effect = effects(self.data.rounds, against, [name], confidence).get(name)
+        if effect is None or math.isfinite(effect.high):
+            return effect
+        so_far = self.effect_so_far(name, against, of)
+        return so_far if so_far is not None and so_far.excludes_one else effect
+
+    def effect_so_far(self, name: str, against: str = BASELINE, of: int = 1) -> Effect | None:
+        """Return the effect with an interval that one may look at after each round, if there is one."""
+        ratios = log_ratios(self.data.rounds, against, name)
+        return anytime_effect(ratios, 1 - LEAVING_SHARE * (1 - self.confidence) / max(1, of))
+
+    def is_over(self, candidate: Candidate, objective: Objective, of: int) -> bool:
+        """Whether more rounds of an arm say nothing: it is measured finely enough, or it cannot win.
+
+        It cannot once it is slower than the baseline and no better by what counts. That is
+        successive elimination (E. Even-Dar, S. Mannor, Y. Mansour: Action elimination and stopping
+        conditions for the multi-armed bandit and reinforcement learning problems, JMLR 7, 2006),
+        with intervals that hold at all looks and for all `of` arms.
+        """
+        name = candidate.name
+        if candidate.aim == "loss" and name not in self.data.later:
+            return False
+        effect, so_far = self.effect(name, of=of), self.effect_so_far(name, of=of)
+        if effect is None or so_far is None:
+            return False
+        gain = gain_of(objective, so_far, self.peak_bytes(name), self.peak_bytes(BASELINE), self.peak_noise)
+        cannot_win = so_far.high < 1 and (gain is None or gain.high < 1)
+        return cannot_win or effect.half_width <= self.resolve
 
     def gain(self, objective: Objective, name: str, against: str = BASELINE, of: int = 1) -> Gain | None:
         """Return what an arm gains over another one, by what is to be best."""
@@ -155,7 +190,7 @@ def _row(candidate: Candidate, effect: Effect | None, judged: Effect | None, fou
         peak_bytes=arm.peak_bytes,
         parity_class=None if candidate.parity is None else candidate.parity.value,
         verdict=Verdict.UNDECIDED,
-        reason=lost or "the budget ended before its first round",
+        reason=lost or (NOT_BEGUN if opened is None else "the budget ended before its first round"),
         samples_per_s=arm.items_per_s if candidate.parity is not None else None,
         tflops=arm.tflops,
         mfu_pct=arm.mfu_pct,
@@ -188,12 +223,15 @@ def _judged(row: Row, candidate: Candidate, effect: Effect | None, found: Measur
     if candidate.aim == "memory":
         peaks = (row.peak_bytes, found.peak_bytes(against))
         judged = judge_memory(*peaks, noise=found.peak_noise, resolve=found.resolve)
+        if judged.verdict is Verdict.CONFIRMED and (effect is None or math.isinf(effect.high)):
+            judged = replace(judged, verdict=Verdict.UNDECIDED)  # what it costs is not known
         judged = replace(judged, reason=f"{judged.reason}; {speed.reason}")
     elif candidate.aim == "loss" and parity is not None:
         # The baseline itself has two turns in each round, and has trained for longer than its repetition.
         same_time = AGAIN if against == BASELINE else against
-        later = found.data.later
-        judged = judge_loss(parity, at_equal_time(later.get(candidate.name), later.get(same_time), found.noise))
+        arm, other = (found.data.later.get(name, {}) for name in (candidate.name, same_time))
+        turns = max(arm.keys() & other.keys(), default=0)
+        judged = judge_loss(parity, at_equal_time(arm.get(turns), other.get(turns), found.noise))
         if effect is None or math.isinf(effect.high):  # then chance decides who has trained longer
             judged = replace(judged, verdict=Verdict.UNDECIDED)
         judged = replace(judged, reason=f"{judged.reason}; {speed.reason}")

@@ -1,7 +1,7 @@
-"""In which order the arms of a round take their turns, and which rounds count. Pure: randomness comes from a seed.
+"""In which order and how long the arms of a round take their turns, and which rounds count.
 
 Each round runs the baseline twice and every other arm once, in an order drawn anew. Two turns of the baseline cost one
-block a round, and take a quarter off the variance of every ratio. Does not run anything.
+block a round, and take a quarter off the variance of every ratio. Pure: randomness comes from a seed.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
+
+from workers.tuning.messages import Turn
 
 BASELINE: Final = "baseline"
 AGAIN: Final = "a/a=the baseline"
@@ -18,6 +20,10 @@ AGAIN: Final = "a/a=the baseline"
 
 #: Clocks that differ by more than this share between two arms of a round make their speeds incomparable.
 _CLOCK_SHARE: Final = 0.02
+
+#: Of its usual length: a turn is so short where there is no time for enough longer ones. The 0.1 s of
+#: a rehearsal are 20 ticks of two cores, in which the share of other programs is counted.
+_SHORTEST: Final = 0.5
 
 #: A core that others used for more than this share of a block.
 _NEIGHBOUR_SHARE: Final = 0.25
@@ -42,6 +48,28 @@ def turns(arms: Sequence[str], seed: int, number: int) -> list[str]:
     order = [BASELINE, BASELINE, *arms]
     random.Random(f"{seed}/{number}").shuffle(order)  # noqa: S311 - no secret
     return order
+
+
+def shortest(usual: Turn) -> Turn:
+    """Return the shortest turn that may stand for the usual one."""
+    return Turn(seconds=_SHORTEST * usual.seconds, least_steps=max(1, usual.least_steps // 2))
+
+
+def round_s(turn: Turn, steps_s: Sequence[float], overhead_s: float) -> float:
+    """Return what a round takes, in seconds; `steps_s` are those of a step, for each turn in it.
+
+    A turn has one step that is not counted, and `overhead_s` beside its steps, such as parking.
+    """
+    return sum(overhead_s + each + max(turn.seconds, turn.least_steps * each) for each in steps_s)
+
+
+def turn_that_fits(usual: Turn, steps_s: Sequence[float], overhead_s: float, room_s: float) -> Turn:
+    """Return the longest turn with which a round takes at most `room_s`, within its bounds."""
+    if round_s(usual, steps_s, overhead_s) <= room_s:
+        return usual
+    least = shortest(usual)
+    spare_s = max(0.0, room_s - round_s(least, steps_s, overhead_s)) / len(steps_s)
+    return replace(least, seconds=min(usual.seconds, least.seconds + spare_s))
 
 
 def disturbance(blocks: Sequence[Block]) -> str | None:

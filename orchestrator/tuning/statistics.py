@@ -10,8 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, median
+from statistics import NormalDist, fmean, median
 from typing import Final
+
+#: Of the probability that any interval of a tuning is wrong: what the looks after each round may
+#: use. The rest is for the intervals at the end: 22 arms need 10 rounds, as without any looks.
+LEAVING_SHARE: Final = 0.1
+
+#: c^2 of Wang and Ramdas: arms are expected to be 1 / c = 30 standard deviations apart, so that
+#: large differences are found in few rounds. With 4 % of noise, half of a speed is 17 apart.
+_PRIOR: Final = 1e-3
+
+#: Half of an interval of a log ratio that says nothing: a factor of 150.
+_WIDEST: Final = 5.0
 
 #: From so many rounds the distribution of the signed ranks is normal to three digits.
 _NORMAL_FROM: Final = 60
@@ -61,6 +72,37 @@ def effect_of(ratios: Sequence[float], confidence: float) -> Effect | None:
         high=math.exp(high),
         p=signed_rank_p(ratios),
         rounds=len(ratios),
+    )
+
+
+def anytime_effect(ratios: Sequence[float], confidence: float) -> Effect | None:
+    """Return the effect with an interval that holds after every round, so that one may look and stop.
+
+    It is the confidence sequence of a t-test with a normal prior of the effect size, and `p` the
+    inverse of its test martingale at no difference (H. Wang, A. Ramdas: Anytime-valid t-tests and
+    confidence sequences for Gaussian means with unknown variance, arXiv 2310.03722). By Ville's
+    inequality, the probability that it ever misses is at most 1 - confidence, for log ratios with a
+    normal distribution of any variance. `None` while it would be as good as infinite. It begins
+    after 4 rounds where the interval of the median needs 10, and is wider than that from then on.
+    """
+    count = len(ratios)
+    if count < 2:
+        return None
+    mean = fmean(ratios)
+    variance, share = fmean([(each - mean) ** 2 for each in ratios]), _PRIOR / (count + _PRIOR)
+    squares = variance + mean**2
+    p = (1 - mean**2 * (1 - share) / squares) ** (count / 2) / math.sqrt(share) if squares else 1.0
+    growth = (1 / (math.sqrt(share) * (1 - confidence))) ** (2 / count)
+    room = 1 - growth * share
+    half = math.sqrt(variance * (growth - 1) / room) if room > 0 else math.inf
+    if half > _WIDEST:
+        return None
+    return Effect(
+        ratio=math.exp(median(ratios)),
+        low=math.exp(mean - half),
+        high=math.exp(mean + half),
+        p=min(1.0, p),
+        rounds=count,
     )
 
 

@@ -101,6 +101,16 @@ def test_a_budget_in_which_no_lever_has_its_rounds_is_refused() -> None:
         asked_of(load_config(str(path)), path.read_text("utf-8"), rehearse=True, budget_s=5.0, wanted=())
 
 
+def test_a_lever_without_an_interval_of_speed_is_not_confirmed(found: Measurements) -> None:
+    """Less memory at a cost that is not known is no gain yet."""
+    few = replace(found.data, rounds=[{**each, SMALL.name: 1.0} for each in found.data.rounds[:2]])
+    (row,) = rows_of([SMALL], replace(found, data=few), {})
+    assert (row.speed_high, row.verdict) == (None, Verdict.UNDECIDED)
+    assert "-40.0 % peak memory" in row.reason
+    (known,) = rows_of([SMALL], found, {})
+    assert known.verdict is Verdict.CONFIRMED
+
+
 def gains(found: Measurements, objective: Objective) -> dict[str, Gain]:
     known = {each.name: found.gain(objective, each.name) for each in ALL if each is not DEAD}
     return {name: gain for name, gain in known.items() if gain is not None}

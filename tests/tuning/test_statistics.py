@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,16 @@ import pytest
 from orchestrator.tuning import store
 from orchestrator.tuning.rounds import Block, disturbance, seconds_of, turns
 from orchestrator.tuning.rows import Row, Verdict
-from orchestrator.tuning.statistics import Effect, effect_of, effects, holm, least_rounds, log_ratios, signed_rank_p
+from orchestrator.tuning.statistics import (
+    Effect,
+    anytime_effect,
+    effect_of,
+    effects,
+    holm,
+    least_rounds,
+    log_ratios,
+    signed_rank_p,
+)
 from orchestrator.tuning.verdicts import Claimed, judge_memory, judge_speed
 
 #: From a place in the simulated time to how slow the machine is then.
@@ -95,6 +105,58 @@ def test_the_least_rounds_are_the_first_with_an_interval_and_enough_for_a_lever_
     assert holm({name: effect.p for name, effect in found.items()}, 0.05) == set(names)
     too_few = effects(rounds[1:], "baseline", names, 0.95)
     assert {effect.low for effect in too_few.values()} == {0.0}
+
+
+def left(seed: int, speeds: Mapping[str, float], disturbed: float, confidence: float) -> dict[str, int]:
+    """After which of 30 rounds each arm leaves that seems slower than the baseline, with a look after each round."""
+    draw = random.Random(seed)  # noqa: S311 - a simulation
+    ratios: dict[str, list[float]] = {arm: [] for arm in speeds}
+    gone: dict[str, int] = {}
+    for number in range(1, 31):
+        baseline = sum(draw.gauss(0, NOISE) for _ in range(2)) / 2  # all arms share it
+        for arm in speeds.keys() - gone.keys():
+            slow = 0.3 if draw.random() < disturbed else 0.0
+            ratios[arm].append(math.log(speeds[arm]) + baseline + draw.gauss(0, NOISE) - slow)
+            effect = anytime_effect(ratios[arm], 1 - (1 - confidence) / len(speeds))
+            if effect is not None and effect.high < 1:
+                gone[arm] = number
+    return gone
+
+
+@pytest.mark.parametrize("disturbed", [0.0, 0.02])
+def test_the_best_arm_hardly_ever_leaves(disturbed: float) -> None:
+    """Not in more than 1 - confidence of the tunings, for any of ten arms that equal the baseline."""
+    equal = {f"lever-{number}": 1.0 for number in range(10)}
+    runs = 100
+    wrong = sum(bool(left(seed, equal, disturbed, 0.8)) for seed in range(runs))
+    assert wrong <= 0.2 * runs
+
+
+def test_slow_arms_leave_before_there_is_an_interval() -> None:
+    speeds = {"bf16": 0.23, "r_drop": 0.4, "checkpoint": 0.75, "best": 1.05}
+    for seed in range(10):
+        gone = left(seed, speeds, 0.0, 0.995)
+        assert gone.keys() == speeds.keys() - {"best"}
+        assert gone["bf16"] <= 5
+        assert max(gone.values()) < least_rounds(22, 0.95)
+
+
+def test_an_anytime_interval_is_the_published_one() -> None:
+    """The martingale of Wang and Ramdas, arXiv 2310.03722, written out: 1 / (1 - confidence) at both ends."""
+    values = [-0.31, -0.22, -0.27, -0.35, -0.26]
+
+    def martingale(at: float) -> float:
+        count, moved, prior = len(values), [each - at for each in values], 1e-3
+        squares, total = sum(each**2 for each in moved), sum(moved)
+        share = prior / (count + prior)
+        return math.sqrt(share) * (squares / (squares - total**2 / (count + prior))) ** (count / 2)
+
+    effect = anytime_effect(values, 0.99)
+    assert effect is not None
+    assert [martingale(math.log(end)) for end in (effect.low, effect.high)] == pytest.approx([100, 100])
+    assert effect.p == pytest.approx(1 / martingale(0.0))
+    assert anytime_effect(values[:1], 0.99) is None
+    assert anytime_effect(values[:3], 0.9999) is None
 
 
 def test_signed_ranks_count_all_signs() -> None:

@@ -6,6 +6,7 @@ what is measured or in which order, and compares nothing: the head does.
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
 from contextlib import suppress
@@ -55,6 +56,8 @@ class Work(Protocol):
 
 def serve(connection: Connection, spec: ArmSpec) -> None:
     """Answer each message. What goes wrong is answered as `Refused`, and ends the process."""
+    # What torch has imported stays. Collecting it took 0.13 of the 0.46 s of a rehearsal's turn.
+    gc.freeze()
     try:
         device = open_device(spec.spec)
         work: Work = Products(spec, device) if spec.spec.workload.name == "matmul" else Trained(spec, device)
