@@ -41,5 +41,5 @@ def run_arm(connection: Connection, spec: ArmSpec) -> None:
     os.dup2(log, 2)
     os.environ.update(spec.environment)
     # After what the arm asks for: another allocator than that of a run would be measured, or another card.
-    set_for_cuda(os.environ, workspace_of(spec.train))
+    set_for_cuda(os.environ, workspace_of(spec.settings))
     importlib.import_module(_ARM).serve(connection, spec)
