@@ -1,5 +1,7 @@
 """Asks nodes what the processes of silent slots do: one small process on each node looks, and nothing waits for it.
 
+Under MPS it also tells the daemon of its node which client is going to be killed.
+
 Decides nothing: `core/silence.py` says what the answers mean, `workers/host/activity.py` how a node looks.
 """
 
@@ -13,6 +15,10 @@ from ray.exceptions import RayError
 
 from workers.host.activity import ActivityMeter
 from workers.messages import Activity
+from workers.node_agent import mps
+
+#: A daemon that does not answer must not keep a process that is to be ended.
+_CLIENT_ENDS_S = 5.0
 
 
 class Observer:
@@ -24,6 +30,10 @@ class Observer:
     def look(self, pids: Mapping[int, bool]) -> dict[int, Activity]:
         """See `ActivityMeter.look`."""
         return self._meter.look(pids)
+
+    def end_mps_client(self, pipe_directory: str, pid: int) -> bool:
+        """See `mps.end_client`."""
+        return mps.end_client(pipe_directory, pid)
 
 
 class ProcessWatch:
@@ -39,6 +49,11 @@ class ProcessWatch:
         if node not in self._observers:
             options = {"num_cpus": 0, "label_selector": {self._label: node}, "max_restarts": -1, "max_task_retries": 0}
             self._observers[node] = ray.remote(Observer).options(**options).remote()
+
+    def end_mps_client(self, node: str, pipe_directory: str, pid: int) -> None:
+        """Have the node's MPS daemon end a client; returns when it has, or after some seconds."""
+        self.begin(node)
+        ray.wait([self._observers[node].end_mps_client.remote(pipe_directory, pid)], timeout=_CLIENT_ENDS_S)
 
     def look(self, node: str, pids: Mapping[int, bool]) -> dict[int, Activity | None]:
         """Return what the node's processes did, as far as it is known by now, and ask again; never waits.

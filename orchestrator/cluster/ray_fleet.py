@@ -103,6 +103,8 @@ class RayFleet:
         self._pids: dict[str, int] = {}
         """Process of each slot, as of its last report."""
         self._uses_card: dict[str, bool] = {}
+        self._pipes: dict[str, str | None] = {}
+        """Of each slot the pipe directory of its MPS daemon; `None` without one."""
         self._up: dict[str, int] = {}
         """Process of each slot that has come up for the present incarnation."""
         self._coming_up: dict[str, Any] = {}
@@ -163,6 +165,7 @@ class RayFleet:
         # call: counting and waiting are the head's.
         self._reservations[reservation.slot] = reservation
         self._uses_card[reservation.slot] = spec.device == "cuda"
+        self._pipes[reservation.slot] = spec.mps_pipe_directory
         actor_class = ray.remote(WorkerActor)
         self._actors[reservation.slot] = actor_class.options(
             num_cpus=reservation.num_cpus,
@@ -199,13 +202,20 @@ class RayFleet:
                 self._flights[ref] = replace(flight, given_up=True)
 
     def restart(self, slot: str) -> None:
+        self._end_mps_client(slot)
         ray.kill(self._actors[slot], no_restart=False)
 
     def abandon(self, slot: str) -> None:
         actor = self._actors.pop(slot, None)
         self.forget(slot)
         if actor is not None:
+            self._end_mps_client(slot)
             ray.kill(actor, no_restart=True)
+
+    def _end_mps_client(self, slot: str) -> None:
+        pipes, pid = self._pipes.get(slot), self._process_of(slot)
+        if pipes is not None and pid is not None:
+            self._watch.end_mps_client(self._reservations[slot].node, pipes, pid)
 
     def why_ended(self, slot: str) -> DeathCause | None:
         node = self._reservations[slot].node

@@ -51,8 +51,12 @@ from orchestrator.watch.store import RunStore
 from orchestrator.watch.summary import failure_dict, summary_dict, summary_text, write_summary
 from workers.host.processes import start_time
 from workers.learned_limits.store import LimitStore
+from workers.messages import FaultKind
 
 _SUMMARY_NAME = "summary.json"
+
+#: Faults that end a process wherever it is.
+_DEADLY = frozenset({FaultKind.KILL, FaultKind.SEGV, FaultKind.EXIT})
 
 #: The end of a traceback, where the user's own code is; events.jsonl has all of it.
 _TRACEBACK_LINES = 20
@@ -112,6 +116,12 @@ def _check(environment: Environment, options: Options) -> None:
     if not is_rehearsal and not options.yes_really:
         raise UsageError(
             "--chaos kills workers of a real cluster; try it with --rehearse, or say that you mean it: --yes-really"
+        )
+    is_mps = environment.config.compute_share_mode == "mps" and environment.target.device != "cpu"
+    if is_mps and environment.mode is not Mode.REHEARSE and _DEADLY & set(options.chaos.kinds()):
+        raise UsageError(
+            "--chaos ends processes in the middle of a step, and under MPS that can end every other worker of the "
+            "card; valid: faults other than kill, segv and exit, or --set compute_share_mode=duty"
         )
     check(options.chaos, environment.config.nodes, environment.config.head_node, is_rehearsal=is_rehearsal)
 

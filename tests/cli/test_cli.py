@@ -86,6 +86,10 @@ def test_without_a_verb_the_help_is_shown_as_a_usage_error(command: Command) -> 
         (["limits", "--set", "x=1"], "--set"),
         # Faults that cannot be injected, and sensors that cannot be faked.
         ([*RUN, "--chaos", "kill:every=20s"], "--yes-really"),
+        (
+            [*RUN, "--chaos", "kill:every=20s", "--yes-really", "--set", "compute_share_mode=mps"],
+            "under MPS that can end every other worker",
+        ),
         ([*RUN, "--chaos", "node:pc2@3s", "--yes-really"], "only a rehearsal owns the raylets"),
         ([*RUN, "--rehearse", "--chaos", "node:pc3@3s"], "there is no such node; did you mean pc2?; valid: pc2"),
         ([*RUN, "--rehearse", "--chaos", "node:pc1@3s"], "its raylet carries the head"),

@@ -73,7 +73,7 @@ if sys.argv[1:] == ["-f"]:
             file.write(f"{{pipes}} {{command}}\\n")
         if manner == "mute":
             continue
-        client.sendall(b"ok")
+        client.sendall(b"4711\\n" if command == "get_server_list" else b"ok")
         client.close()
         if command.split()[0] == "quit" and manner != "stubborn":
             sys.exit(0)
@@ -82,7 +82,7 @@ client.settimeout(0.5)
 try:
     client.connect(str(pipes / "control"))
     client.sendall(sys.stdin.readline().strip().encode())
-    client.recv(1000)
+    print(client.recv(1000).decode())
 except OSError:
     print("Cannot find MPS control daemon process")
     sys.exit(1)

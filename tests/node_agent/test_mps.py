@@ -252,3 +252,13 @@ def test_orders_and_outcomes_survive_the_pipe(node: Ready) -> None:
     for line in ("", "3", "{}", '{"notes": 3}', to_line(outcome)):
         with pytest.raises(ValueError, match=r"no AgentOrders|Expecting"):
             from_line(AgentOrders, line)
+
+
+def test_a_client_is_ended_by_the_daemon_first(node: Ready, stand_in: Path) -> None:
+    agent = node().agent(mps=True)
+    pipes = agent.outcome().pipe_directory
+    assert pipes is not None
+    assert mps.end_client(pipes, 12345)
+    assert commands(stand_in, pipes)[-1] == "terminate_client 4711 12345"
+    agent.end()
+    assert not mps.end_client(pipes, 12345)

@@ -41,6 +41,8 @@ _FIRST_WITH_LIMITS: Final = (7, 0)
 _PROHIBITED: Final = 2
 
 _ANSWER_S: Final = 10.0
+#: The head waits for it before it ends a process.
+_CLIENT_S: Final = 2.0
 _START_S: Final = 15.0
 #: A daemon that gets `quit` waits for its clients; the workers of a run have been ended by then.
 _QUIT_S: Final = 10.0
@@ -182,6 +184,17 @@ def end(daemon: Daemon) -> None:
     shutil.rmtree(daemon.folder, ignore_errors=True)
 
 
+def end_client(pipe_directory: str, pid: int) -> bool:
+    """Have the daemon end a client before its process is killed; say whether a server took the command.
+
+    A client that dies while it computes can end the other clients of its server with it (docs.nvidia.com/deploy/mps,
+    "Client Early Termination").
+    """
+    servers = _ask(pipe_directory, "get_server_list", _CLIENT_S) or ""
+    commands = (f"terminate_client {server} {pid}" for server in servers.split() if server.isdigit())
+    return any([_tell(pipe_directory, command, _CLIENT_S) for command in commands])  # noqa: C419 - tells every server
+
+
 def await_daemon(pipe_directory: str, patience_s: float) -> None:
     """Wait until the daemon of a pipe directory is there: a client that does not find one runs without any limit.
 
@@ -205,6 +218,11 @@ def _answers(pipe_directory: str) -> bool:
 
 def _tell(pipe_directory: str, command: str, timeout_s: float) -> bool:
     """Give the daemon a command; say whether it took it."""
+    return _ask(pipe_directory, command, timeout_s) is not None
+
+
+def _ask(pipe_directory: str, command: str, timeout_s: float) -> str | None:
+    """Give the daemon a command and return what it answers; `None`: it did not take it."""
     try:
         done = subprocess.run(  # noqa: S603 - NVIDIA's program, found by name as its documents say
             [CONTROL],
@@ -217,8 +235,9 @@ def _tell(pipe_directory: str, command: str, timeout_s: float) -> bool:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0 and "Cannot find MPS" not in done.stdout + done.stderr
+        return None
+    is_taken = done.returncode == 0 and "Cannot find MPS" not in done.stdout + done.stderr
+    return done.stdout if is_taken else None
 
 
 def _environment(pipe_directory: str) -> dict[str, str]:
