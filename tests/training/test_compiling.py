@@ -91,9 +91,13 @@ def test_a_compiler_that_fails_costs_its_own_time_only() -> None:
     assert "no such instruction" in figures["reason"]
 
 
-def test_a_compiler_that_runs_out_of_memory_is_given_three_trials() -> None:
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory. (injected)"), RuntimeError("Triton Error [CUDA]: out of memory")],
+)
+def test_a_compiler_that_runs_out_of_memory_is_given_three_trials(error: Exception) -> None:
     def backend(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. (injected)")
+        raise error
 
     made, part = compiling(nn.Linear(8, 1), backend)
     for _ in range(2):

@@ -187,3 +187,26 @@ def test_a_part_of_a_batch_is_copied_whatever_its_shape() -> None:
     assert copied["other"][0].is_meta
     assert copied["other"][1][0].is_meta
     assert copied["other"][1][1] == "name"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_shortage_of_pinned_memory_is_told_once(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    """Not taken for one of the card's memory, which a smaller part of the batch would cure."""
+
+    def pin_memory(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    # torch pins only where there is an accelerator, and does so in this process.
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda *_, **__: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cpu"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    loader = Loader(Items(), order, BATCH, LoaderSettings(workers=workers, pin=True, start_method="fork"))
+    batches = [loader.next_batch() for _ in range(3)]
+    loader.close()
+    assert [key for batch in batches for key in keys(batch)] == order(0, 3 * BATCH)
+    ((name, detail),) = loader.news()
+    assert name == "unpinned"
+    assert "CUDA error: out of memory" in detail["reason"]
+    assert loader.news() == []

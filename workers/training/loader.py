@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import platform
+import re
 import resource
 import time
 import traceback
@@ -101,7 +102,7 @@ class Loader:
             except (RuntimeError, OSError, EOFError) as failure:
                 if _was_pinning(failure):
                     self._settings = replace(self._settings, pin=False)
-                    self._news.append(("unpinned", {"reason": " ".join(str(failure).split())[:_LONGEST]}))
+                    self._news.append(("unpinned", {"reason": _what(failure)}))
                 elif not self._may_be_a_lost_process(failure):
                     raise
                 self.close()
@@ -183,6 +184,12 @@ def _was_pinning(failure: BaseException) -> bool:
         return True
     frames = traceback.walk_tb(failure.__traceback__)
     return any("pin_memory" in {frame.f_code.co_name, *frame.f_code.co_names} for frame, _ in list(frames)[-1:])
+
+
+def _what(failure: BaseException) -> str:
+    """Return what an error says; one of another thread of torch's comes with its traceback, as text."""
+    lines = str(failure).splitlines() or [type(failure).__name__]
+    return next((line for line in lines if re.match(r"[\w.]*Error: ", line)), lines[0])[:_LONGEST]
 
 
 def on_device(batch: Any, device: torch.device, *, non_blocking: bool = True) -> Any:  # noqa: ANN401 - any batch
