@@ -9,7 +9,7 @@ worker does) and ends nothing (`lifecycle.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from workers.messages import Report, WorkerState
 
@@ -56,7 +56,8 @@ class LeakWatch:
             return None
         if (self.kept_bytes or 0) >= min(limit_bytes, kept_limit_bytes):
             return self.kept_bytes
-        return self.growth_bytes if (self.growth_bytes or 0) >= limit_bytes else None
+        growth_bytes = self.growth_bytes
+        return growth_bytes if growth_bytes is not None and growth_bytes >= limit_bytes else None
 
 
 #: Nothing is known yet.
@@ -85,8 +86,9 @@ def observed(watch: LeakWatch, report: Report) -> LeakWatch:
         recent_bytes = (*recent_bytes, held_bytes)[-_RECENT:]
     elif seen > _SETTLING:
         base_bytes = max(held_bytes, base_bytes or 0)
-    return replace(
-        watch,
+    return LeakWatch(
+        work=work,
+        first_step=first_step,
         seen=seen,
         base_bytes=base_bytes,
         recent_bytes=recent_bytes,

@@ -14,7 +14,7 @@ from orchestrator.core.slot import NO_ORDERS, HeadState, Orders, Phase, Slot, Sl
 from orchestrator.core.step_accounting import steps_at_risk
 from orchestrator.core.training import Training
 from orchestrator.watch.model import Brief, LazyRows, Row
-from orchestrator.watch.records import SlotProgress, SlotRecord
+from orchestrator.watch.records import COUNTERS, SlotProgress, SlotRecord
 from orchestrator.watch.store import RunStore
 from workers.messages import DeviceInfo, MemoryInfo, Progress, Report, ResumeState, StepCounts, WorkerState
 from workers.readings import SensorReading
@@ -204,6 +204,11 @@ def row(plan: SlotPlan, slot: Slot, meter: Meter, now_s: float) -> Row:
     )
 
 
+def _counters(slot: Slot) -> tuple[float, ...]:
+    """Return a slot's counters in the order of `COUNTERS`."""
+    return *_counters_of(slot.counts), slot.restarts, slot.steps_lost_upper_bound
+
+
 class Recorder:
     """Puts slots that have changed into the store: all of a record only where more than its progress has changed."""
 
@@ -228,7 +233,6 @@ class Recorder:
 
     def _record(self, slot: Slot, now_s: float) -> SlotRecord:
         plan = self._plans[slot.slot]
-        others = {"restarts": slot.restarts, "steps_lost_upper_bound": slot.steps_lost_upper_bound}
         return SlotRecord(
             slot=slot.slot,
             node=plan.spec.node,
@@ -237,9 +241,9 @@ class Recorder:
             incarnation=slot.incarnation,
             next_sequence=slot.next_sequence,
             steps_at_risk=steps_at_risk(slot),
-            counters={**asdict(slot.counts), **others},
+            counters=dict(zip(COUNTERS, _counters(slot), strict=True)),
             resume=slot.resume,
-            row=row(plan, slot, self._meters[slot.slot], now_s).to_dict(),
+            row=row(plan, slot, self._meters[slot.slot], now_s).known(),
             orders=None if slot.orders == NO_ORDERS else asdict(slot.orders),
         )
 
@@ -247,5 +251,4 @@ class Recorder:
     def _progress(slot: Slot, unix_offset_s: float) -> SlotProgress:
         """Return what a report changes in the store; `unix_offset_s` is Unix time less monotonic time."""
         heard_at_unix_s = None if slot.heard_at_s is None else slot.heard_at_s + unix_offset_s
-        counters = (*_counters_of(slot.counts), slot.restarts, slot.steps_lost_upper_bound)
-        return SlotProgress(slot.slot, slot.next_sequence, steps_at_risk(slot), heard_at_unix_s, counters)
+        return SlotProgress(slot.slot, slot.next_sequence, steps_at_risk(slot), heard_at_unix_s, _counters(slot))

@@ -393,8 +393,9 @@ class Supervisor:
                 fault = None if injector is None else injector.process_fault(slot, command, now_s)
                 lease_bytes = self._broker.grant(slot, command.sequence)
                 copy = self.snapshots.copy_for(name, command.incarnation)
-                directive = replace(command, process_fault=fault, lease_bytes=lease_bytes, snapshot=copy)
-                self.fleet.submit(name, directive)
+                if (fault, lease_bytes, copy) != (None, None, None):  # hardly ever, and a copy takes time
+                    command = replace(command, process_fault=fault, lease_bytes=lease_bytes, snapshot=copy)
+                self.fleet.submit(name, command)
             case slots.Forget():
                 self.fleet.forget(name)
             case slots.Restart():

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, lru_cache
+from operator import attrgetter
 from typing import Any, TypeAlias, TypeVar, get_args, get_type_hints
 
 from orchestrator.core.slot import HeadState, Slot, SlotState, slot_state
@@ -107,9 +108,13 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the row as JSON knows it: no enums, and `None` for a number that is not finite."""
-        values = {key: self.value(key) for key in ROW_KEYS}
+        values = dict(zip(ROW_KEYS, _values_of(self), strict=True))
         values["state"] = self.state.value
         return {key: finite(value) if isinstance(value, float) else value for key, value in values.items()}
+
+    def known(self) -> dict[str, Any]:
+        """Return `to_dict` without what is unknown, which would be half of its text."""
+        return {key: value for key, value in self.to_dict().items() if value is not None}
 
     def value(self, key: str) -> Any:  # noqa: ANN401 - the type of each field
         """Return the value of one of `ROW_KEYS`."""
@@ -157,6 +162,10 @@ _OWN_KEYS = tuple(item.name for item in fields(Row) if item.name not in {"counts
 
 #: The keys of a row in JSON, in the order of summary.json: its fields with its counts at their places, its progress.
 ROW_KEYS = (*(key for name in _OWN_KEYS for key in (name, *_COUNTS_AFTER.get(name, ()))), *Progress.__slots__)
+
+_values_of = attrgetter(
+    *(f"counts.{key}" if key in _COUNT_KEYS else f"progress.{key}" if key in _PROGRESS_KEYS else key for key in ROW_KEYS)
+)
 
 
 @cache

@@ -94,6 +94,6 @@ class SlotRecord:
     counters: Mapping[str, int | float] = field(default_factory=dict)
     resume: ResumeState | None = None
     row: Mapping[str, Any] = field(default_factory=dict)
-    """`Row.to_dict()` of the slot."""
+    """`Row.known()` of the slot."""
     orders: Mapping[str, Any] | None = None
     """What the user has asked of it, as `core.slot.Orders`; `None`: nothing."""

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,6 +30,8 @@ RETRY_AFTER_S = 1.0
 EVENTS_KEPT = 10_000
 """Events that wait while nothing can be written; beyond them the oldest go."""
 
+_ROWS_MOST = 50
+"""Rows of a sample in one transaction: the write-ahead log stays as long as its longest one has made it."""
 _PATIENCE_S = 0.1
 """How long another program's lock may delay the head."""
 _LAST_PATIENCE_S = 2.0
@@ -70,6 +73,7 @@ class RunStore:
         self._slots_waiting: dict[str, SlotRecord] = {}
         self._progress_waiting: dict[str, SlotProgress] = {}
         self._samples: list[Line] = []
+        self._rows_waiting: dict[str, Line] = {}
         self._events: deque[Line] = deque(maxlen=EVENTS_KEPT)
         self._commands: list[CommandRecord] = []
         self._verdict: Line | None = None
@@ -98,6 +102,7 @@ class RunStore:
         """Take slots as they are now; the latest record of a slot is the one that counts."""
         for record in records:
             self._slots[record.slot] = self._slots_waiting[record.slot] = record
+            self._rows_waiting.pop(record.slot, None)  # the record has a newer row
 
     def progress(self, slots: Iterable[SlotProgress]) -> None:
         """Take what reports have changed in slots that the store has a record of. Counts before that record."""
@@ -152,6 +157,7 @@ class RunStore:
         # In the order of their key, new lines fill the pages of the table; in another one pages stay half empty.
         rows = sorted(snapshot.rows, key=lambda row: row.slot)
         self._samples = [tables.sample_line(row, snapshot.now_unix_s) for row in rows]
+        self._rows_waiting = {row.slot: line for row, line in zip(rows, self._samples, strict=True)}
 
     def _anything_waits(self) -> bool:
         known = self._facts is not None and (self._begins or self._figures_wait)
@@ -159,17 +165,20 @@ class RunStore:
             self._progress_waiting
             or self._slots_waiting
             or self._samples
+            or self._rows_waiting
             or self._events
             or self._commands
             or self._verdict
         )
 
     def _write(self, patience_s: float) -> None:
+        count = None if self._verdict is not None else _ROWS_MOST
+        rows = dict(islice(self._rows_waiting.items(), count))
         try:
             connection = self._connected(patience_s)
             connection.execute("BEGIN IMMEDIATE")
             origin = self._put_run(connection)
-            self._put_rest(connection)
+            self._put_rest(connection, rows.values())
             connection.execute("COMMIT")
         except _FAILURES as failure:
             self.problem = f"the record of the run cannot be written to {self._path}: {failure}"
@@ -180,6 +189,7 @@ class RunStore:
         self._origin = origin
         self._begins = self._figures_wait = False
         self._slots_waiting, self._progress_waiting, self._samples, self._verdict = {}, {}, [], None
+        self._rows_waiting = dict(islice(self._rows_waiting.items(), len(rows), None))
         self._events.clear()
         self._commands.clear()
 
@@ -202,14 +212,14 @@ class RunStore:
             connection.execute(tables.END_RUN, told)
         return origin
 
-    def _put_rest(self, connection: sqlite3.Connection) -> None:
+    def _put_rest(self, connection: sqlite3.Connection, rows: Iterable[Line]) -> None:
         connection.executemany(tables.PUT_SLOT, map(tables.line_of, self._slots_waiting.values()))
         progress = self._progress_waiting.values()
         try:
             connection.executemany(tables.PUT_PROGRESS, (tables.progress_line(slot, cut=False) for slot in progress))
         except OverflowError:  # cutting takes time, and is hardly ever needed
             connection.executemany(tables.PUT_PROGRESS, (tables.progress_line(slot, cut=True) for slot in progress))
-        connection.executemany(tables.PUT_ROW, self._samples)
+        connection.executemany(tables.PUT_ROW, rows)
         connection.executemany(tables.PUT_SAMPLE, self._samples)
         connection.executemany(tables.ADD_EVENT, self._events)
         connection.executemany(tables.ADD_COMMAND, map(tables.line_of, self._commands))

@@ -101,7 +101,7 @@ def test_everything_comes_back_as_it_was(folder: Path, store: RunStore) -> None:
 
     run = read_run(folder)
     assert run.facts == replace(MINE, elapsed_s=12.5)
-    assert run.slots == (record(row=row.to_dict()), record("pc2/0", state="LOST", row={}))
+    assert run.slots == (record(row=row.known()), record("pc2/0", state="LOST", row={}))
     assert (run.outcome, run.exit_code, run.error, run.heads) == ("degraded", 1, "too few", 1)
     assert (run.elapsed_s, run.remaining_s, run.updated_at_unix_s) == (12.5, 17.5, 1_700_000_012.5)
     assert (run.nodes_seen, run.notices, run.restart_count) == (("pc1",), ("pc2 has left",), 3)
