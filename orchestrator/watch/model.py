@@ -163,9 +163,8 @@ _OWN_KEYS = tuple(item.name for item in fields(Row) if item.name not in {"counts
 #: The keys of a row in JSON, in the order of summary.json: its fields with its counts at their places, its progress.
 ROW_KEYS = (*(key for name in _OWN_KEYS for key in (name, *_COUNTS_AFTER.get(name, ()))), *Progress.__slots__)
 
-_values_of = attrgetter(
-    *(f"counts.{key}" if key in _COUNT_KEYS else f"progress.{key}" if key in _PROGRESS_KEYS else key for key in ROW_KEYS)
-)
+_PLACES = {**dict.fromkeys(_COUNT_KEYS, "counts."), **dict.fromkeys(_PROGRESS_KEYS, "progress.")}
+_values_of = attrgetter(*(_PLACES.get(key, "") + key for key in ROW_KEYS))
 
 
 @cache
