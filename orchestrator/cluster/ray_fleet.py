@@ -102,9 +102,7 @@ class RayFleet:
         self._reservations: dict[str, Reservation] = {}
         self._pids: dict[str, int] = {}
         """Process of each slot, as of its last report."""
-        self._uses_card: dict[str, bool] = {}
-        self._pipes: dict[str, str | None] = {}
-        """Of each slot the pipe directory of its MPS daemon; `None` without one."""
+        self._specs: dict[str, WorkerSpec] = {}
         self._up: dict[str, int] = {}
         """Process of each slot that has come up for the present incarnation."""
         self._coming_up: dict[str, Any] = {}
@@ -164,8 +162,7 @@ class RayFleet:
         # Ray hands the arguments to each new process of the actor, restarts it without a limit and never repeats a
         # call: counting and waiting are the head's.
         self._reservations[reservation.slot] = reservation
-        self._uses_card[reservation.slot] = spec.device == "cuda"
-        self._pipes[reservation.slot] = spec.mps_pipe_directory
+        self._specs[reservation.slot] = spec
         actor_class = ray.remote(WorkerActor)
         self._actors[reservation.slot] = actor_class.options(
             num_cpus=reservation.num_cpus,
@@ -213,7 +210,7 @@ class RayFleet:
             ray.kill(actor, no_restart=True)
 
     def _end_mps_client(self, slot: str) -> None:
-        pipes, pid = self._pipes.get(slot), self._process_of(slot)
+        pipes, pid = self._specs[slot].mps_pipe_directory, self._process_of(slot)
         if pipes is not None and pid is not None:
             self._watch.end_mps_client(self._reservations[slot].node, pipes, pid)
 
@@ -237,7 +234,7 @@ class RayFleet:
             slots[pid]: activity
             for node, slots in asked.items()
             for pid, activity in self._watch.look(
-                node, {pid: self._uses_card[slot] for pid, slot in slots.items()}
+                node, {pid: self._specs[slot].device == "cuda" for pid, slot in slots.items()}
             ).items()
         }
 

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.ray
 #: Ray would prepare this with the help of an agent that a rehearsal does not start. So it must not be asked for.
 RUNTIME_ENVIRONMENT = {"RAY_JOB_CONFIG_JSON_ENV_VAR": '{"runtime_env": {"env_vars": {"UNUSED": "1"}}}'}
 
-#: The head and what cleans up behind it, Ray's own two, what stands for Ray's agents, and workers.
-PROGRAMS = ("python", "gcs_server", "raylet", "cat", "ray::WorkerActor", "ray::IDLE")
+#: The head and what cleans up behind it, Ray's own two, what stands for Ray's agents, workers, and what watches them.
+PROGRAMS = ("python", "gcs_server", "raylet", "cat", "ray::WorkerActor", "ray::Observer", "ray::IDLE")
 
 
 def family(pid: int) -> list[psutil.Process]:

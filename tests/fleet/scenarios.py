@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
 import pytest
@@ -204,7 +205,7 @@ def a_step_that_fails_is_a_report_and_no_failure(stage: Stage) -> None:
 
 def an_engine_that_cannot_be_made_is_unbuildable(stage: Stage) -> None:
     slot = f"{stage.node}/unbuildable"
-    stage.place_as(slot, cast("WorkerSpec", None))
+    stage.place_as(slot, cast("WorkerSpec", SimpleNamespace(device="cpu", mps_pipe_directory=None)))
     stage.submit(slot, 0)
     (ended,) = stage.wait(1)
     assert isinstance(ended, SliceFailed)

@@ -213,7 +213,7 @@ def _step(session: Session, stats: SliceStats, run: Run) -> StepOk | StepOom | N
     session.step_succeeded()
     session.workload.save()
     stats.count(StepCounts(steps_ok=1, work_flop=done.flop, busy_s=seconds))
-    stats.longest_step_s = max(stats.longest_step_s, seconds)
+    stats.took(seconds)
     peak_bytes = session.device.step_peak_bytes()
     session.workload.measured(peak_bytes, seconds)
     session.rebase_once_warm(stats)

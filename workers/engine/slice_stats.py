@@ -66,6 +66,10 @@ class SliceStats:
         """Add to the counters of the slice."""
         self.counts += counts
 
+    def took(self, step_s: float) -> None:
+        """Note how long a good step took."""
+        self.longest_step_s = max(self.longest_step_s, step_s)
+
     def raised(self, traceback: str) -> None:
         """Keep the text of the workload's own exception."""
         self.error = traceback
