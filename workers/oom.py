@@ -118,7 +118,7 @@ _TEXTS: Final = tuple(
             # cuDNN tries its algorithms, and what each of them raised for want of memory is not told.
             r"(?:GET|FIND) was unable to find an engine|Unable to find a valid cuDNN algorithm",
             # A library's kernel that got no memory for itself; a bad argument says so too. Hence only probable.
-            r"CUDNN_STATUS_(?:INTERNAL_ERROR|EXECUTION_FAILED)|CUBLAS_STATUS_INTERNAL_ERROR",
+            r"CUDNN_STATUS_(?:INTERNAL_ERROR|EXECUTION_FAILED)\b|CUBLAS_STATUS_INTERNAL_ERROR\b",
             r"!handles_\.at\(i\) INTERNAL ASSERT FAILED|CUDA driver error: device not ready",
             # oneDNN; the same words followed by "descriptor" mean an operation it cannot do, which is a bug.
             r"could not create a (?:primitive|memory)\b(?! desc)",

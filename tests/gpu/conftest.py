@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from workers.host.cuda_environment import set_for_cuda
+from workers.host.cuda_environment import DETERMINISTIC_WORKSPACE, set_for_cuda
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,7 +31,7 @@ os._exit(0)  # a poisoned context aborts the process when it is taken down
 def in_child(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """Run a function of a test module in a fresh process and return what it returns."""
     environment = {**os.environ, "PYTHONWARNINGS": ""}
-    set_for_cuda(environment)  # as a worker's actor does
+    set_for_cuda(environment, DETERMINISTIC_WORKSPACE)  # as a worker's actor does
 
     def run(function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - whatever the function returns
         folder = tmp_path_factory.mktemp("child")

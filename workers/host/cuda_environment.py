@@ -37,10 +37,14 @@ def workspace_of(train: Mapping[str, object]) -> str:
     return DETERMINISTIC_WORKSPACE if train.get("deterministic") else WORKSPACE
 
 
-def set_for_cuda(environment: MutableMapping[str, str], workspace: str = WORKSPACE) -> None:
-    """Change the environment of a process that is going to use a card; what is no matter of the cap stays."""
+def set_for_cuda(environment: MutableMapping[str, str], workspace: str | None = WORKSPACE) -> None:
+    """Change the environment of a process that is going to use a card; what is no matter of the cap stays.
+
+    `None` leaves the workspace of cuBLAS to the processes that this one starts.
+    """
     for name in _ALLOCATOR_SETTINGS:
         environment.pop(name, None)
     for name, value in _DEFAULTS.items():
         environment.setdefault(name, value)
-    environment.setdefault("CUBLAS_WORKSPACE_CONFIG", workspace)
+    if workspace is not None:
+        environment.setdefault("CUBLAS_WORKSPACE_CONFIG", workspace)

@@ -21,6 +21,8 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from workers import oom
+from workers.settings import FailureKind
 from workers.training.errors import TaskError
 from workers.training.ram_cache import RamCache
 
@@ -100,7 +102,7 @@ class Loader:
             try:
                 batch = self._next()
             except (RuntimeError, OSError, EOFError) as failure:
-                if _was_pinning(failure):
+                if self._settings.pin and _was_pinning(failure):
                     self._settings = replace(self._settings, pin=False)
                     self._news.append(("unpinned", {"reason": _what(failure)}))
                 elif not self._may_be_a_lost_process(failure):
@@ -180,6 +182,8 @@ def _was_pinning(failure: BaseException) -> bool:
 
     The thread of a loader says so in words (torch/utils/data/_utils/pin_memory.py); without one the frame tells.
     """
+    if oom.classify(failure).kind is FailureKind.CONTEXT_CORRUPTED:
+        return False  # it only surfaced there
     if "pin memory thread" in str(failure):
         return True
     frames = traceback.walk_tb(failure.__traceback__)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 import torch
 
+from workers.host.cuda_environment import DETERMINISTIC_WORKSPACE
 from workers.training.settings import Precision
 
 _HALVES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -76,5 +78,7 @@ def set_up(precision: Precision, *, deterministic: bool, cudnn_benchmark: bool =
     torch.backends.cudnn.benchmark = cudnn_benchmark
     allow_tf32(allowed=precision == "tf32")
     if deterministic:
+        # Of a loop without an actor: torch refuses any other, and cuBLAS reads it with its first product.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", DETERMINISTIC_WORKSPACE)
         torch.use_deterministic_algorithms(True)
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -29,6 +29,8 @@ _SLOW: Final = "torch._dynamo"
 
 def fork_context() -> ForkServerContext:
     """Return how to start arms. Whatever starts the fork server first in this process decides what it has imported."""
+    # The fork server loads torch, which reads there which allocator to use. It inherits this process's environment.
+    set_for_cuda(os.environ, None)
     multiprocessing.set_forkserver_preload([_ARM, _SLOW])
     return multiprocessing.get_context("forkserver")
 
