@@ -3,12 +3,16 @@
 The real supervisor, lifecycle, memory broker, event log, store and table run on a scripted fleet without Ray: every
 worker reports once a second and nothing goes wrong. What the script itself takes is measured and left out. With `jump`
 the clock jumps to what is due: quick and hardly disturbed, but caches stay warmer than in a head that waits.
+
+`times_bare` compares it with a loop in the same process that decodes as many of the same reports and stores as many of
+the same rows in as many transactions, and does nothing else: a ratio that a faster machine does not change much.
 """
 
 from __future__ import annotations
 
 import heapq
 import os
+import pickle
 import random
 import sqlite3
 import tempfile
@@ -25,6 +29,7 @@ from orchestrator.config.schema import Config
 from orchestrator.core.fleet import NodeFact, Reservation, SliceReported
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
 from orchestrator.run.clock import Clock
+from orchestrator.watch import tables
 from workers.messages import DeviceInfo, Directive, MemoryInfo, Report, StepCounts, Verdict, WorkerState
 from workers.readings import SensorReading
 from workers.settings import Learned, LimitKey, StoredLimit, WorkerSpec
@@ -36,6 +41,8 @@ _WORKERS_PER_NODE: Final = 10
 _LOG_BYTES: Final = 1100 * 4096
 #: The most that each figure of a row should be.
 _TARGETS: Final = {"core_pct": 10.0, "core_pct_with_table": 12.0, "store_bytes_per_s": 10_000.0}
+#: A worker's policy learns something new in one of so many reports.
+_REPORTS_TO_LEARN: Final = 20
 _CARD_BYTES: Final = 24 * GIB
 _CONTEXT_BYTES: Final = 320 * MIB
 
@@ -72,7 +79,8 @@ class ScriptedFleet:
         self._workers: dict[str, _Worker] = {}
         self._due: list[tuple[float, int, _Worker, Directive]] = []
         self._number = 0
-        self.reports = 0
+        self.reports = self.turns = 0
+        self.last: dict[str, Report] = {}
         self.script_s = 0.0  # processor time of the script, which is not the head's
         names = dict.fromkeys(plan.spec.node for plan in plans)
         self._nodes = tuple(
@@ -105,8 +113,10 @@ class ScriptedFleet:
         done = []
         while self._due and self._due[0][0] <= now_s:
             _, _, worker, directive = heapq.heappop(self._due)
-            done.append(SliceReported(report=_report(worker, directive, self._random)))
+            self.last[worker.spec.slot] = _report(worker, directive, self._random)
+            done.append(SliceReported(report=self.last[worker.spec.slot]))
         self.reports += len(done)
+        self.turns += 1
         self.script_s += time.thread_time() - began_s
         return tuple(done)
 
@@ -126,7 +136,7 @@ def _report(worker: _Worker, directive: Directive, drawn: random.Random) -> Repo
     used_bytes = min(_CARD_BYTES, spec.workers_on_host * (_CONTEXT_BYTES + held_bytes) + drawn.randrange(64) * MIB)
     # The footprint that the policy has learned settles, and then changes now and then.
     worker.reports += 1
-    settled = min(worker.reports, 5) + worker.reports // 20
+    settled = min(worker.reports, 5) + worker.reports // _REPORTS_TO_LEARN
     return Report(
         slot=spec.slot,
         incarnation=directive.incarnation,
@@ -209,6 +219,47 @@ def _stored_bytes(path: Path) -> int:
     return int(pages * page_bytes) + max(_LOG_BYTES, log.stat().st_size if log.exists() else 0)
 
 
+def _bare_core_pct(
+    folder: Path, stored: Path, last: dict[str, Report], clock: Clock, took_s: float, reports: int, turns: int
+) -> float:
+    """Return what a loop costs that decodes reports and stores rows as often as the head did in `took_s`."""
+    encoded = [pickle.dumps(report) for report in last.values()]
+    with closing(sqlite3.connect(stored)) as reader:
+        reader.row_factory = sqlite3.Row
+        progress = {line["slot"]: tuple(line) for line in reader.execute("SELECT * FROM progress")}
+        slots = {line["slot"]: dict(line) for line in reader.execute("SELECT * FROM slots")}
+        sampled = "SELECT samples.*, row FROM samples JOIN slots USING (slot)"
+        samples = [dict(line) for line in reader.execute(sampled)]
+        (per_s,) = reader.execute(
+            "SELECT count(*) / (max(at_unix_s) - min(at_unix_s)) FROM samples "
+            "WHERE at_unix_s < (SELECT max(at_unix_s) FROM samples)"
+        ).fetchone()
+    with closing(sqlite3.connect(folder / "bare.sqlite", isolation_level=None)) as store:
+        for statement in ("PRAGMA journal_mode = WAL", "PRAGMA synchronous = NORMAL", *tables.CREATE):
+            store.execute(statement)
+        store.executemany(tables.PUT_SLOT, slots.values())
+        cpu_s, done, sampled_rows = 0.0, 0, 0
+        for turn in range(1, turns + 1):
+            clock.sleep(took_s / turns)
+            began_s = time.process_time()
+            due, rows_due = range(done, reports * turn // turns), int((per_s or 0.0) * took_s * turn / turns)
+            decoded = [pickle.loads(encoded[number % len(encoded)]) for number in due]  # noqa: S301 - our own
+            new_rows = [
+                {**samples[number % len(samples)], "at_unix_s": float(number // len(slots))}
+                for number in range(sampled_rows, rows_due)
+            ]
+            store.execute("BEGIN IMMEDIATE")
+            store.executemany(tables.PUT_PROGRESS, [progress[report.slot] for report in decoded])
+            # A record of a slot is written when what its policy has learned changes.
+            store.executemany(tables.PUT_SLOT, [slots[report.slot] for report in decoded[::_REPORTS_TO_LEARN]])
+            store.executemany(tables.PUT_ROW, new_rows)
+            store.executemany(tables.PUT_SAMPLE, new_rows)
+            store.execute("COMMIT")
+            done, sampled_rows = due.stop, rows_due
+            cpu_s += time.process_time() - began_s
+    return 100.0 * cpu_s / took_s
+
+
 def run(workers: list[int], warm_up_s: float, window_s: float, *, jump: bool) -> Result:
     rows: list[dict[str, Any]] = []
     for count in workers:
@@ -219,7 +270,8 @@ def run(workers: list[int], warm_up_s: float, window_s: float, *, jump: bool) ->
         without, with_table = costs
         core_pct, with_table_pct = without.pop("core_pct"), with_table["core_pct"]
         rows.append({"workers": count, "core_pct": core_pct, "core_pct_with_table": with_table_pct, **without})
-        progress(f"{count} workers: {core_pct:.2f} %, with the table {with_table_pct:.2f} %")
+        times = f"{without['times_bare']:.1f} times a bare loop"
+        progress(f"{count} workers: {core_pct:.2f} %, {times}, with the table {with_table_pct:.2f} %")
     figures = {
         "rows": rows,
         "warm_up_s": warm_up_s,
@@ -266,7 +318,7 @@ def measure(answer: Connection, workers: int, warm_up_s: float, window_s: float,
             if len(looks) < 2 and now_s >= (looks[0][0] + window_s if looks else begins_s):
                 # The script's processor time is not the head's.
                 cpu_s = time.process_time() - fleet.script_s
-                looks.append((now_s, cpu_s, _stored_bytes(Path(folder) / STORE_NAME), fleet.reports))
+                looks.append((now_s, cpu_s, _stored_bytes(Path(folder) / STORE_NAME), fleet.reports, fleet.turns))
             return len(looks) == 2
 
         supervise(
@@ -279,10 +331,16 @@ def measure(answer: Connection, workers: int, warm_up_s: float, window_s: float,
             clock=clock,
             watchers=[LiveTable(console, clock.monotonic_s)] if table else [],
         )
-    took_s, cpu_s, grown_bytes, reports = (now - then for then, now in zip(*looks, strict=True))
+        took_s, cpu_s, grown_bytes, reports, turns = (now - then for then, now in zip(*looks, strict=True))
+        stored = Path(folder) / STORE_NAME
+        core_pct, bare = 100.0 * cpu_s / took_s, {}
+        if not table:
+            bare_core_pct = _bare_core_pct(Path(folder), stored, fleet.last, clock, took_s, int(reports), int(turns))
+            bare = {"bare_core_pct": bare_core_pct, "times_bare": core_pct / bare_core_pct}
     answer.send(
         {
-            "core_pct": 100.0 * cpu_s / took_s,
+            "core_pct": core_pct,
+            **bare,
             "store_bytes_per_s": grown_bytes / took_s,
             "reports_per_s": reports / took_s,
         }
