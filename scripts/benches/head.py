@@ -17,6 +17,7 @@ import random
 import sqlite3
 import tempfile
 import time
+from collections.abc import Collection
 from contextlib import closing
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -30,7 +31,7 @@ from orchestrator.core.fleet import NodeFact, Reservation, SliceReported
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
 from orchestrator.run.clock import Clock
 from orchestrator.watch import tables
-from workers.messages import DeviceInfo, Directive, MemoryInfo, Report, StepCounts, Verdict, WorkerState
+from workers.messages import Activity, DeviceInfo, Directive, MemoryInfo, Report, StepCounts, Verdict, WorkerState
 from workers.readings import SensorReading
 from workers.settings import Learned, LimitKey, StoredLimit, WorkerSpec
 from workers.units import GIB, MIB
@@ -119,6 +120,9 @@ class ScriptedFleet:
         self.turns += 1
         self.script_s += time.thread_time() - began_s
         return tuple(done)
+
+    def watch(self, silent: Collection[str]) -> dict[str, Activity | None]:  # noqa: ARG002 - nothing is silent here
+        return {}
 
     def forget(self, slot: str) -> None:
         self._due = [entry for entry in self._due if entry[2].spec.slot != slot]

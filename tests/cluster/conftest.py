@@ -228,7 +228,8 @@ import json, ray
 from ray._private.state import actors
 ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
 names = {node["NodeID"]: node["Labels"].get("node") for node in ray.nodes()}
-alive = [names[a["Address"]["NodeID"]] for a in actors().values() if a["State"] == "ALIVE"]
+alive = [names[a["Address"]["NodeID"]] for a in actors().values()
+         if a["State"] == "ALIVE" and a["ActorClassName"] == "WorkerActor"]
 print(json.dumps({name: alive.count(name) for name in set(alive)}))
 """
 
