@@ -31,7 +31,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 from orchestrator.cli.stay import keep
 from orchestrator.core.node_commands import NODE_MARK, NodeCommand
 node, address, script = sys.argv[-3:]
-how = dict(environment={NODE_MARK: node}, argv=(script, script + ".sh"), is_head=False, token_steps=())
+how = dict(environment={NODE_MARK: node}, argv=(script, script + ".sh"), is_head=False, token_steps=(), cpus_said="")
 sys.exit(keep(NodeCommand(head_address=address, **how)))
 """
 
