@@ -35,6 +35,9 @@ _RETRY_UNREACHABLE_S = 0.2
 #: No new process fails sooner than this after its first slice was sent: it has to load torch before anything else.
 _REBIRTH_S = 0.5
 
+#: So many times the good steps of any process before it, and a process without checkpoints got further.
+_TIMES_FURTHER: Final = 10
+
 #: What a process keeps after a release is said, and is too much, from these shares of its cap on, and from the last one
 #: on if nothing runs any more. Between two replacements a leak then costs a sixth of the cap on average.
 _FLAG_SHARE: Final = 1 / 6
@@ -125,13 +128,14 @@ def _counted(slot: Slot, flight: Flight, report: Report, moment: Moment) -> Slot
 
 
 def _progressed(slot: Slot, report: Report, process_steps: int) -> bool:
-    """Say whether the process got further than those before it: a newer checkpoint, or more good steps in a row.
+    """Say whether the process got further than those before it: a newer checkpoint, or many times their good steps.
 
-    What crashes in its tenth step, again and again, gets no further.
+    What crashes in its tenth step, again and again, gets no further, although its last report may come after the first
+    step or after the ninth.
     """
     if report.progress is not None and report.progress.train_step is not None:
         return (report.progress.saved_step or 0) > (slot.training.told.saved_step or 0)
-    return process_steps > slot.most_steps
+    return process_steps > _TIMES_FURTHER * slot.most_steps
 
 
 def _accepted(slot: Slot, flight: Flight, report: Report, moment: Moment) -> Transition:

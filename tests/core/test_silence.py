@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from orchestrator.core.slot import Close, Phase, ProcessSeen, Restart, Tick
 from tests.core.scene import Scene
-from workers.messages import Activity
+from workers.messages import Activity, Progress
 
 COMPUTES = Activity(interval_s=1.0, wanted_s=1.0, cpu_s=1.0)
 #: One of ten beside other programs: it gets 3 % of a core.
@@ -103,16 +103,27 @@ def test_no_step_like_those_before_is_ended(step_s: float, got: float) -> None:
     assert watched(scene, share, min(int(step_s / got) + 1, 400)) is None
 
 
-def test_deaths_with_progress_between_are_no_reason() -> None:
+def test_deaths_with_newer_checkpoints_between_are_no_reason() -> None:
     scene = Scene.working(max_deaths=5)
-    for steps in range(2, 32):
-        scene.feed(scene.report(steps_ok=steps))
+    for saved_step in range(2, 62, 2):
+        progress = Progress(train_step=saved_step + 1, saved_step=saved_step)
+        scene.feed(scene.report(progress=progress))
         scene.feed(scene.failure(), later_s=20.0)
         assert scene.slot.phase is Phase.PAUSING
         scene.feed(Tick(), later_s=60.0)
-        scene.feed(scene.report(steps_ok=1))
+        scene.feed(scene.report(steps_ok=1, progress=progress))
     for _ in range(4):  # the last of those above was followed by no progress
         assert scene.slot.phase is Phase.WORKING
         scene.feed(scene.failure(), later_s=20.0)
+        scene.feed(Tick(), later_s=10.0)
+    assert scene.slot.phase is Phase.QUARANTINED
+
+
+def test_what_crashes_in_its_tenth_step_is_given_up() -> None:
+    scene = Scene.working(max_deaths=5)
+    for steps in (1, 4, 8, 2, 9):
+        assert scene.slot.phase is Phase.WORKING
+        scene.feed(scene.report(steps_ok=steps))
+        scene.feed(scene.failure(), later_s=10.0)
         scene.feed(Tick(), later_s=10.0)
     assert scene.slot.phase is Phase.QUARANTINED
