@@ -98,10 +98,10 @@ def test_a_person_reads_the_parts_the_verdict_and_what_to_change(small: tuple[Co
     assert first.endswith("pc1, pc5: fits whole with micro-batch 16 x accumulation 1, which takes 16851 of 20000 MiB")
     sentence = last.splitlines()[-1]
     assert sentence.startswith(
-        "pc4: does not fit: the smallest step, with all 12 blocks checkpointed, needs 2677 MiB, "
+        "pc4: does not fit: the smallest step, with all 12 blocks checkpointed, needs 2685 MiB, "
     )
     assert sentence.endswith(
-        "set nodes.pc4.vram_per_worker_gib to 3.28 or more, or lower train.seq, or raise train.states_on_host, "
+        "set nodes.pc4.vram_per_worker_gib to 3.29 or more, or lower train.seq, or raise train.states_on_host, "
         "or take a smaller train.preset"
     )
     assert max(len(line) for line in fits.splitlines() if line.startswith("  ")) <= 80

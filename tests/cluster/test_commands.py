@@ -55,10 +55,10 @@ def test_slots_are_held_capped_and_saved_as_typed_and_the_next_head_goes_on_so(s
         True,
     )
     wait_for_state(head, "HELD", "pc1/1", "pc2/0")
-    head.wait(lambda: (head.rows()["pc1/0"]["saved_step"] or 0) > 0, "a saved state")
+    head.wait(lambda: (head.rows()["pc1/0"].get("saved_step") or 0) > 0, "a saved state")
     rows = head.rows()
-    assert (rows["pc2/0"]["reserved_bytes"] is None, rows["pc1/1"]["reserved_bytes"]) == (False, None)
-    assert None not in [rows[slot]["saved_step"] for slot in ("pc1/1", "pc2/0")], "what rests has saved"
+    assert ("reserved_bytes" in rows["pc2/0"], "reserved_bytes" in rows["pc1/1"]) == (True, False)
+    assert all("saved_step" in rows[slot] for slot in ("pc1/1", "pc2/0")), "what rests has saved"
     steps = {slot: rows[slot]["steps_ok"] for slot in ("pc1/1", "pc2/0")}
     head.process.kill()
     head.process.wait()
