@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 
-from orchestrator.watch.summary import snapshot_from_summary
-from orchestrator.watch.table import health_table
+from orchestrator.record.summary import snapshot_from_summary
+from orchestrator.view.table import health_table
 
 _MIN_WIDTH = 40
 

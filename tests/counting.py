@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from orchestrator.core.slot import Slot
-from orchestrator.watch.model import Row
+from orchestrator.record.model import Row
 from workers.messages import NO_COUNTS, StepCounts
 
 

@@ -19,8 +19,8 @@ from benches.heads import facts
 from benches.outside import Ledger
 
 from orchestrator.config.load import load_config
-from orchestrator.watch.records import STORE_NAME, SlotRecord
-from orchestrator.watch.store import RunStore
+from orchestrator.record.records import STORE_NAME, SlotRecord
+from orchestrator.record.store import RunStore
 from tests.bench_command import bench, typed
 from tests.fork_server import ForkServer
 from tests.scene import PATIENCE_S, ROOT

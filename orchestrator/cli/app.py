@@ -18,8 +18,8 @@ from orchestrator.cli import options as opt
 from orchestrator.cli.loading import config_of, config_to_read, duration_s, import_from_here, print_text
 from orchestrator.config.load import load_config
 from orchestrator.errors import UsageError
-from orchestrator.watch.cells import glyphs_for
-from orchestrator.watch.folders import find_run
+from orchestrator.record.folders import find_run
+from orchestrator.view.cells import glyphs_for
 
 #: After its last slices a run writes its summary and ends its processes.
 _SUMMARY_S = 30.0
@@ -58,9 +58,9 @@ def run(  # noqa: PLR0913 - one parameter for each option of the command
 ) -> None:
     """Run the workers and show their health. Ctrl-C ends the run and writes the summary."""
     from orchestrator.core.chaos.plan import parse_chaos  # noqa: PLC0415
+    from orchestrator.record.archive import read_run  # noqa: PLC0415
     from orchestrator.run import environment as environments  # noqa: PLC0415 - `--help` should not wait
     from orchestrator.run import runner  # noqa: PLC0415
-    from orchestrator.watch.archive import read_run  # noqa: PLC0415
 
     if local and rehearse:
         raise UsageError("--local and --rehearse exclude each other")
@@ -206,7 +206,7 @@ def report(
 ) -> None:
     """Show one run: how it ended, its table, what happened. Also one that is under way or was killed."""
     from orchestrator.cli.runs import report_json, report_text  # noqa: PLC0415 - only this verb and the one before need it
-    from orchestrator.html_report import verb  # noqa: PLC0415
+    from orchestrator.view.report import verb  # noqa: PLC0415
 
     if text + json_output + (html is not None) > 1:
         raise UsageError("--text, --json and --html exclude each other")
@@ -250,7 +250,7 @@ def top(  # noqa: PLR0913 - one parameter for each option of the command
     read_only: opt.ReadOnly = False,
 ) -> None:
     """Follow a run from any terminal, or replay it. `?` lists the keys."""
-    from orchestrator.top import verb  # noqa: PLC0415 - only this verb needs it
+    from orchestrator.view.top import verb  # noqa: PLC0415 - only this verb needs it
 
     view, glyphs = verb.view_of(sort, wanted), glyphs_for(sys.stdout.encoding)
     folder = find_run(Path(config_to_read(config, overrides, run_dir).run.dir), run_id)
@@ -273,7 +273,7 @@ def notify(
 ) -> None:
     """Tell of a run by mail or chat until it ends. What goes wrong is told at once, the rest in a digest."""
     from orchestrator.config.notify_urls import URLS_VARIABLE, notify_urls  # noqa: PLC0415 - only this verb needs them
-    from orchestrator.notify import verb  # noqa: PLC0415
+    from orchestrator.view.notify import verb  # noqa: PLC0415
 
     if once and test:
         raise UsageError("--once and --test exclude each other")
@@ -302,7 +302,7 @@ def web(  # noqa: PLR0913 - one parameter for each option of the command
     run_dir: opt.RunDir = None,
 ) -> None:
     """Show one run in a browser, also one that is over. Prints the address, which logs one browser in."""
-    from orchestrator.web import verb  # noqa: PLC0415 - only this verb needs it
+    from orchestrator.view.web import verb  # noqa: PLC0415 - only this verb needs it
 
     folder = find_run(Path(config_to_read(config, overrides, run_dir).run.dir), run_id)
     options = verb.Options(
@@ -348,7 +348,7 @@ def burn(  # noqa: PLR0913 - one parameter for each option of the command
     sweep: opt.SweepOf = None,
 ) -> None:
     """Validate every card: PASS or FAIL. In three phases: caps and precision, heat, full load."""
-    from orchestrator.burn import phases, sweep_verb, verb  # noqa: PLC0415 - `--help` should not wait
+    from orchestrator.lab.burn import phases, sweep_verb, verb  # noqa: PLC0415 - `--help` should not wait
     from orchestrator.run import environment as environments  # noqa: PLC0415
     from orchestrator.run import runner  # noqa: PLC0415
 

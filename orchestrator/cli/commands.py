@@ -9,7 +9,7 @@ import typer
 
 from orchestrator.cli import options as opt
 from orchestrator.cli.loading import config_to_read, print_text
-from orchestrator.watch.folders import RUNNING, find_run
+from orchestrator.record.folders import RUNNING, find_run
 
 #: Of the verbs that only name slots.
 _HELP = {

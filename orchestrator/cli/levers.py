@@ -1,4 +1,4 @@
-"""The verbs that say which levers to change; what they do is in `orchestrator.advise`."""
+"""The verbs that say which levers to change; what they do is in `orchestrator.lab.advise`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from orchestrator.cli import options as opt
 from orchestrator.cli.loading import config_of, config_to_read, duration_s, import_from_here, print_text
 from orchestrator.errors import UsageError
-from orchestrator.watch.cells import glyphs_for
+from orchestrator.view.cells import glyphs_for
 
 
 def add_to(app: typer.Typer) -> None:
@@ -34,7 +34,7 @@ def add_to(app: typer.Typer) -> None:
         json_output: opt.AsJson = False,
     ) -> None:
         """Measure what each setting brings here; write tuned.yaml."""
-        from orchestrator.tuning import asked, claims_verb, verb  # noqa: PLC0415 - `--help` should not wait
+        from orchestrator.lab.tune import asked, claims_verb, verb  # noqa: PLC0415 - `--help` should not wait
 
         if local and rehearse:
             raise UsageError("--local and --rehearse exclude each other")
@@ -74,7 +74,7 @@ def add_to(app: typer.Typer) -> None:
         json_output: opt.AsJson = False,
     ) -> None:
         """Say why cards were not busy, and which keys to change."""
-        from orchestrator.advise import verb  # noqa: PLC0415 - only this verb needs it
+        from orchestrator.lab.advise import verb  # noqa: PLC0415 - only this verb needs it
 
         runs_dir = Path(config_to_read(config, overrides, run_dir).run.dir)
         glyphs = glyphs_for(sys.stdout.encoding)

@@ -15,9 +15,9 @@ from rich.text import Text
 
 from orchestrator.config.duration import format_duration
 from orchestrator.errors import ArchiveError, UsageError
-from orchestrator.watch.cells import UNICODE, Glyphs, aligned, flow, number, whole
-from orchestrator.watch.phrases import counted
-from orchestrator.watch.summary import SCHEMA, summary_text
+from orchestrator.record.summary import SCHEMA, summary_text
+from orchestrator.view.cells import UNICODE, Glyphs, aligned, flow, number, whole
+from orchestrator.view.phrases import counted
 from workers.learned_limits.limits import is_about, to_plain
 from workers.learned_limits.store import EXPIRY_S, LimitStore
 from workers.settings import StoredLimit

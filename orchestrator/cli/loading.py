@@ -16,7 +16,7 @@ from orchestrator.config.duration import parse_duration
 from orchestrator.config.load import load_config
 from orchestrator.config.schema import Config, RunConfig
 from orchestrator.errors import UsageError
-from orchestrator.watch.cells import width_of, wrapped
+from orchestrator.view.cells import width_of, wrapped
 
 DEFAULT_CONFIG: Final = "cluster.yaml"
 """The configuration that is read if the user names none."""

@@ -15,8 +15,8 @@ import typer
 
 from orchestrator.cli.app import app
 from orchestrator.errors import OrchestratorError, one_line
-from orchestrator.watch.cells import width_of, wrapped
-from orchestrator.watch.summary import failure_dict, summary_text
+from orchestrator.record.summary import failure_dict, summary_text
+from orchestrator.view.cells import width_of, wrapped
 
 #: Base of what typer raises for a bad command line: click's ClickException, or that of the copy newer typers carry.
 _BadCommandLine: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")

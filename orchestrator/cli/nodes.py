@@ -24,7 +24,7 @@ from orchestrator.cluster import known_agent_ports
 from orchestrator.config.schema import Config
 from orchestrator.core.node_commands import NODE_MARK, NodeCommand, node_command
 from orchestrator.errors import UsageError
-from orchestrator.watch.archive import NOTE_NAME, head_of
+from orchestrator.record.archive import NOTE_NAME, head_of
 
 #: How long processes get to end by themselves before they are killed.
 _GRACE_S = 10.0

@@ -9,8 +9,8 @@ from typing import Any
 from orchestrator.cli.plan_training import cap_about_bytes, training_lines
 from orchestrator.config.schema import Config
 from orchestrator.core.budget import NodeBudget, node_budget
-from orchestrator.watch.cells import aligned
-from orchestrator.watch.phrases import counted
+from orchestrator.view.cells import aligned
+from orchestrator.view.phrases import counted
 from workers.settings import ASSUMED_CONTEXT_BYTES
 from workers.units import GIB
 

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from orchestrator.config.schema import Config
 from orchestrator.core.budget import NodeBudget
 from orchestrator.errors import UsageError, one_line
-from orchestrator.watch.cells import aligned
+from orchestrator.view.cells import aligned
 from workers.settings import ASSUMED_CONTEXT_BYTES
 from workers.training.settings import PRESETS, TrainSettings
 from workers.units import GIB, MIB

@@ -18,15 +18,15 @@ from rich.console import Console
 from orchestrator.config.duration import format_duration
 from orchestrator.core.slot import HeadState
 from orchestrator.errors import NothingStoredError, UsageError
-from orchestrator.watch.archive import StoredEvent, StoredRun, read_events, read_run
-from orchestrator.watch.cells import UNICODE, Glyphs, aligned, clock, share_pct, whole
-from orchestrator.watch.folders import Listed, command_for, list_runs, run_object, summary_of
-from orchestrator.watch.model import Snapshot
-from orchestrator.watch.output import last_lines, slots_with_output
-from orchestrator.watch.phrases import closing_lines, counted, fault_lines, section, time_of_day
-from orchestrator.watch.records import STORE_NAME
-from orchestrator.watch.summary import SCHEMA, snapshot_from_summary, summary_dict, summary_text
-from orchestrator.watch.table import health_table
+from orchestrator.record.archive import StoredEvent, StoredRun, read_events, read_run
+from orchestrator.record.folders import Listed, command_for, list_runs, run_object, summary_of
+from orchestrator.record.model import Snapshot
+from orchestrator.record.output import last_lines, slots_with_output
+from orchestrator.record.records import STORE_NAME
+from orchestrator.record.summary import SCHEMA, snapshot_from_summary, summary_dict, summary_text
+from orchestrator.view.cells import UNICODE, Glyphs, aligned, clock, share_pct, whole
+from orchestrator.view.phrases import closing_lines, counted, fault_lines, section, time_of_day
+from orchestrator.view.table import health_table
 from workers.units import MIB
 
 _FALLEN = frozenset({HeadState.RESTARTING, HeadState.QUARANTINED, HeadState.LOST})

@@ -12,7 +12,7 @@ from orchestrator.control.place import places, short_name
 from orchestrator.control.wire import LINE_MOST_BYTES, Answer, WireError, answer_of, command_line
 from orchestrator.core.user_commands import Command, Do
 from orchestrator.errors import ArchiveError, one_line
-from orchestrator.watch.archive import read_run
+from orchestrator.record.archive import read_run
 
 #: Between two tries of a command whose answer was lost, or that found all of the head's connections in use.
 _AGAIN_S = 0.1

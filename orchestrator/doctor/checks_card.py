@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from orchestrator.config.gpu_specs import peak_tflops, profile_of
 from orchestrator.doctor.finding import Finding, dotted, fail, ok, skip, versions, warn
-from orchestrator.watch.phrases import counted
+from orchestrator.view.phrases import counted
 from workers.host.facts import CardFacts, Holder, MachineFacts
 from workers.units import GIB
 

@@ -16,7 +16,7 @@ from orchestrator.core.node_commands import node_command
 from orchestrator.core.placement import Refusal
 from orchestrator.doctor.checks_card import is_ours
 from orchestrator.doctor.finding import Finding, Verdict, fail, named, ok, skip, warn
-from orchestrator.watch.phrases import counted
+from orchestrator.view.phrases import counted
 from workers.host.facts import CardFacts, MachineFacts
 from workers.units import GIB
 

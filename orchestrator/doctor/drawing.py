@@ -14,9 +14,9 @@ from typing import Any
 from rich.text import Text
 
 from orchestrator.doctor.finding import Diagnosis, Finding, Verdict, count, exit_code
-from orchestrator.watch.cells import Glyphs
-from orchestrator.watch.phrases import counted
-from orchestrator.watch.summary import SCHEMA, summary_text
+from orchestrator.record.summary import SCHEMA, summary_text
+from orchestrator.view.cells import Glyphs
+from orchestrator.view.phrases import counted
 
 _STYLES = {Verdict.OK: "green", Verdict.SKIP: "dim", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
 

@@ -29,8 +29,8 @@ from orchestrator.doctor.drawing import diagnosis_json, diagnosis_lines
 from orchestrator.doctor.finding import Diagnosis, Finding, exit_code, fail, named, ok, skip, warn, with_config
 from orchestrator.errors import ConfigError, NoClusterError, Problem, UsageError
 from orchestrator.run.terminal import own_screen
-from orchestrator.watch.cells import glyphs_for
-from orchestrator.watch.phrases import counted
+from orchestrator.view.cells import glyphs_for
+from orchestrator.view.phrases import counted
 from workers.host.facts import MachineFacts
 from workers.host.machine import free_bytes, look_around
 

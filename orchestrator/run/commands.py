@@ -16,10 +16,10 @@ from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import Event, Slot
 from orchestrator.core.user_commands import EFFECTS, Command, RefusedError, events_of
 from orchestrator.errors import NothingStoredError
+from orchestrator.record.archive import read_answers
+from orchestrator.record.records import COMMANDS_KNOWN, CommandRecord
 from orchestrator.run.clock import Clock
-from orchestrator.watch.archive import read_answers
-from orchestrator.watch.live import Outlets
-from orchestrator.watch.records import COMMANDS_KNOWN, CommandRecord
+from orchestrator.view.live import Outlets
 
 
 def answers_before(folder: Path) -> dict[str, Answer]:

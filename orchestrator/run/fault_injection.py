@@ -15,8 +15,8 @@ from orchestrator.core.chaos.plan import ChaosPlan
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import Slot
+from orchestrator.record.events import EventLog
 from orchestrator.run.clock import Clock
-from orchestrator.watch.events import EventLog
 from workers.messages import Directive, ProcessFault
 
 

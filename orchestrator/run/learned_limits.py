@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from orchestrator.core.placement import SlotPlan
-from orchestrator.watch.events import EventLog
+from orchestrator.record.events import EventLog
 from workers.learned_limits.limits import choose
 from workers.learned_limits.store import LimitStore
 from workers.messages import Report

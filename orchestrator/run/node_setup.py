@@ -14,8 +14,8 @@ from orchestrator.config.schema import Config
 from orchestrator.core.fleet import Fleet
 from orchestrator.core.placement import SlotPlan
 from orchestrator.errors import PreflightError, UsageError, one_line
+from orchestrator.record.events import EventLog
 from orchestrator.run.environment import Environment, Mode
-from orchestrator.watch.events import EventLog
 from workers.node_agent.protocol import AgentOrders, AgentOutcome
 
 

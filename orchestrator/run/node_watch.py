@@ -14,7 +14,7 @@ from orchestrator.config.schema import Config
 from orchestrator.core.fleet import NodeFact
 from orchestrator.core.placement import Missing, SlotPlan, refusals
 from orchestrator.core.slot import NodeJoined, NodeLeft, NodeRefused, Slot
-from orchestrator.watch.events import EventLog
+from orchestrator.record.events import EventLog
 
 NodeEvent: TypeAlias = NodeJoined | NodeLeft | NodeRefused
 

@@ -17,11 +17,11 @@ from orchestrator.core.placement import Target
 from orchestrator.core.slot import HeadState, Hold, Orders, Phase, Rules, Slot
 from orchestrator.core.training import Training
 from orchestrator.errors import UsageError
+from orchestrator.record.archive import StoredRun
+from orchestrator.record.model import is_row_value
+from orchestrator.record.records import SlotRecord
 from orchestrator.run import environment as environments
 from orchestrator.run.environment import Environment
-from orchestrator.watch.archive import StoredRun
-from orchestrator.watch.model import is_row_value
-from orchestrator.watch.records import SlotRecord
 from workers.messages import NO_COUNTS, Progress, StepCounts, WorkerState
 from workers.units import MIB
 

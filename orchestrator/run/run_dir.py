@@ -18,7 +18,7 @@ from pathlib import Path
 
 from orchestrator.config.schema import Config
 from orchestrator.errors import UsageError
-from orchestrator.watch.archive import NOTE_NAME
+from orchestrator.record.archive import NOTE_NAME
 from workers.host.processes import start_time
 
 

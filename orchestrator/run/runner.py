@@ -28,6 +28,14 @@ from orchestrator.config.schema import NotifyConfig
 from orchestrator.core.chaos.plan import ChaosPlan, check
 from orchestrator.core.run_outcome import outcome_of
 from orchestrator.errors import NoClusterError, OrchestratorError, UsageError, one_line
+from orchestrator.record.archive import StoredRun
+from orchestrator.record.events import EventLog
+from orchestrator.record.folders import command_for
+from orchestrator.record.model import Snapshot
+from orchestrator.record.output import OutputFiles
+from orchestrator.record.records import STORE_NAME, RunFacts
+from orchestrator.record.store import RunStore
+from orchestrator.record.summary import failure_dict, summary_dict, summary_text, write_summary
 from orchestrator.run import fake_sensors, fault_injection, node_setup, preflight, resume, run_dir, viewers
 from orchestrator.run.clock import Clock
 from orchestrator.run.commands import Commands, answers_before
@@ -38,17 +46,9 @@ from orchestrator.run.resume import Past
 from orchestrator.run.snapshot_keeper import SnapshotKeeper
 from orchestrator.run.supervisor import Supervisor
 from orchestrator.run.terminal import Interrupts, Screen, own_screen
-from orchestrator.watch.archive import StoredRun
-from orchestrator.watch.cells import glyphs_for, width_of, wrapped
-from orchestrator.watch.events import EventLog
-from orchestrator.watch.folders import command_for
-from orchestrator.watch.live import LiveTable, Outlets, PlainLines, Watcher
-from orchestrator.watch.model import Snapshot
-from orchestrator.watch.output import OutputFiles
-from orchestrator.watch.phrases import fault_lines, section
-from orchestrator.watch.records import STORE_NAME, RunFacts
-from orchestrator.watch.store import RunStore
-from orchestrator.watch.summary import failure_dict, summary_dict, summary_text, write_summary
+from orchestrator.view.cells import glyphs_for, width_of, wrapped
+from orchestrator.view.live import LiveTable, Outlets, PlainLines, Watcher
+from orchestrator.view.phrases import fault_lines, section
 from workers.host.processes import start_time
 from workers.learned_limits.store import LimitStore
 from workers.messages import FaultKind

@@ -13,9 +13,9 @@ from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import NO_ORDERS, HeadState, Orders, Phase, Slot, SlotState
 from orchestrator.core.step_accounting import steps_at_risk
 from orchestrator.core.training import Training
-from orchestrator.watch.model import Brief, LazyRows, Row
-from orchestrator.watch.records import COUNTERS, SlotProgress, SlotRecord
-from orchestrator.watch.store import RunStore
+from orchestrator.record.model import Brief, LazyRows, Row
+from orchestrator.record.records import COUNTERS, SlotProgress, SlotRecord
+from orchestrator.record.store import RunStore
 from workers.messages import DeviceInfo, MemoryInfo, Progress, Report, ResumeState, StepCounts, WorkerState
 from workers.readings import SensorReading
 

@@ -21,6 +21,9 @@ from orchestrator.core.memory_broker.broker import MemoryBroker
 from orchestrator.core.placement import SlotPlan
 from orchestrator.core.slot import Phase, Slot
 from orchestrator.errors import PreflightError
+from orchestrator.record.model import Snapshot
+from orchestrator.record.output import OutputFiles
+from orchestrator.record.records import RunFacts
 from orchestrator.run.clock import Clock, Timers
 from orchestrator.run.commands import Commands
 from orchestrator.run.fault_injection import FaultInjector
@@ -29,10 +32,7 @@ from orchestrator.run.node_watch import NodeWatch
 from orchestrator.run.resume import Past, rules_of
 from orchestrator.run.snapshot import Meter, Recorder, SlotRows
 from orchestrator.run.snapshot_keeper import SnapshotKeeper
-from orchestrator.watch.live import GAPS, Outlets
-from orchestrator.watch.model import Snapshot
-from orchestrator.watch.output import OutputFiles
-from orchestrator.watch.records import RunFacts
+from orchestrator.view.live import GAPS, Outlets
 from workers.messages import Directive
 
 #: How long one wait for a report may last: Ctrl-C and timers may be late by so much.

@@ -25,7 +25,7 @@ from benches.viewers import RUN_ID, head
 from orchestrator.control.client import send
 from orchestrator.control.ears import CONNECTIONS_MOST
 from orchestrator.control.place import places, short_name
-from orchestrator.watch.archive import read_run
+from orchestrator.record.archive import read_run
 
 _WARM_UP_S: Final = 5.0
 _PATIENCE_S: Final = 60.0

@@ -19,8 +19,8 @@ from typing import Any
 from benches.common import Result, progress
 from benches.two_pcs import ADDRESSES, HOSTS, TwoPCs, missing, two_pcs
 from orchestrator.errors import ArchiveError
-from orchestrator.watch.archive import read_run
-from orchestrator.watch.records import SlotRecord
+from orchestrator.record.archive import read_run
+from orchestrator.record.records import SlotRecord
 
 _TARGET_S = 30.0
 #: More than `up --stay` gives two starts of Ray that hang (60 s and 120 s), and a third one that does not.

@@ -19,7 +19,7 @@ from typing import Any
 from benches.common import Result, progress, spread
 from benches.outside import PATIENCE_S, Scene, settings
 from orchestrator.errors import ArchiveError
-from orchestrator.watch.archive import StoredEvent, read_events
+from orchestrator.record.archive import StoredEvent, read_events
 
 _COMPUTING = "scripts.benches.hanging:Computing"
 _HANGING = "scripts.benches.hanging:Hanging"

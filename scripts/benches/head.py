@@ -29,8 +29,8 @@ from orchestrator.config.load import config_from_data
 from orchestrator.config.schema import Config
 from orchestrator.core.fleet import NodeFact, Reservation, SliceReported
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
+from orchestrator.record import tables
 from orchestrator.run.clock import Clock
-from orchestrator.watch import tables
 from workers.messages import Activity, DeviceInfo, Directive, MemoryInfo, Report, StepCounts, Verdict, WorkerState
 from workers.readings import SensorReading
 from workers.settings import Learned, LimitKey, StoredLimit, WorkerSpec
@@ -305,8 +305,8 @@ def measure(answer: Connection, workers: int, warm_up_s: float, window_s: float,
     from rich.console import Console
 
     from benches.heads import supervise
-    from orchestrator.watch.live import LiveTable
-    from orchestrator.watch.records import STORE_NAME
+    from orchestrator.record.records import STORE_NAME
+    from orchestrator.view.live import LiveTable
 
     config, plans = scripted_nodes(workers)
     clock = JumpingClock() if jump else Clock()

@@ -21,8 +21,8 @@ from typing import Any
 
 from benches.common import Result, amiss, progress
 from benches.outside import WITNESS, Ledger, Scene, sample_times, settings
-from orchestrator.watch.archive import StoredEvent, StoredRun, read_events
-from orchestrator.watch.folders import UNREADABLE, list_runs
+from orchestrator.record.archive import StoredEvent, StoredRun, read_events
+from orchestrator.record.folders import UNREADABLE, list_runs
 
 _DURATION_S = 12.0
 _ARGUMENTS = (

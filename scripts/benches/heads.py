@@ -13,18 +13,18 @@ from orchestrator.config.load import dump_config
 from orchestrator.config.schema import Config
 from orchestrator.core.fleet import Fleet, SliceEnded, SliceReported
 from orchestrator.core.placement import SlotPlan
+from orchestrator.record.events import EventLog
+from orchestrator.record.model import Snapshot
+from orchestrator.record.output import OutputFiles
+from orchestrator.record.records import STORE_NAME, RunFacts
+from orchestrator.record.store import RunStore
 from orchestrator.run.clock import Clock
 from orchestrator.run.commands import Commands
 from orchestrator.run.learned_limits import LearnedLimits
 from orchestrator.run.resume import Past
 from orchestrator.run.snapshot_keeper import SnapshotKeeper
 from orchestrator.run.supervisor import Supervisor
-from orchestrator.watch.events import EventLog
-from orchestrator.watch.live import Outlets, Watcher
-from orchestrator.watch.model import Snapshot
-from orchestrator.watch.output import OutputFiles
-from orchestrator.watch.records import STORE_NAME, RunFacts
-from orchestrator.watch.store import RunStore
+from orchestrator.view.live import Outlets, Watcher
 from workers.host.processes import start_time
 from workers.messages import Report
 

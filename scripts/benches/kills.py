@@ -27,10 +27,10 @@ from benches.outside import WITNESS, WITNESS_FOLDER, Ledger, Scene, sums
 from benches.startup import torch_actor
 from orchestrator.config.load import load_config
 from orchestrator.core.fleet import Fleet
+from orchestrator.record.model import Snapshot
 from orchestrator.run import environment as environments
 from orchestrator.run.environment import Environment
 from orchestrator.run.terminal import own_screen
-from orchestrator.watch.model import Snapshot
 from workers.messages import Report, Verdict, WorkerState
 
 _TARGET = 1.5

@@ -20,8 +20,8 @@ from typing import Any
 
 from benches.common import Result, progress, spread
 from benches.outside import RESTING, settings, watched
-from orchestrator.watch.archive import StoredEvent, StoredRun, read_events
-from orchestrator.watch.opening import reading
+from orchestrator.record.archive import StoredEvent, StoredRun, read_events
+from orchestrator.record.opening import reading
 
 _STAYS, _GOES = "pc1", "pc2"
 _TARGET = 0.95

@@ -21,7 +21,7 @@ import psutil
 
 from benches.common import Result, percentile, progress
 from benches.outside import WITNESS, sample_times, settings, sums, watched
-from orchestrator.watch.archive import StoredRun
+from orchestrator.record.archive import StoredRun
 from workers.units import MIB
 
 #: Seconds between two faults of a kind at the usual pace; the last of each comes well before the end.

@@ -24,7 +24,7 @@ import psutil
 
 from benches.common import Result, progress
 from benches.outside import Scene, settings
-from orchestrator.watch.archive import read_events
+from orchestrator.record.archive import read_events
 
 _STATE = "ORCHESTRATOR_STATE_DIR"
 _PATIENCE_S = 900.0

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from orchestrator.watch.catalogue import FIELDS
-from orchestrator.watch.model import STATE_STYLES
+from orchestrator.record.catalogue import FIELDS
+from orchestrator.record.model import STATE_STYLES
 
 _SOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
 _SLOT: Final = 'node=~"$node",slot=~"$slot"'

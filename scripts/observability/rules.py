@@ -11,10 +11,10 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from observability.traces import STEP_S, Trace, traces
-from orchestrator.alerts.catalogue import ALERTS
-from orchestrator.alerts.judge import AlertWatch, judge
-from orchestrator.alerts.model import Alert, Firing
-from orchestrator.web.metrics import exposition
+from orchestrator.view.alerts.catalogue import ALERTS
+from orchestrator.view.alerts.judge import AlertWatch, judge
+from orchestrator.view.alerts.model import Alert, Firing
+from orchestrator.view.web.metrics import exposition
 
 INSTANCE: Final = "127.0.0.1:8470"
 _TARGET: Final = {"instance": INSTANCE, "job": "orchestrator"}

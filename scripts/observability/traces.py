@@ -12,11 +12,11 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from orchestrator.core.slot import HeadState
-from orchestrator.watch.archive import StoredRun
-from orchestrator.watch.deliveries import Deliveries
-from orchestrator.watch.follow import Frame, Freshness
-from orchestrator.watch.model import Row
-from orchestrator.watch.records import RunFacts, SlotRecord
+from orchestrator.record.archive import StoredRun
+from orchestrator.record.deliveries import Deliveries
+from orchestrator.record.follow import Frame, Freshness
+from orchestrator.record.model import Row
+from orchestrator.record.records import RunFacts, SlotRecord
 from workers.messages import StepCounts, WorkerState
 
 STEP_S: Final = 15

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.core.slot import SlotState
-from orchestrator.watch.model import Row
-from orchestrator.watch.records import STORE_NAME
-from orchestrator.watch.store import RunStore
+from orchestrator.record.model import Row
+from orchestrator.record.records import STORE_NAME
+from orchestrator.record.store import RunStore
 from tests.watch.scene import FACTS, make_row, make_snapshot, record
 from workers.messages import Progress, WorkerState
 

@@ -13,21 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from orchestrator.advise import verb
-from orchestrator.advise.advice import FROM_COUNTERS, FROM_DRIVER, advice
-from orchestrator.advise.causes import answers
-from orchestrator.advise.drawing import _percents
-from orchestrator.advise.facts import CardFacts, RunFacts, SlotFacts
-from orchestrator.advise.shares import Cause, divide
-from orchestrator.advise.sources import Known
-from orchestrator.burn.sweep import parse_sweep
 from orchestrator.cli.app import app
 from orchestrator.core.slot import HeadState, SlotState
 from orchestrator.errors import UsageError
-from orchestrator.tuning import store
-from orchestrator.tuning.rows import Row, Verdict
-from orchestrator.tuning.store import Result, Subject
-from orchestrator.watch.cells import UNICODE
+from orchestrator.lab.advise import verb
+from orchestrator.lab.advise.advice import FROM_COUNTERS, FROM_DRIVER, advice
+from orchestrator.lab.advise.causes import answers
+from orchestrator.lab.advise.drawing import _percents
+from orchestrator.lab.advise.facts import CardFacts, RunFacts, SlotFacts
+from orchestrator.lab.advise.shares import Cause, divide
+from orchestrator.lab.advise.sources import Known
+from orchestrator.lab.burn.sweep import parse_sweep
+from orchestrator.lab.tune import store
+from orchestrator.lab.tune.rows import Row, Verdict
+from orchestrator.lab.tune.store import Result, Subject
+from orchestrator.view.cells import UNICODE
 from tests.advise.made_runs import BUSY, GIB, hot, make_run
 from tests.watch.scene import event
 from workers.host.facts import Holder

@@ -13,16 +13,16 @@ from observability import rules
 from observability.traces import STEP_S, Trace, frame_at, traces
 from render_observability import FOLDER, rendered
 
-from orchestrator.alerts import facts
-from orchestrator.alerts.badges import badges
-from orchestrator.alerts.catalogue import ALERTS
-from orchestrator.alerts.judge import AlertWatch, judge
 from orchestrator.core.slot import HeadState
-from orchestrator.watch.deliveries import Deliveries
-from orchestrator.watch.follow import Follower
-from orchestrator.watch.model import Row, Snapshot
-from orchestrator.watch.records import STORE_NAME
-from orchestrator.watch.store import RunStore
+from orchestrator.record.deliveries import Deliveries
+from orchestrator.record.follow import Follower
+from orchestrator.record.model import Row, Snapshot
+from orchestrator.record.records import STORE_NAME
+from orchestrator.record.store import RunStore
+from orchestrator.view.alerts import facts
+from orchestrator.view.alerts.badges import badges
+from orchestrator.view.alerts.catalogue import ALERTS
+from orchestrator.view.alerts.judge import AlertWatch, judge
 from tests.watch.scene import FACTS, event, make_row, make_snapshot
 from workers.messages import WorkerState
 

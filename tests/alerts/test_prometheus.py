@@ -22,8 +22,8 @@ from observability.dashboard import expressions
 from render_observability import FOLDER
 
 from orchestrator.core.slot import HeadState
-from orchestrator.watch.records import COUNTERS, STORE_NAME, SlotProgress
-from orchestrator.watch.store import RunStore
+from orchestrator.record.records import COUNTERS, STORE_NAME, SlotProgress
+from orchestrator.record.store import RunStore
 from tests.scene import ROOT, wait_for
 from tests.watch.scene import make_row
 from tests.web.scene import facts_here, put_turn

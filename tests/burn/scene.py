@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from orchestrator.burn.verdict import Measured, Sample
-from orchestrator.watch.model import Row
+from orchestrator.lab.burn.verdict import Measured, Sample
+from orchestrator.record.model import Row
 from workers.messages import StepCounts, WorkerState
 
 LENGTH_S = 600.0

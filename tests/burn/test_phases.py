@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from orchestrator.burn.phases import HEAT_S, Phase, number_types, takes
 from orchestrator.config.load import config_from_data
 from orchestrator.config.schema import Config
+from orchestrator.lab.burn.phases import HEAT_S, Phase, number_types, takes
 
 ALL = ("fp32", "tf32", "fp16", "bf16")
 

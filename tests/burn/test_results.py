@@ -12,14 +12,14 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from orchestrator.burn.drawing import result_lines
-from orchestrator.burn.phases import Phase, takes
-from orchestrator.burn.results import BurnResult, Taken, by_phase, result_dict
-from orchestrator.burn.verdict import Judged, judge
 from orchestrator.config.load import config_from_data
 from orchestrator.core.slot import HeadState
-from orchestrator.watch.cells import ASCII, UNICODE, Glyphs
-from orchestrator.watch.summary import summary_text
+from orchestrator.lab.burn.drawing import result_lines
+from orchestrator.lab.burn.phases import Phase, takes
+from orchestrator.lab.burn.results import BurnResult, Taken, by_phase, result_dict
+from orchestrator.lab.burn.verdict import Judged, judge
+from orchestrator.record.summary import summary_text
+from orchestrator.view.cells import ASCII, UNICODE, Glyphs
 from tests.burn.scene import GOOD as SEEN
 from tests.burn.scene import ROW, measured
 from tests.counting import with_changes

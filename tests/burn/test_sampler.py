@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.burn.verb import Sampler, told
 from orchestrator.core.slot import HeadState
-from orchestrator.watch.model import Snapshot
-from orchestrator.watch.records import STORE_NAME
-from orchestrator.watch.store import RunStore
+from orchestrator.lab.burn.verb import Sampler, told
+from orchestrator.record.model import Snapshot
+from orchestrator.record.records import STORE_NAME
+from orchestrator.record.store import RunStore
 from tests.burn.scene import ROW
 from tests.counting import with_changes
 from tests.watch.scene import FACTS

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from orchestrator.burn import phases
-from orchestrator.burn.results import Taken
-from orchestrator.burn.sweep import Lever, Point, Sweep, efficient, next_value, parse_sweep, points_of
-from orchestrator.burn.sweep_verb import SweepResult, sweep_dict, sweep_lines
-from orchestrator.burn.verdict import judge
 from orchestrator.cli.app import app
 from orchestrator.config.load import load_config
 from orchestrator.errors import UsageError
-from orchestrator.watch.cells import UNICODE
-from orchestrator.watch.model import Row
+from orchestrator.lab.burn import phases
+from orchestrator.lab.burn.results import Taken
+from orchestrator.lab.burn.sweep import Lever, Point, Sweep, efficient, next_value, parse_sweep, points_of
+from orchestrator.lab.burn.sweep_verb import SweepResult, sweep_dict, sweep_lines
+from orchestrator.lab.burn.verdict import judge
+from orchestrator.record.model import Row
+from orchestrator.view.cells import UNICODE
 from tests.burn.scene import ROW, measured
 from tests.scene import ROOT
 from workers.messages import StepCounts

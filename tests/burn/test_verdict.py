@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.burn.phases import Phase
-from orchestrator.burn.verdict import PURPOSE, Check, Judged, Measured, Sample, Verdict, judge, overall, verdict_of
 from orchestrator.core.slot import HeadState
+from orchestrator.lab.burn.phases import Phase
+from orchestrator.lab.burn.verdict import PURPOSE, Check, Judged, Measured, Sample, Verdict, judge, overall, verdict_of
 from tests.burn.scene import ROW, measured
 from tests.counting import with_changes
 from workers.messages import WorkerState

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli.limits import Selection, cleared_text, limits_json, limits_text
-from orchestrator.watch.cells import ASCII
+from orchestrator.view.cells import ASCII
 from tests.cli.conftest import Command
 from tests.scene import only_object
 from workers.learned_limits.store import EXPIRY_S, LimitStore

@@ -10,7 +10,7 @@ import pytest
 from orchestrator.cli.plan import plan_json, plan_text
 from orchestrator.config.schema import Config
 from orchestrator.core.placement import Target, plan_slots
-from orchestrator.watch.cells import aligned
+from orchestrator.view.cells import aligned
 from tests.core.scene import REFERENCE
 from workers.units import GIB
 

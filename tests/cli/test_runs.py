@@ -17,16 +17,16 @@ from typing import Any
 
 import pytest
 
-from orchestrator.advise.verb import CANNOT_TELL, advise
 from orchestrator.cli.runs import report_json, report_text, runs_json, runs_text
+from orchestrator.lab.advise.verb import CANNOT_TELL, advise
+from orchestrator.record.archive import read_run
+from orchestrator.record.folders import find_run
+from orchestrator.record.model import Snapshot
+from orchestrator.record.records import STORE_NAME
+from orchestrator.record.store import RunStore
+from orchestrator.record.summary import summary_dict, write_summary
 from orchestrator.run.resume import environment_of, past_of
-from orchestrator.watch.archive import read_run
-from orchestrator.watch.cells import ASCII, UNICODE
-from orchestrator.watch.folders import find_run
-from orchestrator.watch.model import Snapshot
-from orchestrator.watch.records import STORE_NAME
-from orchestrator.watch.store import RunStore
-from orchestrator.watch.summary import summary_dict, write_summary
+from orchestrator.view.cells import ASCII, UNICODE
 from tests.cli.conftest import Command
 from tests.scene import ROOT, only_object, orchestrator
 from tests.watch.scene import FACTS, event, make_row, make_snapshot, record

@@ -23,8 +23,8 @@ import psutil
 import pytest
 
 from orchestrator.errors import NothingStoredError
-from orchestrator.watch.archive import read_run
-from orchestrator.watch.records import STORE_NAME
+from orchestrator.record.archive import read_run
+from orchestrator.record.records import STORE_NAME
 from tests.reaper import Reaper
 from tests.scene import PATIENCE_S, ROOT, wait_for
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.watch.folders import list_runs
+from orchestrator.record.folders import list_runs
 from tests.cluster.conftest import SMALL
 from tests.scene import PATIENCE_S, ROOT, wait_for
 

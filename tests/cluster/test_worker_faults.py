@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator.watch.archive import read_run
-from orchestrator.watch.output import last_lines
+from orchestrator.record.archive import read_run
+from orchestrator.record.output import last_lines
 from tests.cluster.conftest import Starter
 from tests.scene import wait_for
 

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 
 from orchestrator.doctor.drawing import diagnosis_json, diagnosis_lines
 from orchestrator.doctor.finding import Diagnosis, Finding, Verdict, fail, named, ok, skip, warn
-from orchestrator.watch.cells import ASCII, UNICODE
+from orchestrator.view.cells import ASCII, UNICODE
 
 LONG = "ORCHESTRATOR_NODE=pc2 RAY_AUTH_MODE=token ray start --address=192.168.1.10:6379 --labels=node=pc2 --num-cpus=12"
 

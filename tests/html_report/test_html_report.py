@@ -12,11 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.cli.app import app
-from orchestrator.html_report import facts, page
-from orchestrator.html_report.comparison import difference
-from orchestrator.watch.cells import UNICODE
-from orchestrator.watch.records import STORE_NAME
-from orchestrator.watch.store import RunStore
+from orchestrator.record.records import STORE_NAME
+from orchestrator.record.store import RunStore
+from orchestrator.view.cells import UNICODE
+from orchestrator.view.report import facts, page
+from orchestrator.view.report.comparison import difference
 from tests.scene import orchestrator, wait_for
 from tests.watch.scene import FACTS, event, make_row, make_snapshot, record
 from tests.web.browser import browser, needs_chromium

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.core.slot import slot_state
-from orchestrator.watch.records import STORE_NAME
-from orchestrator.watch.store import RunStore
+from orchestrator.record.records import STORE_NAME
+from orchestrator.record.store import RunStore
 from tests.watch.scene import FACTS, ROOT, event, make_row, make_snapshot, record
 from workers.host.processes import start_time
 

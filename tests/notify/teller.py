@@ -8,8 +8,8 @@ from pathlib import Path
 
 from orchestrator.config.notify_urls import URLS_VARIABLE
 from orchestrator.config.schema import NotifyConfig
-from orchestrator.notify.digest import Pace
-from orchestrator.notify.verb import Teller
+from orchestrator.view.notify.digest import Pace
+from orchestrator.view.notify.verb import Teller
 
 PACE = Pace(between_s=1.0, gather_s=0.5, head_back_s=1.0)
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.notify import digest
-from orchestrator.notify.digest import Digest, Message, News, Trouble
+from orchestrator.view.notify import digest
+from orchestrator.view.notify.digest import Digest, Message, News, Trouble
 
 MINUTE_S, HOUR_S = 60.0, 3600.0
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.notify.digest import Message, News, Trouble
-from orchestrator.notify.letter import Letter, worded
-from orchestrator.watch.archive import StoredRun
-from orchestrator.watch.deliveries import Deliveries
-from orchestrator.watch.model import Row
+from orchestrator.record.archive import StoredRun
+from orchestrator.record.deliveries import Deliveries
+from orchestrator.record.model import Row
+from orchestrator.view.notify.digest import Message, News, Trouble
+from orchestrator.view.notify.letter import Letter, worded
 from tests.watch.scene import FACTS, make_row, make_snapshot
 from workers.messages import WorkerState
 

@@ -17,8 +17,8 @@ import pytest
 from orchestrator.config.notify_urls import URLS_VARIABLE
 from orchestrator.config.schema import NotifyConfig
 from orchestrator.errors import UsageError
-from orchestrator.notify.verb import Teller
-from orchestrator.watch.deliveries import Deliveries, read_deliveries
+from orchestrator.record.deliveries import Deliveries, read_deliveries
+from orchestrator.view.notify.verb import Teller
 from tests.notify.head import RUN_ID, Head, head_of
 from tests.notify.receivers import Receiver, black_hole, http_receiver
 from tests.scene import PATIENCE_S, ROOT, orchestrator, wait_for

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from orchestrator.core.slot import HeadState
-from orchestrator.notify.troubles import Judge
-from orchestrator.watch.follow import Frame, Freshness
-from orchestrator.watch.model import Row
+from orchestrator.record.follow import Frame, Freshness
+from orchestrator.record.model import Row
+from orchestrator.view.notify.troubles import Judge
 from tests.notify.test_letter import run
 from tests.watch.scene import make_row, make_snapshot
 from workers.messages import WorkerState

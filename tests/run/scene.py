@@ -13,6 +13,12 @@ from orchestrator.config.load import config_from_data, dump_config
 from orchestrator.config.schema import Config
 from orchestrator.core.chaos.plan import parse_chaos
 from orchestrator.core.placement import Target, plan_slots
+from orchestrator.record.archive import StoredRun, read_run
+from orchestrator.record.events import EventLog
+from orchestrator.record.model import Row, Snapshot
+from orchestrator.record.output import OutputFiles
+from orchestrator.record.records import STORE_NAME, RunFacts
+from orchestrator.record.store import RunStore
 from orchestrator.run.commands import Commands
 from orchestrator.run.fault_injection import FaultInjector, with_faults
 from orchestrator.run.learned_limits import LearnedLimits
@@ -20,13 +26,7 @@ from orchestrator.run.resume import Past
 from orchestrator.run.snapshot_keeper import SnapshotKeeper
 from orchestrator.run.supervisor import Supervisor
 from orchestrator.run.terminal import Interrupts
-from orchestrator.watch.archive import StoredRun, read_run
-from orchestrator.watch.events import EventLog
-from orchestrator.watch.live import Outlets
-from orchestrator.watch.model import Row, Snapshot
-from orchestrator.watch.output import OutputFiles
-from orchestrator.watch.records import STORE_NAME, RunFacts
-from orchestrator.watch.store import RunStore
+from orchestrator.view.live import Outlets
 from tests.run.scripted_fleet import ScriptedFleet, VirtualClock
 from tests.watch.scene import FACTS
 from workers.messages import Verdict

@@ -14,7 +14,7 @@ from orchestrator.core.chaos import faults as chaos_faults
 from orchestrator.core.chaos.injection import Chaos, chance
 from orchestrator.core.chaos.plan import parse_chaos
 from orchestrator.core.slot import Phase, Slot
-from orchestrator.watch.model import Snapshot
+from orchestrator.record.model import Snapshot
 from tests.core.scene import report_of
 from tests.run.conftest import RunMaker
 from tests.run.scene import Run

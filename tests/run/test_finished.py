@@ -8,8 +8,8 @@ import pytest
 
 from orchestrator.core.slot import Phase
 from orchestrator.errors import UsageError
+from orchestrator.record.model import Row
 from orchestrator.run.resume import environment_of, past_of
-from orchestrator.watch.model import Row
 from tests.run.conftest import RunMaker
 from workers.messages import WorkerState
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from orchestrator.core.placement import SlotPlan, Target, plan_slots
+from orchestrator.record.events import EventLog
 from orchestrator.run.learned_limits import LearnedLimits, terms
-from orchestrator.watch.events import EventLog
 from tests.core.scene import REFERENCE, report_of
 from tests.run.conftest import RunMaker
 from workers.learned_limits.store import EXPIRY_S, LimitStore

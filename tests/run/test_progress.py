@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.record.summary import snapshot_from_summary, summary_dict
 from orchestrator.run.resume import past_of
-from orchestrator.watch.summary import snapshot_from_summary, summary_dict
 from tests.run.conftest import RunMaker
 from tests.run.test_finished import head_is_killed
 from workers.messages import NO_PROGRESS, Progress

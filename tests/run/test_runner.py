@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from orchestrator.cli.runs import report_text
-from orchestrator.watch.archive import read_run
+from orchestrator.record.archive import read_run
 from tests.fork_server import ForkServer
 from tests.run.scene import events_in
 from tests.scene import ROOT

@@ -11,8 +11,8 @@ import pytest
 from orchestrator.core.fleet import DeathCause
 from orchestrator.core.slot import HeadState
 from orchestrator.errors import PreflightError
+from orchestrator.record.archive import read_run
 from orchestrator.run.resume import Past, past_of
-from orchestrator.watch.archive import read_run
 from tests.run.conftest import RunMaker
 from tests.run.scripted_fleet import START_S, STEPS_PER_S
 from workers.messages import Verdict, WorkerState

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.top.view import SORTS, View, followed, moved, sorted_by_next
-from orchestrator.watch.model import STATES_WORST_FIRST, Row
-from orchestrator.watch.query import WORST_FIRST, Order, parse
+from orchestrator.record.model import STATES_WORST_FIRST, Row
+from orchestrator.record.query import WORST_FIRST, Order, parse
+from orchestrator.view.top.view import SORTS, View, followed, moved, sorted_by_next
 from tests.watch.scene import make_row
 from workers.messages import WorkerState
 

@@ -12,11 +12,11 @@ import pytest
 import typer.main
 
 from orchestrator.cli.app import app
-from orchestrator.tuning import claims as data
-from orchestrator.tuning.claims import NEEDS, QUANTITIES, Claim
-from orchestrator.tuning.claims_page import guides_say, judged, page_json, page_text
-from orchestrator.tuning.claims_verdict import Facts, judge, span_of
-from orchestrator.tuning.rows import Row, Verdict
+from orchestrator.lab.tune import claims as data
+from orchestrator.lab.tune.claims import NEEDS, QUANTITIES, Claim
+from orchestrator.lab.tune.claims_page import guides_say, judged, page_json, page_text
+from orchestrator.lab.tune.claims_verdict import Facts, judge, span_of
+from orchestrator.lab.tune.rows import Row, Verdict
 
 GUIDE_LINES = Path(__file__).with_name("guide_lines.txt")
 CLAIMS = data.load()

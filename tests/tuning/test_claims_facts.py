@@ -11,13 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.cli.app import app
-from orchestrator.tuning import claims_facts
-from orchestrator.tuning.claims import Claims, load, workload_of
-from orchestrator.tuning.claims_facts import facts_of
-from orchestrator.tuning.claims_page import judged
-from orchestrator.tuning.levers import PLAIN
-from orchestrator.tuning.rows import Row, Verdict
-from orchestrator.tuning.store import Result, Subject, tunings_folder, write
+from orchestrator.lab.tune import claims_facts
+from orchestrator.lab.tune.claims import Claims, load, workload_of
+from orchestrator.lab.tune.claims_facts import facts_of
+from orchestrator.lab.tune.claims_page import judged
+from orchestrator.lab.tune.levers import PLAIN
+from orchestrator.lab.tune.rows import Row, Verdict
+from orchestrator.lab.tune.store import Result, Subject, tunings_folder, write
 from tests.advise.made_runs import make_run
 from tests.scene import ROOT
 from workers.host.facts import CardFacts, DriverFacts

@@ -11,20 +11,20 @@ import pytest
 
 from orchestrator.config.load import config_from_text, load_config
 from orchestrator.errors import UsageError
-from orchestrator.tuning import levers, passes, products
-from orchestrator.tuning.absolute import absolute_of
-from orchestrator.tuning.asked import asked_of
-from orchestrator.tuning.drawing import table
-from orchestrator.tuning.journal import PassData
-from orchestrator.tuning.levers import Candidate
-from orchestrator.tuning.objective import Gain, Objective, gain_of, told
-from orchestrator.tuning.parity import Course, Noise, noise_of, parity_of
-from orchestrator.tuning.report import Measurements, pareto_names, rows_of
-from orchestrator.tuning.rows import ParityClass, Row, Verdict
-from orchestrator.tuning.statistics import Effect
-from orchestrator.tuning.store import Result, Subject
-from orchestrator.tuning.tuned_yaml import notes_of, tuned
-from orchestrator.tuning.verdicts import Claimed
+from orchestrator.lab.tune import levers, passes, products
+from orchestrator.lab.tune.absolute import absolute_of
+from orchestrator.lab.tune.asked import asked_of
+from orchestrator.lab.tune.drawing import table
+from orchestrator.lab.tune.journal import PassData
+from orchestrator.lab.tune.levers import Candidate
+from orchestrator.lab.tune.objective import Gain, Objective, gain_of, told
+from orchestrator.lab.tune.parity import Course, Noise, noise_of, parity_of
+from orchestrator.lab.tune.report import Measurements, pareto_names, rows_of
+from orchestrator.lab.tune.rows import ParityClass, Row, Verdict
+from orchestrator.lab.tune.statistics import Effect
+from orchestrator.lab.tune.store import Result, Subject
+from orchestrator.lab.tune.tuned_yaml import notes_of, tuned
+from orchestrator.lab.tune.verdicts import Claimed
 from tests.scene import ROOT
 from workers.training.settings import TrainSettings
 from workers.tuning.messages import Opened

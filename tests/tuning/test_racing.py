@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from orchestrator.tuning import levers, measuring, passes
-from orchestrator.tuning.course import Course, Found
-from orchestrator.tuning.journal import Journal
-from orchestrator.tuning.kinds import Kind
-from orchestrator.tuning.objective import Objective
-from orchestrator.tuning.rounds import Block
-from orchestrator.tuning.rows import Row, Verdict
+from orchestrator.lab.tune import levers, measuring, passes
+from orchestrator.lab.tune.course import Course, Found
+from orchestrator.lab.tune.journal import Journal
+from orchestrator.lab.tune.kinds import Kind
+from orchestrator.lab.tune.objective import Objective
+from orchestrator.lab.tune.rounds import Block
+from orchestrator.lab.tune.rows import Row, Verdict
 from workers.training.settings import TrainSettings
 from workers.tuning.messages import ArmSpec, Evaluated, Opened
 

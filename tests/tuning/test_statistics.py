@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.tuning import store
-from orchestrator.tuning.rounds import Block, disturbance, seconds_of, turns
-from orchestrator.tuning.rows import Row, Verdict
-from orchestrator.tuning.statistics import (
+from orchestrator.lab.tune import store
+from orchestrator.lab.tune.rounds import Block, disturbance, seconds_of, turns
+from orchestrator.lab.tune.rows import Row, Verdict
+from orchestrator.lab.tune.statistics import (
     Effect,
     anytime_effect,
     effect_of,
@@ -23,7 +23,7 @@ from orchestrator.tuning.statistics import (
     log_ratios,
     signed_rank_p,
 )
-from orchestrator.tuning.verdicts import Claimed, judge_memory, judge_speed
+from orchestrator.lab.tune.verdicts import Claimed, judge_memory, judge_speed
 
 #: From a place in the simulated time to how slow the machine is then.
 Drift = Callable[[int], float]

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.watch.model import Row, Snapshot
-from orchestrator.watch.records import RunFacts, SlotRecord
+from orchestrator.record.model import Row, Snapshot
+from orchestrator.record.records import RunFacts, SlotRecord
 from tests.counting import with_counts
 from workers.messages import WorkerState
 

@@ -7,7 +7,7 @@ from typing import Any, get_args, get_type_hints
 from hypothesis import strategies as st
 
 from orchestrator.core.slot import HeadState
-from orchestrator.watch.model import Row
+from orchestrator.record.model import Row
 from workers.messages import Progress, StepCounts, WorkerState
 
 _BY_TYPE = {

@@ -24,12 +24,12 @@ from hypothesis import strategies as st
 
 from orchestrator.core.slot import HeadState
 from orchestrator.errors import ArchiveError, NothingStoredError, UsageError
+from orchestrator.record import archive, opening
+from orchestrator.record.archive import head_of, read_events, read_run
+from orchestrator.record.folders import find_run, list_runs, summary_of
+from orchestrator.record.records import STORE_NAME
+from orchestrator.record.store import RunStore
 from orchestrator.run.resume import environment_of
-from orchestrator.watch import archive, opening
-from orchestrator.watch.archive import head_of, read_events, read_run
-from orchestrator.watch.folders import find_run, list_runs, summary_of
-from orchestrator.watch.records import STORE_NAME
-from orchestrator.watch.store import RunStore
 from tests.scene import namespaced
 from tests.watch.scene import FACTS, event, head_process, make_row, make_snapshot, record
 from workers.host.processes import start_time
@@ -49,7 +49,7 @@ MINE = replace(
 READ_ONLY = """
 import os, sys
 from pathlib import Path
-from orchestrator.watch.archive import head_of, read_events, read_run
+from orchestrator.record.archive import head_of, read_events, read_run
 
 folder = Path(sys.argv[1])
 before = sorted(os.listdir(folder))

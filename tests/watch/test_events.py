@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.watch.events import TEXT_LIMIT_BYTES, EventLog
+from orchestrator.record.events import TEXT_LIMIT_BYTES, EventLog
 from workers.messages import WorkerState
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.watch import history
-from orchestrator.watch.archive import read_run
-from orchestrator.watch.catalogue import FIELDS
-from orchestrator.watch.follow import LATE_AFTER_S, Follower, Freshness
-from orchestrator.watch.records import STORE_NAME
-from orchestrator.watch.store import RunStore
+from orchestrator.record import history
+from orchestrator.record.archive import read_run
+from orchestrator.record.catalogue import FIELDS
+from orchestrator.record.follow import LATE_AFTER_S, Follower, Freshness
+from orchestrator.record.records import STORE_NAME
+from orchestrator.record.store import RunStore
 from tests.scene import wait_for
 from tests.watch.scene import FACTS, STARTED_UNIX_S, Clock, event, head_process, make_row, make_snapshot, record
 from workers.messages import Progress, WorkerState

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from orchestrator.core.slot import HeadState
-from orchestrator.watch.live import LiveTable, PlainLines
+from orchestrator.view.live import LiveTable, PlainLines
 from tests.watch.scene import Clock, make_row, make_snapshot
 from workers.messages import WorkerState
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.watch.output import OutputFiles, cleaned, last_lines
+from orchestrator.record.output import OutputFiles, cleaned, last_lines
 from workers.messages import PrintedOutput, Report, Verdict, WorkerState
 
 REPORT = Report(

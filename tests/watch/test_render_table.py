@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.watch.summary import summary_dict, write_summary
+from orchestrator.record.summary import summary_dict, write_summary
 from tests.scene import ROOT, python
 from tests.watch.scene import make_row, make_snapshot
 

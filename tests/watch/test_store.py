@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from orchestrator.watch.archive import read_run
-from orchestrator.watch.events import EventLog
-from orchestrator.watch.live import Outlets
-from orchestrator.watch.records import COUNTERS, STORE_NAME, SlotProgress
-from orchestrator.watch.store import EVENTS_KEPT, RunStore
-from orchestrator.watch.tables import FAULTS_KEPT
+from orchestrator.record.archive import read_run
+from orchestrator.record.events import EventLog
+from orchestrator.record.records import COUNTERS, STORE_NAME, SlotProgress
+from orchestrator.record.store import EVENTS_KEPT, RunStore
+from orchestrator.record.tables import FAULTS_KEPT
+from orchestrator.view.live import Outlets
 from tests.scene import namespaced
 from tests.watch.scene import FACTS, Clock, event, head_process, make_row, make_snapshot, record
 from workers.messages import WorkerState
@@ -29,7 +29,7 @@ from workers.messages import WorkerState
 FULL_DISK = """
 import json, os, sqlite3, sys
 from pathlib import Path
-from orchestrator.watch.store import RunStore
+from orchestrator.record.store import RunStore
 from tests.watch.scene import Clock, event
 
 disk, clock = Path(sys.argv[1]), Clock()

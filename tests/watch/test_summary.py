@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.core.slot import HeadState, slot_state
-from orchestrator.watch.model import STATES_WORST_FIRST, Row, natural_order, worst_first
-from orchestrator.watch.summary import (
+from orchestrator.record.model import STATES_WORST_FIRST, Row, natural_order, worst_first
+from orchestrator.record.summary import (
     failure_dict,
     snapshot_from_summary,
     summary_dict,

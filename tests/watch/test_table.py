@@ -12,10 +12,10 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from orchestrator.core.slot import HeadState
-from orchestrator.watch.cells import ASCII, UNICODE, Glyphs, clock, glyphs_for, number, share_pct, whole
-from orchestrator.watch.columns import columns_for, kept_longest_first
-from orchestrator.watch.model import Row, Snapshot
-from orchestrator.watch.table import health_table
+from orchestrator.record.model import Row, Snapshot
+from orchestrator.view.cells import ASCII, UNICODE, Glyphs, clock, glyphs_for, number, share_pct, whole
+from orchestrator.view.columns import columns_for, kept_longest_first
+from orchestrator.view.table import health_table
 from tests.watch.scene import make_row, make_snapshot
 from tests.watch.strategies import ANY_ROW
 from workers.messages import Progress, WorkerState

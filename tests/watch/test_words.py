@@ -6,9 +6,9 @@ from datetime import datetime
 
 import pytest
 
-from orchestrator.watch.archive import StoredEvent
-from orchestrator.watch.cells import wrapped
-from orchestrator.watch.phrases import event_words, time_of_day
+from orchestrator.record.archive import StoredEvent
+from orchestrator.view.cells import wrapped
+from orchestrator.view.phrases import event_words, time_of_day
 
 
 def stored(name: str, **details: object) -> StoredEvent:

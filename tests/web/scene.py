@@ -16,12 +16,12 @@ from typing import Any
 
 import aiohttp
 
-from orchestrator.watch.model import STATES_WORST_FIRST, Row
-from orchestrator.watch.records import STORE_NAME, RunFacts
-from orchestrator.watch.store import RunStore
-from orchestrator.web.connections import accepting
-from orchestrator.web.guard import Code, Rules
-from orchestrator.web.server import Site
+from orchestrator.record.model import STATES_WORST_FIRST, Row
+from orchestrator.record.records import STORE_NAME, RunFacts
+from orchestrator.record.store import RunStore
+from orchestrator.view.web.connections import accepting
+from orchestrator.view.web.guard import Code, Rules
+from orchestrator.view.web.server import Site
 from tests.watch.scene import FACTS, GIB, event, make_row, make_snapshot, record
 from workers.host.processes import start_time
 from workers.messages import WorkerState

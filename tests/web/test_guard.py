@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.web import guard
-from orchestrator.web.guard import CODE_VALID_S, ROUTES, SESSION_S, Asked, Code, Level, Refusal, Route, Rules
+from orchestrator.view.web import guard
+from orchestrator.view.web.guard import CODE_VALID_S, ROUTES, SESSION_S, Asked, Code, Level, Refusal, Route, Rules
 
 NOW_UNIX_S = 1_800_000_000.0
 RULES = Rules(

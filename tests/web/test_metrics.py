@@ -15,11 +15,11 @@ from observability.traces import frame_at
 from prometheus_client.parser import text_string_to_metric_families
 
 from orchestrator.core.slot import HeadState
-from orchestrator.watch.catalogue import FIELDS
-from orchestrator.watch.deliveries import Deliveries, write_deliveries
-from orchestrator.watch.follow import Frame, Freshness
-from orchestrator.watch.records import CommandRecord
-from orchestrator.web.metrics import exposition
+from orchestrator.record.catalogue import FIELDS
+from orchestrator.record.deliveries import Deliveries, write_deliveries
+from orchestrator.record.follow import Frame, Freshness
+from orchestrator.record.records import CommandRecord
+from orchestrator.view.web.metrics import exposition
 from tests.web.scene import make_run, serving
 from workers.messages import WorkerState
 

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from orchestrator.html_report import facts
-from orchestrator.html_report import page as page_file
+from orchestrator.view.report import facts
+from orchestrator.view.report import page as page_file
 from tests.scene import ROOT
 from tests.watch.scene import make_row
 from tests.web.browser import Browser, browser, needs_chromium, until

@@ -24,9 +24,9 @@ import pytest
 from orchestrator.control.ears import Ears
 from orchestrator.control.wire import Answer, command_of
 from orchestrator.core.user_commands import Command, Do
-from orchestrator.watch.model import ROW_KEYS
-from orchestrator.watch.store import RunStore
-from orchestrator.web.guard import ROUTES
+from orchestrator.record.model import ROW_KEYS
+from orchestrator.record.store import RunStore
+from orchestrator.view.web.guard import ROUTES
 from tests.scene import PATIENCE_S, ROOT, orchestrator
 from tests.web.browser import until
 from tests.web.scene import Server, make_run, put_turn, rows_at, serving
@@ -240,7 +240,7 @@ def test_a_page_that_does_not_read_costs_no_memory_and_hinders_no_other(folder: 
     async def scene() -> None:
         async with serving(folder) as server:
             hub = server.site.hub
-            from orchestrator.web.page_data import View
+            from orchestrator.view.web.page_data import View
 
             async with hub.following(View()) as stuck:
                 reading = events_of(server)
@@ -368,7 +368,7 @@ def test_a_run_that_is_gone_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_a_connection_that_says_half_a_request_is_closed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.web.connections.SILENT_MOST_S", 0.2)
+    monkeypatch.setattr("orchestrator.view.web.connections.SILENT_MOST_S", 0.2)
 
     async def scene() -> None:
         async with serving(folder) as server:

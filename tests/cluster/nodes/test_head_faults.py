@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from orchestrator.watch.archive import StoredRun, read_run
-from orchestrator.watch.records import STORE_NAME
+from orchestrator.record.archive import StoredRun, read_run
+from orchestrator.record.records import STORE_NAME
 from tests.cluster.conftest import Head, Starter
 from tests.scene import PATIENCE_S, ROOT, wait_for
 

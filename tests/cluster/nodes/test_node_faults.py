@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from orchestrator.core.node_commands import NODE_MARK
-from orchestrator.watch.archive import read_run
+from orchestrator.record.archive import read_run
 from tests.cluster.conftest import SMALL, ByHand, Starter, at_unix_s, descendants, samples
 from tests.scene import wait_for
 

@@ -1,0 +1,130 @@
+"""The answer as text for people and as JSON for scripts. No I/O."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from textwrap import wrap
+from typing import Any
+
+from orchestrator.lab.advise.advice import Advice
+from orchestrator.lab.advise.causes import CardAnswer
+from orchestrator.record.summary import SCHEMA, summary_text
+from orchestrator.view.cells import Glyphs
+from orchestrator.view.phrases import counted
+
+_REST = "work, and causes that took less than 5 % each"
+
+QUESTION = "Why is the card not busy?"
+
+
+def answer_json(
+    run_id: str | None, code: int, answers: Sequence[CardAnswer], advice: Sequence[Advice], notes: Sequence[str]
+) -> str:
+    """Return the answer as one JSON object; `null` is unknown."""
+    told: dict[str, Any] = {
+        "schema": SCHEMA,
+        "run_id": run_id,
+        "exit_code": code,
+        "question": QUESTION,
+        "cards": [_card(answer) for answer in answers],
+        "advice": [asdict(one) for one in advice],
+        "notes": list(notes),
+    }
+    return summary_text(told)
+
+
+def _card(answer: CardAnswer) -> dict[str, Any]:
+    card, busy = answer.card, answer.division.busy
+    return {
+        "node": card.node,
+        "gpu_name": card.name,
+        "gpu_uuid": card.uuid,
+        "slots": [slot.slot for slot in card.slots],
+        "seen_s": answer.division.seen_s,
+        "busy_pct": None if busy is None else 100 * busy,
+        "unknown": answer.unknown,
+        "causes": [
+            {"cause": found.cause.value, "share_pct": 100 * found.share, "text": found.text} for found in answer.causes
+        ],
+    }
+
+
+def answer_lines(
+    run_id: str | None,
+    answers: Sequence[CardAnswer],
+    advice: Sequence[Advice],
+    notes: Sequence[str],
+    glyphs: Glyphs,
+    width: int | None = None,
+) -> Iterator[str]:
+    """Yield the answer, line by line: each card with its causes, then what to do.
+
+    Words are broken at a width, commands are not: they are there to be copied. `None`: nothing is broken.
+    """
+    yield f"{QUESTION}" + ("" if run_id is None else f" (run {glyphs.clean(run_id)})")
+    for answer in answers:
+        yield ""
+        yield from _card_lines(answer, glyphs, width)
+    if advice:
+        yield ""
+        yield "What to change:"
+    for number, one in enumerate(advice, start=1):
+        key = "" if one.key is None else f"{one.key}: {one.value}. "
+        yield from _wrapped(f"{number:3}  ", glyphs.clean(key + one.text), width)
+        yield from _wrapped(" " * 5, f"expected: {_gain(one)} (source: {glyphs.clean(one.source)})", width)
+        yield f"     type: {glyphs.clean(one.command)}"
+        if one.measure is not None:
+            yield f"     measure: {glyphs.clean(one.measure)}"
+    if not advice and any(answer.unknown is None for answer in answers):
+        yield ""
+        yield "Nothing to change."
+    if notes:
+        yield ""
+    for note in notes:
+        words, _, command = glyphs.clean(note).partition("; type: ")
+        yield from _wrapped("", f"{words}." if command else words, width)
+        if command:
+            yield f"     type: {command}"
+
+
+def _wrapped(head: str, words: str, width: int | None) -> list[str]:
+    """Return words behind a head, in lines of a width that begin below each other."""
+    if width is None:
+        return [head + words]
+    indent = " " * len(head)
+    return wrap(head + words, max(width, 40), subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+
+
+def _card_lines(answer: CardAnswer, glyphs: Glyphs, width: int | None) -> Iterator[str]:
+    card, busy = answer.card, answer.division.busy
+    title = glyphs.clean(f"{card.node}, {card.name}, {counted(len(card.slots), 'worker')}")
+    if answer.unknown is not None:
+        yield from _wrapped("", f"{title}: cannot tell, because {glyphs.clean(answer.unknown)}", width)
+        return
+    told = "busy share unknown" if busy is None else f"busy {100 * busy:.0f} % of the time"
+    yield from _wrapped("", f"{title}: {told}", width)
+    causes = [(found.cause.value, glyphs.clean(found.text)) for found in answer.causes]
+    percents = _percents([found.share for found in answer.causes])
+    for percent, (name, text) in zip(percents, [*causes, ("the rest", _REST)], strict=True):
+        yield from _wrapped(f"  {percent:3} %  {name:<11}  ", text, width)
+
+
+def _percents(shares: Sequence[float]) -> list[int]:
+    """Return shares of the time, and then what they leave, as whole percents that add up to 100.
+
+    Rounded down, and up those of the largest remainders. Shares of more than all of the time are scaled down to it.
+    """
+    exact = [100 * share / max(1.0, sum(shares)) for share in (*shares, max(0.0, 1 - sum(shares)))]
+    whole = [math.floor(percent) for percent in exact]
+    largest = sorted(range(len(exact)), key=lambda at: whole[at] - exact[at])[: 100 - sum(whole)]
+    return [percent + (at in largest) for at, percent in enumerate(whole)]
+
+
+def _gain(one: Advice) -> str:
+    if one.gain_high is None:
+        return "cannot be said"
+    if one.gain_low is None or one.gain_low == 1.0:
+        return f"at most {one.gain_high:.2f} x"
+    return f"{one.gain_low:.2f} to {one.gain_high:.2f} x"

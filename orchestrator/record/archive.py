@@ -1,0 +1,313 @@
+"""Reads a run store back: while the run goes, after its end, and after its head was killed.
+
+Also tells whether a run still goes that did not record its outcome. Does not cover writing (`store.py`), opening
+(`opening.py`) nor run folders (`folders.py`). A file may come from anywhere: it can only cause an `ArchiveError`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import sqlite3
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import psutil
+
+from orchestrator.core.slot import slot_state
+from orchestrator.errors import NothingStoredError
+from orchestrator.record.model import ROW_KEYS, Row, Snapshot
+from orchestrator.record.opening import explained, reading
+from orchestrator.record.records import COMMANDS_KNOWN, COUNTERS, STORE_NAME, RunFacts, SlotRecord
+from workers.files import read_small
+from workers.host.processes import is_alive
+from workers.messages import StepCounts, WorkerState
+
+NOTE_NAME = "head.json"
+"""The note in a run folder that says which process works on it."""
+LEAST_TO_RESUME_S = 1.0
+"""Less of its planned length is not worth starting a cluster for."""
+
+_NOTE_MOST_BYTES = 64 * 2**10
+_SLOTS_MOST = 20_000
+"""More than any cluster this program plans for."""
+_EVENTS_MOST = 10_000
+_NEW_EVENTS_MOST = 1_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredEvent:
+    """One line of the event log."""
+
+    number: int
+    """Counts the events of a run."""
+    at: str
+    """ISO 8601 in UTC."""
+    event: str
+    slot: str | None
+    details: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRun:
+    """A run as its store knows it."""
+
+    folder: Path
+    facts: RunFacts
+    """With the total time worked as `elapsed_s`."""
+    outcome: str
+    """good, degraded, interrupted or failed as the run said itself; else running, or interrupted: its head is gone."""
+    exit_code: int | None
+    """`None` for a run that did not record how it ended."""
+    error: str | None
+    elapsed_s: float
+    updated_at_unix_s: float | None
+    """Of the last snapshot; `None` before the first."""
+    nodes_seen: tuple[str, ...]
+    notices: tuple[str, ...]
+    restart_count: int
+    steps_lost_upper_bound: int | None
+    """Both as the run recorded them in its last snapshot; `snapshot` has the newer sums of its slots."""
+    incomplete: bool
+    heads: int
+    faults: tuple[Mapping[str, Any], ...]
+    """Each injected fault with what became of it, the last ten thousand; those of a head are known once it has ended
+    by itself."""
+    slots: tuple[SlotRecord, ...]
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds of the planned length that have not been worked."""
+        return max(0.0, self.facts.duration_s - self.elapsed_s)
+
+    @property
+    def was_refused(self) -> bool:
+        """Whether an error ended it before its planned time began."""
+        return self.outcome == "failed" and self.elapsed_s == 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every slot has finished all that there was to do."""
+        return bool(self.slots) and all(slot.state == WorkerState.DONE for slot in self.slots)
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether another head can continue it: it began, has ended in any way, and there is something left to do."""
+        over = self.outcome == "running" or self.was_refused or self.is_done
+        return not over and self.remaining_s >= LEAST_TO_RESUME_S
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether its head ended without recording an outcome: it was killed, or the machine went down."""
+        return self.outcome == "interrupted" and self.exit_code is None
+
+    def snapshot(self) -> Snapshot:
+        """The last picture of the run, for every watcher.
+
+        Slots are written at every turn of the head, the figures of the run less often, so the sums of the slots are
+        used. Once the head has ended, slices that were under way count as lost.
+        """
+        lost, restarts = self.steps_lost_upper_bound, self.restart_count
+        if self.slots:
+            lost = sum(_count(record.counters.get("steps_lost_upper_bound")) for record in self.slots)
+            restarts = sum(_count(record.counters.get("restarts")) for record in self.slots)
+            if self.outcome != "running":
+                lost += sum(_count(record.steps_at_risk) for record in self.slots)
+        facts, updated_at_unix_s = self.facts, self.updated_at_unix_s
+        return Snapshot(
+            run_id=facts.run_id,
+            started_at=facts.started_at_unix_s,
+            now_unix_s=facts.started_at_unix_s if updated_at_unix_s is None else updated_at_unix_s,
+            elapsed_s=self.elapsed_s,
+            duration_s=facts.duration_s,
+            nodes_planned=facts.nodes_planned,
+            nodes_seen=self.nodes_seen,
+            rows=tuple(_row(record) for record in self.slots),
+            notices=self.notices,
+            restart_count=restarts,
+            steps_lost_upper_bound=lost,
+        )
+
+
+def read_run(folder: Path) -> StoredRun:
+    """Return the run in a run folder, as it is now; `NothingStoredError` where nothing is stored in it yet."""
+    with reading(folder) as store:
+        found = store.execute("SELECT * FROM runs ORDER BY rowid DESC LIMIT 1").fetchone()
+        if found is None:
+            raise NothingStoredError(folder, STORE_NAME)
+        lines = store.execute("SELECT * FROM slots ORDER BY rowid LIMIT ?", [_SLOTS_MOST]).fetchall()
+        newer = []
+        if _has(store, "progress"):
+            newer = store.execute("SELECT * FROM progress LIMIT ?", [_SLOTS_MOST]).fetchall()
+    with explained(folder / STORE_NAME):
+        progress = {line["slot"]: line for line in newer}
+        updated_at_unix_s = _value(found, "updated_at_unix_s", float | None)
+        return _run(folder, found, tuple(_slot(line, progress, updated_at_unix_s) for line in lines))
+
+
+def read_events(folder: Path, names: Sequence[str]) -> tuple[StoredEvent, ...]:
+    """Return the events of these names, in the order in which they happened; the last ten thousand."""
+    marks = ", ".join("?" * len(names))
+    with reading(folder) as store:
+        return events_of(store, f"event IN ({marks})", names, _EVENTS_MOST)
+
+
+def read_events_after(folder: Path, number: int) -> tuple[StoredEvent, ...]:
+    """Return the events after the one of this number; the last thousand."""
+    with reading(folder) as store:
+        return events_of(store, "id > ?", [number], _NEW_EVENTS_MOST)
+
+
+def count_commands(folder: Path) -> Mapping[tuple[str, str], int]:
+    """Return how often each command of the user was `taken` or `refused`."""
+    with reading(folder) as store:
+        if not _has(store, "commands"):
+            return {}
+        query = "SELECT do, json_extract(answer, '$.ok') AS ok, count(*) AS times FROM commands GROUP BY 1, 2"
+        lines = store.execute(query).fetchall()
+        return {(str(line["do"]), "taken" if line["ok"] else "refused"): int(line["times"]) for line in lines}
+
+
+def read_answers(folder: Path) -> dict[str, Mapping[str, Any]]:
+    """Return what the last commands of the user were answered, by their ids."""
+    with reading(folder) as store:
+        if not _has(store, "commands"):
+            return {}
+        query = "SELECT id, answer FROM commands ORDER BY rowid DESC LIMIT ?"
+        lines = store.execute(query, [COMMANDS_KNOWN]).fetchall()
+        return {line["id"]: _value(line, "answer", Mapping[str, Any]) for line in reversed(lines)}
+
+
+def events_of(store: sqlite3.Connection, where: str, values: Sequence[object], limit: int) -> tuple[StoredEvent, ...]:
+    """Return the last events that meet a condition in SQL, in the order in which they happened."""
+    query = f"SELECT id AS number, at, event, slot, details FROM events WHERE {where} ORDER BY id DESC LIMIT ?"  # noqa: S608 - conditions of this package
+    lines = store.execute(query, (*values, limit)).fetchall()
+    return tuple(StoredEvent(**_fields(line, StoredEvent)) for line in reversed(lines))
+
+
+def rows_of(records: Iterable[SlotRecord]) -> tuple[Row, ...]:
+    """Return the rows of some slots, as far as their records make sense."""
+    return tuple(map(_row, records))
+
+
+def head_of(folder: Path) -> psutil.Process | None:
+    """Return the head of a run folder if it still runs, by the note in it; `None` as well if it is this process.
+
+    The same process id, and not started after the note was written; started exactly then, where the note says when.
+    """
+    note = folder / NOTE_NAME
+    try:
+        told = json.loads(read_small(note, _NOTE_MOST_BYTES))
+        pid = told["pid"]
+        if type(pid) is not int or pid <= 1:  # true is an int, and 1 is init
+            return None
+        process = psutil.Process(pid)
+        is_head = process.create_time() <= note.stat().st_mtime + 1.0 and pid != os.getpid()
+        began = told.get("started")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, psutil.Error):
+        return None
+    if not is_head or (began is not None and not is_alive(pid, began)) or (folder / "summary.json").exists():
+        return None
+    return process
+
+
+def _has(store: sqlite3.Connection, table: str) -> bool:
+    """Say whether a store has a table; one of an earlier version may lack it."""
+    return store.execute(f"PRAGMA table_list({table})").fetchone() is not None
+
+
+def _run(folder: Path, line: sqlite3.Row, slots: tuple[SlotRecord, ...]) -> StoredRun:
+    facts = RunFacts(**_fields(line, RunFacts))
+    outcome = _value(line, "outcome", str | None)
+    if outcome is None:
+        outcome = "running" if _is_running(folder, facts) else "interrupted"
+    others = _fields(line, StoredRun, besides=("folder", "facts", "outcome", "slots"))
+    return StoredRun(folder=folder, facts=facts, outcome=outcome, slots=slots, **others)
+
+
+def _is_running(folder: Path, facts: RunFacts) -> bool:
+    if facts.host != socket.gethostname():
+        return False  # a process id means nothing on another machine
+    if facts.head_started is None:
+        return head_of(folder) is not None
+    return is_alive(facts.head_pid, facts.head_started)
+
+
+def _slot(line: sqlite3.Row, progress: Mapping[str, sqlite3.Row], updated_at_unix_s: float | None) -> SlotRecord:
+    record = SlotRecord(**_fields(line, SlotRecord, besides=() if "orders" in line.keys() else ("orders",)))  # noqa: SIM118 - a row, not a dict
+    slot_state(record.state)
+    newer = progress.get(record.slot)
+    if newer is None:
+        return record
+    known = set(newer.keys())  # a store of an earlier version lacks some
+    counters = {**record.counters, **{name: _counter(newer, name) for name in COUNTERS if name in known}}
+    row = {**record.row, **{name: value for name, value in counters.items() if name in ROW_KEYS}}
+    row["success_rate"] = success_rate(counters)
+    heard_at_unix_s = _value(newer, "heard_at_unix_s", float | None)
+    if heard_at_unix_s is not None and updated_at_unix_s is not None:
+        row["heartbeat_age_s"] = max(0.0, updated_at_unix_s - heard_at_unix_s)
+    return replace(
+        record,
+        next_sequence=_value(newer, "next_sequence", int),
+        steps_at_risk=_value(newer, "steps_at_risk", int),
+        counters=counters,
+        row=row,
+    )
+
+
+def success_rate(counters: Mapping[str, Any]) -> float | None:
+    """Return that of a slot, from its counters among these values."""
+    known = {name: counters[name] for name in StepCounts.__slots__ if type(counters.get(name)) is int}
+    return StepCounts(**known).success_rate
+
+
+def _counter(line: sqlite3.Row, name: str) -> int | float:
+    value = line[name]  # a worker may have counted something that is not finite
+    return value if isinstance(value, int | float) and 0 <= value < math.inf else 0
+
+
+def _row(record: SlotRecord) -> Row:
+    """Return the slot's row; a key that is missing or makes no sense is left unknown, the others are kept."""
+    own = {"slot": record.slot, "node": record.node, "state": record.state, "reason": record.reason}
+    return Row.from_dict({**record.row, **own}, lenient=True)
+
+
+def _count(value: object) -> int:
+    return max(0, value) if type(value) is int else 0
+
+
+_hints = cache(get_type_hints)
+
+
+def _fields(line: sqlite3.Row, kind: type, besides: Collection[str] = ()) -> dict[str, Any]:
+    return {name: _value(line, name, hint) for name, hint in _hints(kind).items() if name not in besides}
+
+
+def _value(line: sqlite3.Row, name: str, hint: Any) -> Any:  # noqa: ANN401 - what the hint says
+    """Return a column's value if it fits the hint of a field: SQLite itself takes anything anywhere."""
+    value = line[name]
+    if type(value) is hint and hint is not float:  # nearly all of them
+        return value
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    if value is None and NoneType in kinds:
+        return None
+    kind, is_number = kinds[0], isinstance(value, int | float)
+    if kind in {float, bool} and is_number and math.isfinite(value):
+        return kind(value)
+    if type(value) is kind and kind is not float:
+        return value
+    container = get_origin(kind)
+    found = json.loads(value) if container is not None and type(value) is str else None
+    if container is Mapping and isinstance(found, dict):
+        return found
+    if container is tuple and isinstance(found, list):
+        item_kind = get_origin(get_args(kind)[0]) or get_args(kind)[0]
+        if all(isinstance(item, item_kind) for item in found):
+            return tuple(found)
+    raise ValueError(f"{name} cannot be {value!r:.80}")

@@ -1,0 +1,206 @@
+"""Finds runs: lists the run folders, and resolves a run id as the user typed it.
+
+Covers the names of runs, which are hostile input, and runs that left no store. Does not cover what is in a store
+(`archive.py`). A folder that cannot be read is an `ArchiveError`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.schema import RunConfig
+from orchestrator.errors import ArchiveError, NothingStoredError, UsageError, one_line
+from orchestrator.record.archive import StoredRun, head_of, read_run
+from workers.files import read_small
+
+LATEST = "latest"
+RUNNING = "running"
+UNREADABLE = "unreadable"
+"""The outcome of a run whose store cannot be read."""
+
+_RUN_ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{4}")
+"""As `run` makes them: the moment in UTC, and four digits of chance."""
+_SUMMARY_NAME = "summary.json"
+_SUMMARY_MOST_BYTES = 16 * 2**20
+"""A summary of ten thousand workers and ten thousand faults has 13 MiB."""
+#: Of a run in JSON.
+_KEYS = (
+    "run_id", "started_at_unix_s", "mode", "outcome", "exit_code", "elapsed_s", "duration_s", "remaining_s", "heads",
+    "workers", "steps_ok", "steps_lost_upper_bound", "success_rate", "oom_count", "restart_count", "incomplete",
+    "error",
+)  # fmt: skip
+_DEFAULT_RUNS_DIR = Path(RunConfig.model_fields["dir"].default)
+_SUFFIX = re.compile(r"[0-9a-f-]{4,20}")
+_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """One run folder, whatever is left in it."""
+
+    folder: Path
+    outcome: str
+    exit_code: int | None = None
+    run: StoredRun | None = None
+    """`None` where nothing was stored, or what was cannot be read."""
+    error: str | None = None
+    """Why the run ended early, or why it cannot be read."""
+
+    @property
+    def run_id(self) -> str:
+        """The name of its folder."""
+        return self.folder.name
+
+    @property
+    def started_at_unix_s(self) -> float | None:
+        """When the run began; its name tells as well, to the second."""
+        if self.run is not None:
+            return self.run.facts.started_at_unix_s
+        try:
+            return datetime.strptime(self.run_id[:15], "%Y%m%d-%H%M%S").replace(tzinfo=UTC).timestamp()
+        except ValueError:
+            return None
+
+
+def command_for(folder: Path, *words: str) -> str:
+    """Return the command of words such as `report`, for a run that is named by its folder."""
+    command = ["python", "-m", "orchestrator", *words, folder.name]
+    if folder.parent != _DEFAULT_RUNS_DIR:
+        command += ["--run-dir", str(folder.parent)]
+    return shlex.join(command)
+
+
+def list_runs(runs_dir: Path) -> tuple[Listed, ...]:
+    """Return every run in the folder, the newest first; none if there is no such folder."""
+    return tuple(_listed(runs_dir / run_id) for run_id in _run_ids(runs_dir))
+
+
+def run_object(one: Listed) -> dict[str, Any]:
+    """Return what is known of a run, as an object for JSON; `None` is unknown."""
+    told: dict[str, Any] = {
+        "run_id": one.run_id,
+        "started_at_unix_s": one.started_at_unix_s,
+        "outcome": one.outcome,
+        "exit_code": one.exit_code,
+        "error": one.error,
+    }
+    if (run := one.run) is not None:
+        snapshot = run.snapshot()
+        told |= {
+            "mode": run.facts.mode,
+            "elapsed_s": run.elapsed_s,
+            "duration_s": run.facts.duration_s,
+            "remaining_s": run.remaining_s,
+            "heads": run.heads,
+            "workers": len(run.slots),
+            "steps_ok": snapshot.counts.steps_ok,
+            "steps_lost_upper_bound": snapshot.steps_lost_upper_bound,
+            "success_rate": snapshot.counts.success_rate,
+            "oom_count": snapshot.counts.oom_count,
+            "restart_count": snapshot.restart_count,
+            "incomplete": run.incomplete,
+        }
+    return {key: told.get(key) for key in _KEYS}
+
+
+def find_run(runs_dir: Path, run_id: str) -> Path:
+    """Return a run's folder by its name or its end (4 characters or more), or the newest; `UsageError` for none or two.
+
+    `latest` is the newest that had workers or may still get some, else the newest of all; `running` the newest that
+    goes on.
+    """
+    known = _run_ids(runs_dir)
+    if run_id == LATEST:
+        meant = list(islice((name for name in known if not _was_refused(_listed(runs_dir / name))), 1)) or known[:1]
+    elif run_id == RUNNING:
+        meant = list(islice((name for name in known if _listed(runs_dir / name).outcome == RUNNING), 1))
+        if not meant:
+            raise UsageError(
+                one_line(f"no run goes on in {runs_dir}; `python -m orchestrator runs` lists those there are")
+            )
+    else:
+        meant = [name for name in known if _SUFFIX.fullmatch(run_id) and name.endswith(run_id)]
+    if len(meant) == 1:
+        return runs_dir / meant[0]
+    if meant:
+        raise UsageError(one_line(f"{len(meant)} runs end in {run_id}: {', '.join(meant[:_NAMED])}"))
+    if not known:
+        raise UsageError(one_line(f"there is no run in {runs_dir}; `python -m orchestrator run` makes one"))
+    newest = ", ".join(known[:_NAMED])
+    raise UsageError(one_line(f"there is no run {run_id[:80]!r} in {runs_dir}; the newest: {newest}"))
+
+
+def summary_of(folder: Path) -> Mapping[str, Any] | None:
+    """Return the content of a run's summary.json; `None` if there is none that can be read."""
+    try:
+        return _summary(folder)
+    except ArchiveError:
+        return None
+
+
+def _summary(folder: Path) -> Mapping[str, Any] | None:
+    """Return what is in summary.json; `None` if there is none, or none that was written to its end.
+
+    What is nothing that a run wrote is an `ArchiveError`.
+    """
+    path = folder / _SUMMARY_NAME
+    try:
+        told = json.loads(read_small(path, _SUMMARY_MOST_BYTES))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+    except OSError as failure:
+        raise ArchiveError(f"{path} cannot be read: {failure.strerror}") from failure
+    return told if isinstance(told, dict) else None
+
+
+def _run_ids(runs_dir: Path) -> list[str]:
+    """Return the names of the run folders, the newest first. Links are skipped: they may lead anywhere."""
+    try:
+        entries = [entry for entry in runs_dir.iterdir() if entry.is_dir() and not entry.is_symlink()]
+    except FileNotFoundError:
+        return []
+    except OSError as failure:
+        raise ArchiveError(
+            f"{runs_dir} cannot be read: {failure.strerror}; name the right folder with --run-dir"
+        ) from failure
+    return sorted((entry.name for entry in entries if _RUN_ID.fullmatch(entry.name)), reverse=True)
+
+
+def _listed(folder: Path) -> Listed:
+    try:
+        run = read_run(folder)
+    except NothingStoredError:
+        return _without_store(folder)
+    except ArchiveError as failure:
+        return Listed(folder=folder, outcome=UNREADABLE, error=str(failure))
+    return Listed(folder=folder, outcome=run.outcome, exit_code=run.exit_code, run=run, error=run.error)
+
+
+def _was_refused(one: Listed) -> bool:
+    """Say whether a run failed before it had a worker, as without a cluster: there is nothing to look at."""
+    return one.outcome == "failed" and (one.run is None or (one.run.was_refused and not one.run.slots))
+
+
+def _without_store(folder: Path) -> Listed:
+    """Return a run that ended before it stored anything: as its summary says, else by its head."""
+    try:
+        told = _summary(folder)
+    except ArchiveError as failure:
+        return Listed(folder=folder, outcome=UNREADABLE, error=str(failure))
+    if told is None:
+        return Listed(folder=folder, outcome="interrupted" if head_of(folder) is None else "running")
+    code, error = told.get("exit_code"), told.get("error")
+    return Listed(
+        folder=folder,
+        outcome=str(told.get("outcome")),
+        exit_code=code if isinstance(code, int) else None,
+        error=None if error is None else str(error),
+    )

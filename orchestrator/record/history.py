@@ -1,0 +1,261 @@
+"""Reads the course of a run back: values over time, states over time, and all slots at one moment.
+
+A store holds the samples of all slots ordered by time. One slot is read by going from moment to moment, so that what a
+look costs does not grow with the number of slots; all slots are read in one pass. Does not read a run as it is now
+(`archive.py`). Pure SQL, nothing is kept in memory.
+"""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from orchestrator.record.archive import (
+    StoredEvent,
+    StoredRun,
+    events_of,
+    read_run,
+    rows_of,
+    success_rate,
+)
+from orchestrator.record.catalogue import FIELDS
+from orchestrator.record.model import ROW_KEYS, Snapshot, is_row_value
+from orchestrator.record.opening import reading
+from orchestrator.record.records import SlotRecord
+
+BUCKETS_MOST = 1_000
+EVENTS_MOST = 10_000
+_CHANGES_MOST = 50_000
+_LATEST_UNIX_S = 253_402_300_799.0
+"""The end of the year 9999: no calendar goes further."""
+
+#: Every moment of a sample from :first to :last, one index seek each.
+_MOMENTS = """WITH RECURSIVE moments(at) AS (
+    SELECT min(at_unix_s) FROM samples WHERE at_unix_s >= :first
+    UNION ALL
+    SELECT (SELECT min(at_unix_s) FROM samples WHERE at_unix_s > at) FROM moments WHERE at <= :last
+)"""
+
+_PART = "min(:count - 1, CAST((at_unix_s - :first) / :width AS INTEGER)) AS part"
+_OF_ONE = (
+    f"{_MOMENTS} SELECT slot, {_PART}{{figures}} FROM moments JOIN samples ON at_unix_s = at AND slot = :slot "  # noqa: S608 - constants
+    "WHERE at <= :last GROUP BY part"
+)
+_SLICE = "WHERE at_unix_s >= :since AND at_unix_s < :until"
+_OF_EACH = f"SELECT slot, {_PART}{{figures}} FROM samples {_SLICE} GROUP BY slot, part"  # noqa: S608 - constants
+_OF_ALL = (
+    f"WITH sums AS (SELECT at_unix_s{{sums}} FROM samples {_SLICE} GROUP BY at_unix_s) "  # noqa: S608 - constants
+    f"SELECT '' AS slot, {_PART}{{figures}} FROM sums GROUP BY part"
+)
+#: All samples are read in so many looks at most: a look has a time limit (`opening.py`), and a run may last for days.
+_LOOKS_MOST = 25
+
+#: What the course of a whole run is told by.
+TOTALS = ("tflops", "allocated_bytes", "oom_count", "temperature_c", "samples_per_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buckets:
+    """A value over time, as so many equal parts of it; `None` where nothing was sampled."""
+
+    at_unix_s: tuple[float, ...]
+    """The middle of each part."""
+    low: tuple[float | None, ...]
+    mean: tuple[float | None, ...]
+    high: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A slot in one state for some time."""
+
+    state: str
+    from_unix_s: float
+    to_unix_s: float | None
+    """`None`: it still lasted when the store was written last."""
+    cause: str
+
+
+def buckets(
+    folder: Path, slot: str, keys: Sequence[str], from_unix_s: float, to_unix_s: float, count: int
+) -> dict[str, Buckets]:
+    """Return sampled numbers of a slot between two moments, in `count` parts (at most `BUCKETS_MOST`), by key.
+
+    Raises:
+        ValueError: A key is not sampled, or is no number; the times or the count make no sense.
+        ArchiveError: The store cannot be read.
+    """
+    return _read(folder, _OF_ONE, keys, (from_unix_s, to_unix_s), count, slot)[slot]
+
+
+def courses(
+    folder: Path, keys: Sequence[str], from_unix_s: float, to_unix_s: float, count: int
+) -> dict[str, dict[str, Buckets]]:
+    """Return the same of every slot, by slot, in one pass over all samples; without the very last moment."""
+    return _read(folder, _OF_EACH, keys, (from_unix_s, to_unix_s), count)
+
+
+def totals(folder: Path, from_unix_s: float, to_unix_s: float, count: int) -> dict[str, Buckets]:
+    """Return sums over all slots, by the keys of `TOTALS`, and the highest temperature; as `courses` otherwise."""
+    return _read(folder, _OF_ALL, TOTALS, (from_unix_s, to_unix_s), count, "")[""]
+
+
+def sampled_between(folder: Path) -> tuple[float, float] | None:
+    """Return the Unix times of the first and the last sample; `None` if there is none."""
+    with reading(folder) as store:
+        first, last = store.execute("SELECT min(at_unix_s), max(at_unix_s) FROM samples").fetchone()
+    return None if _number(first) is None or _number(last) is None else (float(first), float(last))
+
+
+def moment(folder: Path, at_unix_s: float, run: StoredRun | None = None) -> Snapshot:
+    """Return the run as it was sampled last at or before a moment; the first sample, if there is none before.
+
+    What is not sampled is unknown, but for what never changes; a slot's reason is that of its last change of state.
+    `run` is the run of this folder if it was read already.
+    """
+    known = read_run(folder) if run is None else run
+    with reading(folder) as store:
+        there = _columns(store)
+        (found,) = store.execute("SELECT max(at_unix_s) FROM samples WHERE at_unix_s <= ?", [at_unix_s]).fetchone()
+        if found is None:
+            (found,) = store.execute("SELECT min(at_unix_s) FROM samples").fetchone()
+        lines = store.execute("SELECT * FROM samples WHERE at_unix_s = ?", [found]).fetchall()
+        names = [line["slot"] for line in lines]
+        causes = {name: _cause_before(store, name, found) for name in names}
+    sampled = {line["slot"]: {key: line[key] for key in ROW_KEYS if key in there and key != "slot"} for line in lines}
+    records = [_as_sampled(slot, sampled[slot.slot], causes[slot.slot]) for slot in known.slots if slot.slot in sampled]
+    now_unix_s = known.facts.started_at_unix_s if found is None else float(found)
+    return replace(
+        known.snapshot(),
+        rows=rows_of(records),
+        now_unix_s=now_unix_s,
+        elapsed_s=max(0.0, known.elapsed_s - (known.snapshot().now_unix_s - now_unix_s)),
+        notices=(),
+        restart_count=sum(int(values.get("restarts") or 0) for values in sampled.values()),
+        steps_lost_upper_bound=None,
+    )
+
+
+def state_spans(folder: Path, slot: str) -> tuple[Span, ...]:
+    """Return the states of a slot one after the other, from its first change on."""
+    with reading(folder) as store:
+        return _spans(events_of(store, "event = 'state' AND slot = ?", [slot], EVENTS_MOST))
+
+
+def all_state_spans(folder: Path) -> dict[str, tuple[Span, ...]]:
+    """Return the same of all slots, by slot; of very many changes the last ones."""
+    changes: dict[str, list[StoredEvent]] = {}
+    with reading(folder) as store:
+        for event in events_of(store, "event = 'state' AND slot IS NOT NULL", (), _CHANGES_MOST):
+            changes.setdefault(str(event.slot), []).append(event)
+    return {slot: _spans(of_slot) for slot, of_slot in changes.items()}
+
+
+def events(folder: Path, *, after: int = 0, slot: str | None = None, limit: int = 500) -> tuple[StoredEvent, ...]:
+    """Return the last events after the one of this number, oldest first; of one slot if one is named."""
+    where, values = ("id > ?", (after,)) if slot is None else ("id > ? AND slot = ?", (after, slot))
+    with reading(folder) as store:
+        return events_of(store, where, values, min(limit, EVENTS_MOST))
+
+
+#: Keys whose course can be asked for.
+SAMPLED_NUMBERS = tuple(key for key, each in FIELDS.items() if each.sampled and key != "state")
+
+
+def _read(
+    folder: Path, statement: str, keys: Sequence[str], between: tuple[float, float], count: int, slot: str | None = None
+) -> dict[str, dict[str, Buckets]]:
+    """Return what a statement finds, by slot and key; of `slot` also where it finds nothing."""
+    for key in keys:
+        if key not in FIELDS or not FIELDS[key].sampled or key == "state":
+            raise ValueError(f"{key[:40]!r} is not sampled; sampled are {', '.join(SAMPLED_NUMBERS)}")
+    first, last = between
+    if not (1 <= count <= BUCKETS_MOST and 0 <= first < last <= _LATEST_UNIX_S):
+        raise ValueError(
+            f"buckets must be 1 to {BUCKETS_MOST}, between the years 1970 and 9999, and end after they begin"
+        )
+    width_s = (last - first) / count
+    with reading(folder) as store:
+        there = _columns(store)
+    found = [key for key in keys if key in there]  # an older store samples less
+    figures = "".join(f", min({key}), avg({key}), max({key})" for key in found)
+    sums = "".join(f", {'max' if key == 'temperature_c' else 'sum'}({key}) AS {key}" for key in found)
+    values = {"first": first, "last": last, "width": width_s, "count": count, "slot": slot}
+    step = count if statement is _OF_ONE else -(-count // _LOOKS_MOST)
+    lines: list[sqlite3.Row] = []
+    for part in range(0, count, step):
+        until = last if part + step >= count else first + (part + step) * width_s
+        look = {**values, "since": first + part * width_s, "until": until}
+        with reading(folder) as store:
+            lines += store.execute(statement.format(figures=figures, sums=sums), look)
+    parts: dict[str, dict[int, sqlite3.Row]] = {} if slot is None else {slot: {}}
+    for line in lines:
+        parts.setdefault(line["slot"], {})[line["part"]] = line
+    at_unix_s = tuple(first + (part + 0.5) * width_s for part in range(count))
+
+    def of(lines: Mapping[int, sqlite3.Row], key: str, which: int) -> tuple[float | None, ...]:
+        if key not in found:
+            return (None,) * count
+        column = 2 + 3 * found.index(key) + which
+        return tuple(_number(lines[part][column]) if part in lines else None for part in range(count))
+
+    return {
+        name: {
+            key: Buckets(at_unix_s=at_unix_s, low=of(told, key, 0), mean=of(told, key, 1), high=of(told, key, 2))
+            for key in keys
+        }
+        for name, told in parts.items()
+    }
+
+
+def _spans(changes: Sequence[StoredEvent]) -> tuple[Span, ...]:
+    known = [(at, event) for event in changes if (at := _at(event))]
+    ends: list[float | None] = [at for at, _ in known[1:]]
+    return tuple(
+        Span(
+            state=str(event.details.get("to_state", "")),
+            from_unix_s=at,
+            to_unix_s=end,
+            cause=str(event.details.get("cause", "")),
+        )
+        for (at, event), end in zip(known, [*ends, None], strict=False)
+    )
+
+
+def _columns(store: sqlite3.Connection) -> frozenset[str]:
+    return frozenset(column["name"] for column in store.execute("PRAGMA table_info(samples)"))
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _cause_before(store: sqlite3.Connection, slot: str, at_unix_s: float) -> str:
+    """Return why a slot was in its state at a moment; empty if no change is known."""
+    at = datetime.fromtimestamp(at_unix_s, tz=UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    before = events_of(store, "event = 'state' AND slot = ? AND at <= ?", [slot, at], 1)
+    return str(before[0].details.get("cause", "")) if before else ""
+
+
+def _as_sampled(record: SlotRecord, values: Mapping[str, object], cause: str) -> SlotRecord:
+    constant = {key: value for key, value in record.row.items() if key in _CONSTANT}
+    known = {key: value for key, value in values.items() if is_row_value(key, value)}
+    known["success_rate"] = success_rate(known)
+    return replace(record, state=str(values.get("state", record.state)), reason=cause, row={**constant, **known})
+
+
+#: What is not sampled because it does not change while a slot works.
+_CONSTANT = frozenset(
+    {"gpu_name", "gpu_uuid", "device", "policy", "dtype", "budget_bytes", "device_total_bytes", "temperature_of"}
+) | {"first_loss", "train_steps"}
+
+
+def _at(event: StoredEvent) -> float | None:
+    try:
+        return datetime.fromisoformat(event.at).timestamp()
+    except ValueError:
+        return None

@@ -1,0 +1,133 @@
+"""The end of a run as one JSON object: what `run --json` prints and `summary.json` keeps.
+
+Does not print it. The keys are a promise to scripts: names and order stay, `schema` counts up if they must not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from orchestrator.record.model import Row, Snapshot, finite
+
+SCHEMA = 1
+
+#: Counters and what follows from them, by their names in the summary.
+_COUNTED = (
+    "steps_ok",
+    "steps_oom",
+    "steps_oom_probe",
+    "steps_error",
+    "success_rate",
+    "oom_count",
+    "emergency_count",
+)
+
+
+def summary_dict(
+    snapshot: Snapshot,
+    outcome: str,
+    exit_code: int,
+    started_at: str,
+    error: str | None = None,
+    *,
+    faults: Sequence[Mapping[str, Any]] = (),
+    fault_counts: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """Return the summary of a run: only what JSON can hold without `NaN` or `Infinity`.
+
+    `duration_s` is how long it really took, `started_at` is ISO 8601 in UTC. The key `error` is absent when nothing
+    went wrong. `faults` are what `--chaos` injected, each with what became of it; `fault_counts` are the same by kind,
+    also of those that the list has no room for.
+    """
+    counts = snapshot.counts
+    summary: dict[str, Any] = {
+        "schema": SCHEMA,
+        "run_id": snapshot.run_id,
+        "outcome": outcome,
+        "exit_code": exit_code,
+        "started_at": started_at,
+        "duration_s": finite(snapshot.elapsed_s),
+        "nodes_planned": list(snapshot.nodes_planned),
+        "nodes_seen": list(snapshot.nodes_seen),
+        "workers_planned": len(snapshot.rows),
+        **{name: getattr(counts, name) for name in _COUNTED},
+        "restart_count": snapshot.restart_count,
+        "steps_lost_upper_bound": snapshot.steps_lost_upper_bound,
+        "tflops_total": snapshot.tflops_total,
+        "verify_checks": counts.verify_checks,
+        "verify_errors": counts.verify_errors,
+        "workers": [row.to_dict() for row in snapshot.rows],
+        "notices": list(snapshot.notices),
+        "faults": [dict(fault) for fault in faults],
+        "fault_counts": [dict(counts) for counts in fault_counts],
+    }
+    return summary if error is None else {**summary, "error": error}
+
+
+def failure_dict(error: str, exit_code: int, outcome: str = "failed") -> dict[str, Any]:
+    """Return the summary of a run that never began: the same keys, no workers, counts 0, the rest unknown."""
+    nothing = Snapshot(
+        run_id="",
+        started_at=0.0,
+        now_unix_s=0.0,
+        elapsed_s=0.0,
+        duration_s=0.0,
+        nodes_planned=(),
+        nodes_seen=(),
+        rows=(),
+    )
+    unknown = {"run_id": None, "started_at": None, "duration_s": None, "workers_planned": None}
+    return {**summary_dict(nothing, outcome, exit_code, "", error), **unknown}
+
+
+def summary_text(summary: Mapping[str, Any]) -> str:
+    """Return the summary as indented JSON without a final newline; `ValueError` where a number is not finite."""
+    return json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
+    """Write the summary so that a reader never sees half of it; `OSError` if the folder cannot be written."""
+    # A text that is no valid Unicode (a file name, say) becomes \udcXX, which is a valid escape in JSON.
+    content = (summary_text(summary) + "\n").encode("utf-8", "backslashreplace")
+    half = path.with_name(f".{path.name}.tmp")
+    try:
+        half.write_bytes(content)
+        half.replace(path)
+    finally:
+        half.unlink(missing_ok=True)
+
+
+def snapshot_from_summary(summary: object) -> Snapshot:
+    """Rebuild the last snapshot of a run from its summary, as far as a summary knows it.
+
+    The planned length is not in it: the run is taken to have ended on time.
+
+    Raises:
+        ValueError: This is no summary, or one of a schema this version does not read.
+    """
+    if not isinstance(summary, Mapping) or summary.get("schema") != SCHEMA:
+        raise ValueError(f"this is no run summary of schema {SCHEMA}")
+    try:
+        duration_s = float(summary["duration_s"] or 0.0)
+        started_at = datetime.fromisoformat(summary["started_at"]).timestamp() if summary["started_at"] else 0.0
+        return Snapshot(
+            run_id=str(summary["run_id"] or ""),
+            started_at=started_at,
+            now_unix_s=started_at + duration_s,
+            elapsed_s=duration_s,
+            duration_s=duration_s,
+            nodes_planned=tuple(summary["nodes_planned"]),
+            nodes_seen=tuple(summary["nodes_seen"]),
+            rows=tuple(Row.from_dict(row) for row in summary["workers"]),
+            notices=tuple(summary.get("notices", ())),
+            restart_count=summary["restart_count"],
+            steps_lost_upper_bound=summary.get("steps_lost_upper_bound"),
+        )
+    except KeyError as missing:
+        raise ValueError(f"the run summary lacks the key {missing}") from missing
+    except TypeError as wrong:
+        raise ValueError(f"the run summary holds a value of the wrong kind: {wrong}") from wrong

@@ -1,0 +1,221 @@
+"""Watchers for the person at the terminal: a table that redraws itself, or plain lines; and all outlets of a run.
+
+A broken terminal or pipe means nothing: the run goes on. Does not cover what the table looks like (`table`) nor which
+watcher a run gets: use `LiveTable` only where `console.is_interactive`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Protocol, TextIO
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
+
+from orchestrator.core.slot import SlotState
+from orchestrator.record.events import EventLog
+from orchestrator.record.model import Snapshot
+from orchestrator.record.store import RunStore
+from orchestrator.view.cells import glyphs_for
+from orchestrator.view.phrases import closing_lines, tflops_words, time_words
+from orchestrator.view.table import health_table
+
+REDRAW_EVERY_S = 0.25
+_REDRAW_SHARE = 0.02
+"""Of a core: a table that costs more, because it has many slots or the terminal is large, is drawn less often."""
+_REDRAW_MOST_S = 2.0
+PROGRESS_EVERY_S = 10.0
+
+GAPS = "the records of this run have gaps: they could not be written for a while"
+
+_REASON_CELLS = 400
+"""A log may have long lines, but not a whole traceback in one."""
+
+#: What drawing on a closed terminal raises: rich turns a broken pipe into SystemExit, but a lost terminal must not end
+#: the run.
+_TERMINAL_GONE = (OSError, SystemExit)
+
+
+class Watcher(Protocol):
+    """A receiver of snapshots. Neither method raises when its output is closed."""
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Look at the run as it is now; called several times a second."""
+
+    def close(self, snapshot: Snapshot) -> None:
+        """Show the run for the last time and release everything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlets:
+    """Where a run is written down and shown. A full disk ends none of it: `problems` says what is wrong."""
+
+    watchers: Sequence[Watcher]
+    events: EventLog
+    store: RunStore
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Show the run as it is now, and take a sample of it if one is due."""
+        for watcher in (*self.watchers, self.store):
+            watcher.update(snapshot)
+
+    def close(self, snapshot: Snapshot) -> None:
+        """Show the run as it ended."""
+        for watcher in (*self.watchers, self.store):
+            watcher.close(snapshot)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """One sentence for each sink that cannot be written now, or lacks records of a time when it could not."""
+        now = tuple(text for text in (self.store.problem, self.events.problem) if text is not None)
+        return now or ((GAPS,) * self.incomplete)
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether the records of this run are incomplete."""
+        return self.store.incomplete or self.events.incomplete
+
+
+class LiveTable:
+    """The health table, redrawn in place; its last frame, with all rows, stays on the screen.
+
+    The cursor stays visible throughout, so that a head that is killed leaves a usable terminal behind.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        monotonic_s: Callable[[], float] = time.monotonic,
+        cpu_s: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._console = console
+        self._monotonic_s = monotonic_s
+        self._cpu_s = cpu_s
+        self._glyphs = glyphs_for(console.encoding)
+        self._due_s = float("-inf")
+        self._gone = False
+        self._live = Live(
+            console=console,
+            auto_refresh=False,
+            vertical_overflow="crop",
+            # Output of libraries belongs into the run's log, not between the rows.
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Redraw, unless that was done less than `REDRAW_EVERY_S` ago, or longer if it takes much processor time."""
+        now_s, began_s = self._monotonic_s(), self._cpu_s()
+        if self._gone or now_s < self._due_s:
+            return
+        try:
+            if not self._live.is_started:
+                self._live.start()
+                self._console.show_cursor(True)
+            self._live.update(_Frame(snapshot, whole=False), refresh=True)
+        except _TERMINAL_GONE:
+            self._leave()
+        cost_s = self._cpu_s() - began_s
+        self._due_s = now_s + max(REDRAW_EVERY_S, min(_REDRAW_MOST_S, cost_s / _REDRAW_SHARE))
+
+    def close(self, snapshot: Snapshot) -> None:
+        """Draw the last frame, give the terminal back and print the totals."""
+        if self._gone:
+            return
+        try:
+            last = _Frame(snapshot, whole=True)
+            self._live.update(last)
+            if self._live.is_started:
+                self._live.stop()
+            else:
+                self._console.print(last)
+            for line in closing_lines(snapshot, self._glyphs):
+                self._console.print(Text(line))
+        except _TERMINAL_GONE:
+            self._leave()
+
+    def _leave(self) -> None:
+        self._gone = True
+        with suppress(*_TERMINAL_GONE):
+            self._live.stop()
+
+
+class PlainLines:
+    """A line for every change of state and one every `PROGRESS_EVERY_S`, for logs and pipes; no control codes."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._glyphs = glyphs_for(getattr(stream, "encoding", None))
+        self._states: dict[str, SlotState] = {}
+        self._notices: frozenset[str] = frozenset()
+        self._progress_due_s = PROGRESS_EVERY_S
+        self._passed_s = 0.0
+        self._gone = False
+
+    def update(self, snapshot: Snapshot) -> None:
+        """Write what has changed since the last time."""
+        at = datetime.fromtimestamp(snapshot.now_unix_s, tz=UTC).astimezone().strftime("%H:%M:%S")
+        for brief in snapshot.briefs:
+            if self._states.get(brief.slot) is not brief.state:
+                row = snapshot.row(brief)
+                self._states[row.slot] = row.state
+                size = "" if row.size is None else f" size {row.size}"
+                reason = self._glyphs.shorten(self._glyphs.clean(row.reason), _REASON_CELLS)
+                self._say(f"{at} {self._glyphs.clean(row.slot)} {row.state}{size}{': ' if reason else ''}{reason}")
+        for notice in snapshot.notices:
+            if notice not in self._notices:
+                self._say(f"{at} ! {self._glyphs.clean(notice)}")
+        self._notices = frozenset(snapshot.notices)
+        passed_s = snapshot.elapsed_s if snapshot.starting_s is None else snapshot.starting_s
+        if passed_s < self._passed_s:
+            self._progress_due_s = PROGRESS_EVERY_S  # the planned time has begun
+        self._passed_s = passed_s
+        if passed_s >= self._progress_due_s:
+            self._progress_due_s = (passed_s // PROGRESS_EVERY_S + 1) * PROGRESS_EVERY_S
+            self._say(self._progress(snapshot))
+
+    def close(self, snapshot: Snapshot) -> None:
+        """Write the last changes and the totals."""
+        self.update(snapshot)
+        for line in closing_lines(snapshot, self._glyphs):
+            self._say(line)
+
+    def _progress(self, snapshot: Snapshot) -> str:
+        counts = ", ".join(f"{count} {state}" for state, count in snapshot.state_counts.items())
+        return (
+            f"{time_words(snapshot)}  "
+            f"nodes {len(snapshot.nodes_seen)}/{len(snapshot.nodes_planned)}  {counts or 'no workers yet'}  "
+            f"{tflops_words(snapshot.tflops_total, self._glyphs)}  oom {snapshot.counts.oom_count}"
+        )
+
+    def _say(self, line: str) -> None:
+        if self._gone:
+            return
+        try:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+        except (BrokenPipeError, ValueError):
+            self._gone = True  # the reader or the stream is closed
+        except OSError:
+            pass  # a full disk under a log may have room again later
+
+
+class _Frame:
+    """A snapshot that is laid out when it is drawn, for the terminal's size at that moment.
+
+    `whole` shows all rows, at whatever length: nothing is drawn over it.
+    """
+
+    def __init__(self, snapshot: Snapshot, *, whole: bool) -> None:
+        self._snapshot = snapshot
+        self._whole = whole
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        # A line is left for the cursor, else the terminal scrolls at every frame.
+        lines = None if self._whole else max(1, options.size.height - 1)
+        yield health_table(self._snapshot, options.max_width, lines, glyphs_for(console.encoding))

@@ -1,0 +1,166 @@
+"""Words a message: a title that says enough on a locked phone, what is new, and how the run is. Pure.
+
+Text from a run may be hostile: it comes out as harmless lines of bounded length. Does not decide what is told.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from orchestrator.config.duration import format_duration
+from orchestrator.config.schema import Severity
+from orchestrator.record.archive import StoredRun
+from orchestrator.record.deliveries import Deliveries
+from orchestrator.record.model import Row, Snapshot, natural_order
+from orchestrator.view.cells import UNICODE
+from orchestrator.view.notify.digest import Message, News, Trouble
+from orchestrator.view.notify.troubles import SEVEREST_FIRST
+from orchestrator.view.phrases import counted, tflops_words, time_words, totals
+from workers.units import GIB
+
+_LINES_MOST = 20
+"""Of one kind. Some services take only 4,000 characters."""
+_CELLS_MOST = 300
+_TITLE_CELLS = 120
+_SUBJECTS_MOST = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Letter:
+    """A message as it is sent."""
+
+    title: str
+    body: str
+    severity: Severity
+
+
+def worded(
+    message: Message,
+    run: StoredRun,
+    snapshot: Snapshot,
+    deliveries: Deliveries,
+    unix_s: float,
+    missed: Sequence[str] = (),
+) -> Letter:
+    """Return the words of a message about a run; of one that has ended, with what it `missed`."""
+    news = sorted(message.news, key=lambda one: (not one.is_there, _order(one.trouble)))
+    told = {one.trouble.key for one in news}
+    still = sorted((trouble for trouble in message.there if trouble.key not in told), key=_order)
+    told_before = [News(trouble=trouble, is_there=True, times=0) for trouble in still]
+    groups = [_headline(group) for group in _grouped(news)]
+    essence = groups[:1] if not message.is_last else [_end(run), *groups[:1]]
+    more = f", {len(groups) - 1} more" if len(groups) > 1 else ""
+    title = "; ".join(essence or [_states(snapshot)]) + more
+    blocks = [
+        [_end(run), *([] if run.error is None else [run.error]), *_cut(list(missed))] if message.is_last else [],
+        _cut([line for group in _grouped(news) for line in _told(group, unix_s)]),
+        _cut([f"still: {_headline(group)}, for {_for(group[0].trouble, unix_s)}" for group in _grouped(told_before)]),
+        [*_status(snapshot), *_cut(list(_cards(snapshot.rows))), *_failures(deliveries)],
+    ]
+    severest = min((_order(one.trouble) for one in news if one.is_there), default=(2, "", ()))[0]
+    if message.is_last and run.exit_code != 0:
+        severest = min(severest, 0 if run.exit_code is None else 1)
+    return Letter(
+        title=_line(f"{run.facts.run_id[-4:]}: {title}", _TITLE_CELLS),
+        body="\n\n".join("\n".join(_line(line, _CELLS_MOST) for line in block) for block in blocks if block),
+        severity=SEVEREST_FIRST[severest],
+    )
+
+
+def _order(trouble: Trouble) -> tuple[int, str, tuple[str | int, ...]]:
+    return SEVEREST_FIRST.index(trouble.severity), trouble.alert, natural_order(trouble.subject)
+
+
+def _grouped(news: Iterable[News]) -> list[list[News]]:
+    """Return the news of one alert about one place together."""
+    groups: defaultdict[tuple[bool, str, str], list[News]] = defaultdict(list)
+    for one in news:
+        groups[one.is_there, one.trouble.alert, one.trouble.place].append(one)
+    return list(groups.values())
+
+
+def _headline(group: Sequence[News]) -> str:
+    """Return what is wrong, or no longer wrong, with which subjects."""
+    subjects = [one.trouble.subject for one in group]
+    more = f" and {len(subjects) - _SUBJECTS_MOST} more" if len(subjects) > _SUBJECTS_MOST else ""
+    over = "" if group[0].is_there else "over: "
+    return f"{over}{group[0].trouble.alert} {' '.join(subjects[:_SUBJECTS_MOST])}{more}"
+
+
+def _told(group: Sequence[News], unix_s: float) -> Iterator[str]:
+    """Yield what is told of some subjects: their names, the text of the first, what to do."""
+    first, times = group[0], max(news.times for news in group)
+    often = f", {times} times" if times > 1 else ""
+    if not first.is_there:
+        yield f"{_headline(group)}, after {_for(first.trouble, unix_s)}{often}"
+        return
+    yield f"{first.trouble.severity}: {_headline(group)}{often}"
+    yield f"  {first.trouble.text}"
+    if first.trouble.what_to_do:
+        yield f"  {first.trouble.what_to_do}"
+
+
+def _for(trouble: Trouble, unix_s: float) -> str:
+    return format_duration(max(0.0, unix_s - trouble.since_unix_s))
+
+
+def _end(run: StoredRun) -> str:
+    if run.exit_code is not None:
+        return f"the run has ended: {run.outcome}, exit code {run.exit_code}"
+    return f"the head is gone; `python -m orchestrator run --resume {run.facts.run_id}` continues the run"
+
+
+def _states(snapshot: Snapshot) -> str:
+    states = ", ".join(f"{count} {state.value}" for state, count in snapshot.state_counts.items())
+    return states or "no workers yet"
+
+
+def _status(snapshot: Snapshot) -> Iterator[str]:
+    yield f"run {snapshot.run_id}: {time_words(snapshot)}, {tflops_words(snapshot.tflops_total, UNICODE)}"
+    yield f"{_states(snapshot)}; {', '.join(totals(snapshot))}"
+    yield from snapshot.notices
+
+
+def _cards(rows: Iterable[Row]) -> Iterator[str]:
+    """Yield temperature, memory, load and power of each card, as far as they are known."""
+    cards: defaultdict[tuple[str, str | None, str | None], list[Row]] = defaultdict(list)
+    for row in rows:
+        cards[row.node, row.gpu_uuid, row.gpu_name].append(row)
+    for (node, _, name), held in cards.items():
+        known: dict[str, float] = {}
+        for row in held:
+            values = {
+                "temperature": row.temperature_c,
+                "used": row.device_used_bytes,
+                "total": row.device_total_bytes,
+                "busy": row.utilisation_pct,
+                "power": row.power_w,
+                "limit": row.power_limit_w,
+            }
+            known = {key: value for key, value in values.items() if value is not None} | known
+        said = [f"{known['temperature']:.0f} C"] if "temperature" in known else []
+        if "used" in known and "total" in known:
+            said.append(f"{known['used'] / GIB:.1f} of {known['total'] / GIB:.1f} GiB")
+        if "busy" in known:
+            said.append(f"{known['busy']:.0f} % busy")
+        if "power" in known:
+            said.append(f"{known['power']:.0f}" + (f" of {known['limit']:.0f} W" if "limit" in known else " W"))
+        if said:
+            yield f"{node} {name or 'processor'}: {', '.join(said)}"
+
+
+def _failures(deliveries: Deliveries) -> Iterator[str]:
+    if deliveries.failed:
+        yield f"{counted(deliveries.failed, 'delivery', 'deliveries')} of {sum(deliveries)} failed so far"
+
+
+def _line(text: str, cells: int) -> str:
+    indent = "  " if text.startswith("  ") else ""
+    return indent + UNICODE.shorten(UNICODE.clean(text), cells)
+
+
+def _cut(lines: list[str]) -> list[str]:
+    more = [f"and {len(lines) - _LINES_MOST} lines more"] if len(lines) > _LINES_MOST else []
+    return [*lines[:_LINES_MOST], *more]

@@ -1,0 +1,275 @@
+"""The health table: a snapshot and a width in, lines of text out.
+
+Pure: no I/O, no clock, no state. Does not cover what a cell shows (`columns`) nor redrawing (`live`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from rich.console import Group
+from rich.text import Span, Text
+
+from orchestrator.record.model import STATE_STYLES, Brief, Row, Snapshot, trouble, worst_first
+from orchestrator.view.cells import UNICODE, Glyphs, clock, flow
+from orchestrator.view.columns import NEVER_DROPPED, Column, columns_for, kept_longest_first
+from orchestrator.view.phrases import tflops_words, time_words, totals
+from workers.messages import WorkerState
+
+_GAP_CELLS = 2
+_REASON_CELLS = 32
+"""A reason gets a column of its own when there is room for so much of it, else a line under its row."""
+_SLOT_CELLS = 6
+_PROGRESS_CELLS = 16
+_ROWS_BEFORE_SUMS = 8
+"""The line of sums goes when the terminal has room for fewer lines of rows than that."""
+
+_REASONS_OF_ROOM = 4
+"""Where not all rows fit, every fourth line may be a reason: the worst rows are of no use without theirs."""
+
+#: Tells users what the table cannot show: GDDR6X gets hot long before the die does.
+_HIDDEN_TEMPERATURE = "VRAM temperature: not reported by GeForce"
+
+#: In these states a reason is only worth a line of its own when the row is in trouble nevertheless.
+_QUIET_STATES = frozenset({WorkerState.RUNNING, WorkerState.DONE, WorkerState.STOPPED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    columns: tuple[Column, ...]
+    widths: dict[str, int]
+    reason_cells: int | None
+    """Width of the reason's column; `None` puts reasons on lines of their own."""
+    total_cells: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Drawn:
+    """The line of a row, and what the line under it says; no reason where it says nothing."""
+
+    line: Text
+    reason: str
+    style: str
+
+
+def health_table(snapshot: Snapshot, width: int, height: int | None = None, glyphs: Glyphs = UNICODE) -> Group:
+    """Return the health table, worst slot first.
+
+    Columns are left out, the least important first, until a line has `width` cells. The best rows are summed up in a
+    last line where not all fit into `height` lines; `None` shows all of them. Rows go before reasons.
+    """
+    notices = _notices(snapshot.notices, width, None if height is None else max(1, height // 5), glyphs)
+    header = [*_header(snapshot, width, glyphs), *notices, Text()]
+    if not snapshot.rows:
+        return _group([*header, Text("no workers yet", "dim")], width)
+    slots = worst_first(snapshot.briefs)
+    # Each row takes at least one line: of those beyond the height no cell is made.
+    rows = [snapshot.row(slot) for slot in (slots if height is None else slots[: height + 1])]
+    footer = [Text(), *_footer(snapshot, rows, width, glyphs)]
+    columns = columns_for(rows, glyphs)
+    cells = [{column.name: column.cell(row) for column in columns} for row in rows]
+    layout = _layout(columns, kept_longest_first(rows), cells, width, glyphs)
+    titles = _titles(layout, glyphs)
+    drawn = [_drawn(row, shown, layout, glyphs) for row, shown in zip(rows, cells, strict=True)]
+    room = None if height is None else height - len(header) - len(titles)
+    if room is not None and room < len(footer) + _ROWS_BEFORE_SUMS:
+        footer = []
+    body = _body(slots, drawn, None if room is None else room - len(footer), width, glyphs)
+    return _group([*header, *titles, *body, *footer], width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lines:
+    """A table without its header and sums: two headings and a rule, then a line for each row."""
+
+    titles: tuple[Text, ...]
+    rows: tuple[Text, ...]
+
+
+def table_lines(rows: Sequence[Row], width: int, glyphs: Glyphs, hidden: Collection[str] = ()) -> Lines:
+    """Return the table of these rows, in this order, without the `hidden` columns; reasons only where there is room."""
+    columns = [column for column in columns_for(rows, glyphs) if column.name not in hidden]
+    cells = [{column.name: column.cell(row) for column in columns} for row in rows]
+    known = {column.name for column in columns} | ({"reason"} - set(hidden))
+    order = [name for name in kept_longest_first(rows) if name in known]
+    layout = _layout(columns, order, cells, width, glyphs)
+    drawn = (_drawn(row, shown, layout, glyphs).line for row, shown in zip(rows, cells, strict=True))
+    return Lines(titles=tuple(_titles(layout, glyphs)), rows=tuple(drawn))
+
+
+def header_lines(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
+    """Return what stands above the table: nodes, states, throughput, time, then warnings."""
+    return [*_header(snapshot, width, glyphs), *_notices(snapshot.notices, width, 3, glyphs)]
+
+
+def _group(lines: Iterable[Text], width: int) -> Group:
+    shown = []
+    for line in lines:
+        line.no_wrap = True
+        line.overflow = "crop"
+        line.truncate(width)
+        shown.append(line)
+    return Group(*shown)
+
+
+def _header(snapshot: Snapshot, width: int, glyphs: Glyphs) -> list[Text]:
+    seen, planned = len(snapshot.nodes_seen), len(snapshot.nodes_planned)
+    share = min(1.0, snapshot.elapsed_s / snapshot.duration_s) if snapshot.duration_s > 0 else 1.0
+    bar = glyphs.bar(full=share, part=0.0, width=_PROGRESS_CELLS)
+    segments = [
+        Text(f"nodes {seen}/{planned}", "bold" if seen >= planned else "bold red"),
+        *(Text(f"{count} {state}", STATE_STYLES[state]) for state, count in snapshot.state_counts.items()),
+        Text(tflops_words(snapshot.tflops_total, glyphs), "bold"),
+        Text(time_words(snapshot)),
+    ]
+    if snapshot.starting_s is None:
+        segments += [
+            Text.assemble((bar, "green"), f" {int(share * 100)} %"),
+            Text(f"{clock(snapshot.remaining_s)} left"),
+        ]
+    return flow(segments, width, glyphs.separator)
+
+
+def _footer(snapshot: Snapshot, rows: Iterable[Row], width: int, glyphs: Glyphs) -> list[Text]:
+    said = [Text(words) for words in totals(snapshot)]
+    hot = (row for row in rows if row.temperature_c is not None and row.memory_temperature_c is None)
+    if any("GeForce" in (row.gpu_name or "") for row in hot):
+        said.append(Text(_HIDDEN_TEMPERATURE, "dim"))
+    return flow(said, width, glyphs.separator)
+
+
+def _notices(notices: Sequence[str], width: int, most: int | None, glyphs: Glyphs) -> list[Text]:
+    shown = notices if most is None or len(notices) <= most else notices[: most - 1]
+    lines = [Text(glyphs.shorten(f"! {glyphs.clean(notice)}", width), "bold yellow") for notice in shown]
+    if hidden := len(notices) - len(shown):
+        lines.append(Text(f"! {hidden} {'more ' if shown else ''}warnings", "bold yellow"))
+    return lines
+
+
+def _layout(
+    columns: Sequence[Column],
+    order: Sequence[str],
+    cells: Sequence[dict[str, Text | None]],
+    width: int,
+    glyphs: Glyphs,
+) -> _Layout:
+    widths: dict[str, int] = {}
+    never_dropped = order[:NEVER_DROPPED]
+    known: set[str] = {*never_dropped, *({"reason"} & set(order))}
+    for column in columns:
+        shown = [cell for row in cells if (cell := row[column.name]) is not None]
+        if shown:
+            known.add(column.name)
+        headings = (column.title, column.unit, glyphs.missing)
+        widths[column.name] = max(*map(cell_len, headings), *(cell.cell_len for cell in shown), 0)
+    needed = {**widths, **({"reason": _REASON_CELLS} if "reason" in known else {})}
+    fits_whole = sum(needed.values()) + _GAP_CELLS * (len(needed) - 1) <= width
+    kept: set[str] = set()
+    used = -_GAP_CELLS
+    for name in order:
+        cost = needed[name] + _GAP_CELLS
+        # Columns without one value go before any other.
+        if fits_whole or name in never_dropped or (name in known and used + cost <= width):
+            kept.add(name)
+            used += cost
+    if used > width:
+        widths["slot"] = max(_SLOT_CELLS, widths["slot"] - (used - width))
+    inline = "reason" in kept
+    return _Layout(
+        columns=tuple(column for column in columns if column.name in kept),
+        widths=widths,
+        reason_cells=_REASON_CELLS + width - used if inline else None,
+        total_cells=width if inline else min(used, width),
+    )
+
+
+def _titles(layout: _Layout, glyphs: Glyphs) -> list[Text]:
+    first = _line({column.name: Text(column.title) for column in layout.columns}, layout, glyphs)
+    if layout.reason_cells is not None:
+        first.append("  reason")
+    lines = [first, _line({column.name: Text(column.unit) for column in layout.columns}, layout, glyphs)]
+    for line in lines:
+        line.stylize("dim")
+    return [*lines, Text(glyphs.rule * layout.total_cells, "dim")]
+
+
+def _line(cells: dict[str, Text | None] | dict[str, Text], layout: _Layout, glyphs: Glyphs) -> Text:
+    """Return one line of aligned cells; put together as a string, which costs a fifth of adding texts up."""
+    parts: list[str] = []
+    spans: list[Span] = []
+    at = 0
+    for column in layout.columns:
+        cell = cells[column.name]
+        plain, style = (glyphs.missing, "dim") if cell is None else (cell.plain, cell.style)
+        width, taken = layout.widths[column.name], cell_len(plain)
+        if taken > width:  # only a slot's column is ever narrower than its text
+            plain = _tail(plain, width, glyphs)
+            taken = cell_len(plain)
+        gap = " " * _GAP_CELLS if parts else ""
+        padding = " " * (width - taken)
+        before, after = (gap, padding) if column.is_words else (gap + padding, "")
+        at += len(before)
+        if style:
+            spans.append(Span(at, at + len(plain), style))
+        parts += (before, plain, after)
+        at += len(plain) + len(after)
+    return Text("".join(parts), spans=spans)
+
+
+def _tail(text: str, width: int, glyphs: Glyphs) -> str:
+    """Return the end of a name that is too long: the number of a slot is there."""
+    room = width - cell_len(glyphs.ellipsis)
+    while cell_len(text) > room:
+        text = text[1:]
+    return glyphs.ellipsis + text
+
+
+def _drawn(row: Row, cells: dict[str, Text | None], layout: _Layout, glyphs: Glyphs) -> _Drawn:
+    line = _line(cells, layout, glyphs)
+    reason = glyphs.clean(row.reason)
+    quiet = row.state in _QUIET_STATES
+    if layout.reason_cells is not None:
+        line.append("  ").append(glyphs.shorten(reason, layout.reason_cells))
+        reason = ""
+    elif quiet and not trouble(row):
+        reason = ""
+    return _Drawn(line=line, reason=reason, style="bold red" if quiet else STATE_STYLES[row.state])
+
+
+def _body(slots: Sequence[Brief], drawn: Sequence[_Drawn], room: int | None, width: int, glyphs: Glyphs) -> list[Text]:
+    """Return the rows, each with its reason under it, that fit into `room` lines.
+
+    While all rows fit, the best rows lose their reasons first. Else the best rows are summed up in the last line.
+    """
+    reasons = [(row.reason, row.style) for row in drawn]
+    is_new = (bool(now[0]) and now != before for before, now in zip([("", ""), *reasons], reasons, strict=False))
+    reasons_so_far = list(itertools.accumulate(is_new))
+    if room is None or len(drawn) + reasons_so_far[-1] <= room:
+        return _with_reasons(drawn, len(drawn), width, glyphs)
+    if len(slots) <= room:
+        return _with_reasons(drawn, room - len(slots), width, glyphs)
+    most = max(1, room // _REASONS_OF_ROOM)
+    lines = (count + min(most, reasons) for count, reasons in enumerate(reasons_so_far, start=1))
+    count = max(1, sum(taken < room for taken in lines))
+    states = Counter(slot.state for slot in slots[count:])
+    by_state = ", ".join(f"{number} {state}" for state, number in states.items())
+    hidden = f" {next(iter(states))}" if len(states) == 1 else f": {by_state}"
+    more = Text(f"{glyphs.ellipsis} and {states.total()} more{hidden}", "dim")
+    return [*_with_reasons(drawn[:count], most, width, glyphs), more]
+
+
+def _with_reasons(drawn: Sequence[_Drawn], most: int, width: int, glyphs: Glyphs) -> list[Text]:
+    """Return the rows; neighbours with the same reason share one line of it. `most` reasons are shown."""
+    lines: list[Text] = []
+    for (reason, style), same in itertools.groupby(drawn, lambda row: (row.reason, row.style)):
+        rows = list(same)
+        lines += [row.line for row in rows]
+        if reason and most > 0:
+            most -= 1
+            whose = f"these {len(rows)}: " if len(rows) > 1 else ""
+            lines.append(Text(glyphs.shorten(f"  {glyphs.branch} {whose}{reason}", width), style))
+    return lines

@@ -1,0 +1,398 @@
+"""`top` on a terminal: keys in, lines out. Reads the run folder once a second, and nothing else.
+
+What is shown of a slot is in `slot_page.py`, what keys do to the table in `view.py`. Commands to the run are
+asked for first (`ask.py`); nothing else changes it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import BindingType
+from textual.events import Resize
+from textual.widgets import Input
+
+from orchestrator.config.byte_size import parse_bytes
+from orchestrator.errors import ArchiveError, OrchestratorError
+from orchestrator.record.folders import Listed, list_runs
+from orchestrator.record.follow import Follower, Frame
+from orchestrator.record.model import Row, Snapshot, natural_order
+from orchestrator.record.query import WORST_FIRST, order_of, parse
+from orchestrator.view.alerts.badges import Badge, badges
+from orchestrator.view.alerts.judge import AlertWatch, judge
+from orchestrator.view.cells import Glyphs
+from orchestrator.view.table import header_lines, table_lines
+from orchestrator.view.top.ask import Ask, Send, question_lines, refusal
+from orchestrator.view.top.cards import alert_lines, card_lines, column_lines, node_lines, run_lines
+from orchestrator.view.top.keys import BINDINGS, HELP
+from orchestrator.view.top.replay import Replay
+from orchestrator.view.top.rows import SCREEN_CSS, LinesView, saved
+from orchestrator.view.top.slot_page import RANGES_S, event_line, read_slot_lines
+from orchestrator.view.top.status import badge_line, freshness_words, key_line, reason_line, slots_words
+from orchestrator.view.top.view import HIDEABLE, View, followed, marked_line, moved, sorted_by_next
+
+_LOOK_EVERY_S = 1.0
+_EVENTS_KEPT = 500
+_PLAYED_S_PER_LOOK = 5.0
+_TITLE_LINES = 3
+_HEADER_SHARE = 4
+"""Of the lines of the terminal, one in so many may be of the header."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """What stands under the header: a title for the line of keys, and how its lines are made."""
+
+    name: str
+    lines: Callable[[], Sequence[Text]]
+    picked: Callable[[int], None] | None = None
+    """What is done with the line that was picked; such a page has a cursor."""
+
+
+class Top(App[None]):
+    """Follows one run folder."""
+
+    CSS = SCREEN_CSS
+    ENABLE_COMMAND_PALETTE = False
+    BINDINGS: ClassVar[list[BindingType]] = BINDINGS
+
+    def __init__(self, folder: Path, view: View, glyphs: Glyphs, send: Send | None = None) -> None:
+        super().__init__(ansi_color=True)
+        self._folder = folder
+        self._follower = Follower(folder)
+        self._view = view
+        self._glyphs = glyphs
+        self._send = send
+        self._asked: Ask | None = None
+        self._typed = "filter"
+        self._is_typing = False
+        self._runs: Sequence[Listed] = ()
+        self._frame: Frame | None = None
+        self._snapshot: Snapshot | None = None
+        self._events: list[Text] = []
+        self._said = ""
+        """What went wrong last, or what was done; shown in the line of keys."""
+        self._replay = Replay(folder)
+        self._alerts = AlertWatch()
+        self._badges: Sequence[Badge] = ()
+        self._range = 0
+        self._pages = {
+            page.name: page
+            for page in (
+                _Page("slot", self._slot_lines),
+                _Page("events", self._event_lines),
+                _Page("cards", self._card_lines),
+                _Page("alerts", lambda: alert_lines(self._badges, time.time(), self.size.width, self._glyphs)),
+                _Page("nodes", lambda: node_lines(self._snapshot, self._glyphs)),
+                _Page("columns", lambda: column_lines(self._view.hidden), self._pick_column),
+                _Page("runs", lambda: run_lines(self._runs, self._glyphs), self._pick_run),
+                _Page("question", self._question_lines),
+                _Page("help", lambda: [Text(line) for line in HELP.splitlines()]),
+            )
+        }
+        self._page: _Page | None = None
+        self._scrolled = 0
+        self._chosen = 0
+        """The line under the cursor of a page that has one."""
+
+    def compose(self) -> ComposeResult:
+        """Lay the screen out, see Textual."""
+        yield LinesView(name="header")
+        yield LinesView(name="rows")
+        yield Input(id="filter")
+        yield LinesView(name="keys")
+
+    def on_mount(self) -> None:
+        """Begin to follow."""
+        self.query_one("#rows").focus()
+        self.set_interval(_LOOK_EVERY_S, self.look)
+        self.call_after_refresh(self.look)
+
+    def on_resize(self, _: Resize) -> None:
+        """Lay out anew."""
+        self.call_after_refresh(self.draw)
+
+    def look(self) -> None:
+        """Read the run folder, and draw what is new."""
+        try:
+            frame = self._follower.look()
+        except ArchiveError as failure:
+            self._said = str(failure)
+            self._judge(None)
+            self.draw()
+            return
+        self._frame = frame
+        self._judge(frame)
+        self._events += [event_line(event, 1_000, self._glyphs) for event in frame.events]
+        del self._events[:-_EVENTS_KEPT]
+        if self._replay.at_unix_s is None:
+            self._snapshot = frame.snapshot
+        elif self._replay.plays:
+            self.action_seek(_PLAYED_S_PER_LOOK)
+            return
+        self.draw()
+
+    def _judge(self, frame: Frame | None) -> None:
+        self._alerts, firing = judge(self._alerts, frame, time.time())
+        self._badges = badges(firing)
+
+    def draw(self) -> None:
+        """Draw header, table or page, and the line of keys."""
+        snapshot = self._snapshot
+        header, rows, keys = (self.query_one(name, LinesView) for name in ("#header", "#rows", "#keys"))
+        width = max(20, self.size.width)
+        if snapshot is None:
+            rows.show([Text(self._said or "nothing is stored yet", "dim")])
+            return
+        above = header_lines(snapshot, width, self._glyphs)[: max(1, self.size.height // _HEADER_SHARE)]
+        if self._badges and self._replay.at_unix_s is None:
+            above = [badge_line(self._badges, width, self._glyphs), *above]
+        header.styles.height = len(above)
+        header.show(above)
+        page = self._page
+        if page is None:
+            self._draw_table(snapshot, rows, width)
+        else:
+            lines, height = page.lines(), max(1, rows.size.height)
+            self._chosen = max(0, min(self._chosen, len(lines) - 1))
+            if page.picked is not None:
+                self._scrolled = min(max(self._scrolled, self._chosen - height + 1), self._chosen)
+            self._scrolled = max(0, min(self._scrolled, len(lines) - height))
+            rows.show(lines[self._scrolled :], None if page.picked is None else self._chosen - self._scrolled)
+        fresh = None if self._frame is None else freshness_words(self._frame, self._replay.at_unix_s)
+        name = None if page is None else page.name
+        keys.show(
+            [
+                reason_line(self._row() if page is None else None, width, self._glyphs),
+                key_line(fresh, self._view, name, self._said, width, self._glyphs),
+            ]
+        )
+
+    def _draw_table(self, snapshot: Snapshot, rows: LinesView, width: int) -> None:
+        shown = self._view.rows(snapshot.rows)
+        height = self._table_height()
+        self._view = followed(self._view, shown, height)
+        first = self._view.first
+        lines = table_lines(shown[first : first + height], width, self._glyphs, self._view.hidden)
+        if not shown:
+            rows.show([Text("no slot matches the filter" if self._view.wanted.text else "no workers yet", "dim")])
+            return
+        titles = lines.titles if height < rows.size.height else ()
+        bodies = (
+            marked_line(line) if row.slot in self._view.marked else line
+            for row, line in zip(shown[first : first + height], lines.rows, strict=True)
+        )
+        rows.show([*titles, *bodies], marked=len(titles) + self._view.line - first)
+
+    def _table_height(self) -> int:
+        """Return how many rows are shown; a terminal of few lines has no room for headings."""
+        height = self.query_one("#rows").size.height
+        return height - _TITLE_LINES if height > 2 * _TITLE_LINES else max(1, height)
+
+    # What keys do.
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool:  # noqa: ARG002 - of Textual
+        """Say whether a key means an action now, see Textual: while a filter is typed, keys are letters."""
+        return not self._is_typing or action in {"leave", "quit"}
+
+    def action_end(self) -> None:
+        """Leave."""
+        self.exit()
+
+    def action_page(self, name: str) -> None:
+        """Open a page; of a slot only if the cursor is on one. On a page with a cursor, enter picks a line."""
+        if name == "slot" and self._page is not None and self._page.picked is not None:
+            self._page.picked(self._chosen)
+        if name != "slot" or (self._view.slot is not None and self._page is None):
+            if name == "runs":
+                self._runs = list_runs(self._folder.parent)
+            self._page, self._scrolled, self._chosen, self._said = self._pages[name], 0, 0, ""
+        self.draw()
+
+    def action_leave(self) -> None:
+        """Close the filter or the page; from the table, leave the replay."""
+        asking = self.query_one(Input)
+        if self._is_typing:
+            self._is_typing = asking.display = False
+            self.query_one("#rows").focus()
+        elif self._page is not None:
+            self._page = None
+        elif self._replay.at_unix_s is not None:
+            self.action_replay()
+        self._said, self._asked = "", None
+        self.draw()
+
+    def action_move(self, by: int) -> None:
+        """Move the cursor, or scroll the page."""
+        if self._page is not None:
+            self._scrolled, self._chosen = max(0, self._scrolled + by), max(0, self._chosen + by)
+        elif self._snapshot is not None:
+            self._view = moved(self._view, self._view.rows(self._snapshot.rows), by, self._table_height())
+        self.draw()
+
+    def action_move_pages(self, by: int) -> None:
+        """Move by as many rows as are shown."""
+        self.action_move(by * self._table_height())
+
+    def action_sort(self, step: int) -> None:
+        """Sort by another column."""
+        self._view = sorted_by_next(self._view, step)
+        self.draw()
+
+    def action_reverse(self) -> None:
+        """Turn the order round."""
+        order = self._view.order
+        self._view = replace(self._view, order=replace(order, reverse=not order.reverse))
+        self.draw()
+
+    def action_worst(self) -> None:
+        """Put the worst first again."""
+        self._view = replace(self._view, order=WORST_FIRST)
+        self.draw()
+
+    def action_pick(self) -> None:
+        """Take what the cursor of a page is on; on the table, mark the slot for a command."""
+        if self._page is not None and self._page.picked is not None:
+            self._page.picked(self._chosen)
+        elif self._page is None and self._view.slot is not None:
+            self._view = replace(self._view, marked=self._view.marked ^ {self._view.slot})
+            self.action_move(1)
+        self.draw()
+
+    def _pick_column(self, index: int) -> None:
+        self._view = replace(self._view, hidden=self._view.hidden ^ {HIDEABLE[index]})
+
+    def _pick_run(self, index: int) -> None:
+        if index < len(self._runs):
+            self._folder = self._runs[index].folder
+            self._follower, self._frame, self._snapshot = Follower(self._folder), None, None
+            self._view, self._events, self._page = replace(self._view, slot=None, marked=frozenset()), [], None
+            self._replay, self._said = Replay(self._folder), ""
+            self.look()
+
+    # Commands to the run.
+
+    def action_command(self, do: str) -> None:
+        """Ask whether a command shall be sent to the marked slots, or to the one under the cursor."""
+        slots = self._view.marked or ({self._view.slot} if self._view.slot is not None else set())
+        self._said = refusal(
+            can_send=self._send is not None, is_replay=self._replay.at_unix_s is not None, frame=self._frame
+        )
+        if not self._said and slots:
+            self._asked = Ask(do, tuple(sorted(slots, key=natural_order)))
+            if do == "cap":
+                self.action_ask("cap")
+                return
+            self.action_page("question")
+        self.draw()
+
+    def action_yes(self) -> None:
+        """Send what was asked; the head's answer is shown when it comes."""
+        folder, ask, send = self._folder, self._asked, self._send
+        if self._page is not self._pages["question"] or ask is None or send is None:
+            return
+        self._asked, self._page, self._said = None, None, f"{ask.do} {slots_words(ask.slots)}: sent"
+        self.run_worker(lambda: self._sent(folder, ask, send), thread=True)
+        self.draw()
+
+    def _sent(self, folder: Path, ask: Ask, send: Send) -> None:
+        try:
+            answer = send(folder, ask.do, ask.slots, amount_bytes=ask.amount_bytes)
+            said = answer.effect if answer.ok else f"refused: {answer.error}"
+        except (OSError, ValueError, OrchestratorError) as failure:
+            said = f"not sent: {failure}"
+        self._said = f"{ask.do} {slots_words(ask.slots)}: {said}"
+        self.call_from_thread(self.draw)
+
+    def action_range(self) -> None:
+        """Show the courses of a slot over another time."""
+        self._range = (self._range + 1) % len(RANGES_S)
+        self.draw()
+
+    def action_ask(self, what: str) -> None:
+        """Let the person type a filter, a column to sort by or a cap."""
+        asking = self.query_one(Input)
+        self._typed = what
+        asking.placeholder = {"filter": "state:lost temp>75", "sort": "column", "cap": "cap of each, as 3GiB"}[what]
+        asking.value = self._view.wanted.text if what == "filter" else ""
+        self._is_typing = asking.display = True
+        self.screen.set_focus(asking)
+
+    def on_input_submitted(self, entered: Input.Submitted) -> None:
+        """Take what was typed; what is wrong stays to be corrected."""
+        what, self._said = self._typed, ""
+        try:
+            if what == "filter":
+                self._view = replace(self._view, wanted=parse(entered.value), marked=frozenset())
+            elif what == "sort":
+                self._view = replace(self._view, order=order_of(entered.value))
+            elif self._asked is not None:
+                self._asked = replace(self._asked, amount_bytes=parse_bytes(entered.value))
+        except ValueError as failure:
+            self._said = str(failure)
+        else:
+            self._is_typing = entered.input.display = False
+            self.query_one("#rows").focus()
+            if what == "cap":
+                self.action_page("question")
+        self.draw()
+
+    def action_replay(self) -> None:
+        """Go to what was sampled, or back to now."""
+        if self._replay.at_unix_s is None:
+            self.action_seek(0.0)
+            return
+        self._replay = Replay(self._folder)
+        self._snapshot = None if self._frame is None else self._frame.snapshot
+        self.draw()
+
+    def action_seek(self, by_s: float) -> None:
+        """Show the run as it was so much later or earlier."""
+        try:
+            found = None if self._frame is None else self._replay.seek(by_s, self._frame.run)
+        except ArchiveError as failure:
+            self._said = str(failure)
+        else:
+            self._said = "nothing was sampled yet" if found is None else self._said
+            self._snapshot = found or self._snapshot
+        self.draw()
+
+    def action_play(self) -> None:
+        """Play the replay on from here, or stop it."""
+        self._replay.plays = not self._replay.plays
+        if self._replay.plays and self._replay.at_unix_s is None:
+            self.action_seek(-1e9)
+
+    def action_save(self) -> None:
+        """Write what is on the screen as text."""
+        views = (self.query_one(name, LinesView) for name in ("#header", "#rows", "#keys"))
+        self._said = saved(Path.cwd() / f"top-{self._folder.name}.txt", [line for view in views for line in view.lines])
+        self.draw()
+
+    # Pages.
+
+    def _row(self) -> Row | None:
+        rows = () if self._snapshot is None else self._snapshot.rows
+        return next((row for row in rows if row.slot == self._view.slot), None)
+
+    def _slot_lines(self) -> Sequence[Text]:
+        row, snapshot = self._row(), self._snapshot
+        if row is None or snapshot is None:
+            return [Text("the slot is gone", "dim")]
+        width = max(20, self.size.width)
+        return read_slot_lines(self._folder, row, snapshot, RANGES_S[self._range], width, self._glyphs)
+
+    def _event_lines(self) -> Sequence[Text]:
+        return list(reversed(self._events)) or [Text("no events yet", "dim")]
+
+    def _card_lines(self) -> Sequence[Text]:
+        return card_lines(() if self._snapshot is None else self._snapshot.rows, self.size.width, self._glyphs)
+
+    def _question_lines(self) -> Sequence[Text]:
+        return [] if self._asked is None else question_lines(self._asked, self._glyphs)

@@ -1,0 +1,193 @@
+"""One slot in lines of text: its facts, the course of its values, its states, its last events, what it printed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from rich.cells import chop_cells
+from rich.text import Text
+
+from orchestrator.core.slot import slot_state
+from orchestrator.errors import ArchiveError
+from orchestrator.record import history
+from orchestrator.record.archive import StoredEvent
+from orchestrator.record.catalogue import FIELDS
+from orchestrator.record.history import Buckets, Span
+from orchestrator.record.model import STATE_STYLES, Row, Snapshot
+from orchestrator.record.output import last_lines
+from orchestrator.view.cells import Glyphs, clock
+from orchestrator.view.columns import columns_for
+from orchestrator.view.phrases import event_words, time_of_day
+
+#: What is drawn over time, and how it is called; the last is counted up over the run, and drawn as its growth.
+COURSES: Mapping[str, str] = {
+    "tflops": "TFLOP/s",
+    "allocated_bytes": "allocated",
+    "temperature_c": "temp C",
+    "power_w": "power W",
+    "duty_measured": "duty",
+    "loss": "loss",
+    "samples_per_s": "samples/s",
+    "oom_count": "OOM",
+}
+_GROWTH = frozenset({"oom_count"})
+
+#: How far back the courses go; the last is the whole run.
+RANGES_S: tuple[float | None, ...] = (120.0, 600.0, 3600.0, None)
+
+_LEVELS = "▁▂▃▄▅▆▇█"
+_ASCII_LEVELS = "_.-=+*#@"
+_LABEL_CELLS = 11
+_EVENTS_MOST = 12
+_TEXT_LINES_MOST = 20
+
+
+def read_slot_lines(
+    folder: Path, row: Row, snapshot: Snapshot, back_s: float | None, width: int, glyphs: Glyphs
+) -> list[Text]:
+    """Return the page of a slot from its run folder, over so many seconds before the snapshot, or the whole run."""
+    ends = snapshot.now_unix_s
+    begins = ends - back_s if back_s is not None else min(snapshot.started_at, ends - 1.0)
+    try:
+        parts = max(1, min(width - 40, 200))
+        courses = history.buckets(folder, row.slot, tuple(COURSES), begins, ends + 0.5, parts)
+        spans = history.state_spans(folder, row.slot)
+        events = history.events(folder, slot=row.slot, limit=50)
+        printed = last_lines(folder, row.slot)
+    except ArchiveError as failure:
+        return [Text(glyphs.clean(str(failure)), "red")]
+    shown = f"last {clock(back_s)}" if back_s is not None else "the whole run"
+    page = slot_lines(row, courses, spans, events, width, glyphs)
+    if printed:
+        page += [Text(), Text("printed", "bold"), *(each for line in printed for each in _folded(line, width, glyphs))]
+    return [*page[:2], Text(f"courses: {shown} (m)", "dim"), *page[2:]]
+
+
+def slot_lines(
+    row: Row,
+    courses: Mapping[str, Buckets],
+    spans: Sequence[Span],
+    events: Sequence[StoredEvent],
+    width: int,
+    glyphs: Glyphs,
+) -> list[Text]:
+    """Return the page of a slot."""
+    lines = [
+        Text.assemble(
+            (glyphs.clean(row.slot), "bold"),
+            "  ",
+            (row.state.value, STATE_STYLES[row.state]),
+            "  ",
+            glyphs.shorten(glyphs.clean(row.reason), max(10, width - 30)),
+        ),
+        Text(),
+    ]
+    for key, found in courses.items():
+        line = sparkline(key, found, width, glyphs)
+        if line is not None:
+            lines.append(line)
+    lines += [Text(), *_facts(row, width, glyphs)]
+    lines += [Text(), Text("states", "bold"), *_states(spans, width, glyphs)]
+    lines += [Text(), Text("events", "bold"), *_events(events, width, glyphs)]
+    return lines
+
+
+def sparkline(key: str, found: Buckets, width: int, glyphs: Glyphs) -> Text | None:
+    """Return a value over time as one line, with its lowest and highest; `None` if nothing was sampled."""
+    values = _growth(found.high) if key in _GROWTH else found.mean
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    low, high = min(known), max(known)
+    levels = _LEVELS if glyphs.charset == "utf-8" else _ASCII_LEVELS
+    steps = len(levels) - 1
+    drawn = "".join(
+        " " if value is None else levels[round(steps * (value - low) / (high - low)) if high > low else 0]
+        for value in values
+    )
+    if key not in _GROWTH:
+        # A mean of many samples hides the extremes, and these are worth knowing.
+        low = min(value for value in found.low if value is not None)
+        high = max(value for value in found.high if value is not None)
+    ends = f"  {_short(key, low)} to {_short(key, high)}"
+    room = max(1, width - _LABEL_CELLS - len(ends))
+    return Text.assemble((f"{COURSES[key]:<{_LABEL_CELLS}}", "dim"), (drawn[-room:], "cyan"), ends)
+
+
+def _growth(totals: Sequence[float | None]) -> list[float | None]:
+    """Return by how much a counter grew in each part."""
+    grown: list[float | None] = []
+    before: float | None = None
+    for total in totals:
+        grown.append(None if total is None else total - (total if before is None else before))
+        before = before if total is None else total
+    return grown
+
+
+def _short(key: str, value: float) -> str:
+    if FIELDS[key].unit == "bytes":
+        return f"{value / 2**20:.0f} MiB"
+    return f"{value:.4g}"
+
+
+def _facts(row: Row, width: int, glyphs: Glyphs) -> Iterator[Text]:
+    """Yield every column that is known, as many beside each other as fit."""
+    cells = [
+        (" ".join(filter(None, (column.title, column.unit))).replace("- ", ""), cell)
+        for column in columns_for((row,), glyphs)
+        if column.name not in {"slot", "state", "vram_bar"} and (cell := column.cell(row)) is not None
+    ]
+    if not cells:
+        return
+    label_cells = max(len(label) for label, _ in cells)
+    value_cells = max(cell.cell_len for _, cell in cells)
+    beside = max(1, (width + 3) // (label_cells + value_cells + 5))
+    for at in range(0, len(cells), beside):
+        line = Text()
+        for label, cell in cells[at : at + beside]:
+            line.append(f"{label:<{label_cells}}  ", "dim").append_text(cell)
+            line.append(" " * (value_cells - cell.cell_len + 3))
+        yield line
+
+
+def _states(spans: Sequence[Span], width: int, glyphs: Glyphs) -> Iterator[Text]:
+    if not spans:
+        yield Text("no change of state is recorded", "dim")
+    first_s = spans[0].from_unix_s if spans else 0.0
+    for span in spans[-_EVENTS_MOST:]:
+        lasted = "" if span.to_unix_s is None else f" for {clock(span.to_unix_s - span.from_unix_s)}"
+        cause = glyphs.shorten(glyphs.clean(span.cause), max(10, width - 32))
+        try:
+            style = STATE_STYLES[slot_state(span.state)]
+        except ValueError:
+            style = ""
+        shown = glyphs.clean(span.state)[:12]
+        yield Text.assemble(f"+{clock(span.from_unix_s - first_s):>7}  ", (f"{shown:<12}", style), f"  {cause}{lasted}")
+
+
+def _events(events: Sequence[StoredEvent], width: int, glyphs: Glyphs) -> Iterator[Text]:
+    if not events:
+        yield Text("none yet", "dim")
+    for event in events[-_EVENTS_MOST:]:
+        yield event_line(event, width, glyphs)
+        traceback = event.details.get("traceback")
+        if isinstance(traceback, str):
+            for line in traceback.splitlines()[-_TEXT_LINES_MOST:]:
+                yield from _folded(f"    {line}", width, glyphs, "red")
+
+
+def _folded(line: str, width: int, glyphs: Glyphs, style: str = "") -> Iterator[Text]:
+    """Yield a line of text in as many lines as it needs, with the spaces that it begins with."""
+    begins = " " * min(width // 2, len(line) - len(line.lstrip()))
+    for part in chop_cells(glyphs.clean(line), max(10, width - len(begins))) or [""]:
+        yield Text(begins + part, style)
+
+
+def event_line(event: StoredEvent, width: int, glyphs: Glyphs) -> Text:
+    """Return an event in one line."""
+    name, details = event_words(event)
+    said = f"{event.slot or '':<10}  {name}  {details}"
+    return Text.assemble(
+        (f"{time_of_day(event.at)[:8]}  ", "dim"), glyphs.shorten(glyphs.clean(said), max(10, width - 10))
+    )

@@ -1,0 +1,359 @@
+"""The HTTP server of one run: what each path answers, and the headers that keep a browser from doing more.
+
+Every request passes `guard.py` first. The run folder is read in threads; the head knows nothing of it. Does not say
+what the page shows (`page_data.py`), nor how addresses, tokens and certificates are chosen (`verb.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from aiohttp import web
+
+from orchestrator.config.byte_size import parse_bytes
+from orchestrator.control.client import send
+from orchestrator.errors import ArchiveError, UsageError, one_line
+from orchestrator.record import history
+from orchestrator.record.archive import count_commands
+from orchestrator.record.deliveries import read_deliveries
+from orchestrator.record.folders import find_run, list_runs, run_object
+from orchestrator.record.follow import Follower
+from orchestrator.record.output import last_lines
+from orchestrator.record.query import Order, order_of, parse, select
+from orchestrator.record.summary import SCHEMA
+from orchestrator.view.web import guard, metrics, page_data
+from orchestrator.view.web.connections import SILENT_MOST_S, Connection
+from orchestrator.view.web.guard import ROUTES, Asked, Code, Level, Refusal, Route, Rules
+from orchestrator.view.web.page_data import View
+from orchestrator.view.web.stream import COMMENT_EVERY_S, GZIP_BEGIN, Event, Hub, packed
+
+PAGE: Final = Path(__file__).parent / "page"
+
+_KINDS: Final = {
+    "index.html": "text/html", "app.js": "text/javascript", "charts.js": "text/javascript",
+    "source.js": "text/javascript",
+    "uplot.js": "text/javascript", "app.css": "text/css", "uplot.css": "text/css", "icon.svg": "image/svg+xml",
+}  # fmt: skip
+_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_BODY_MOST_BYTES: Final = 64 * 2**10
+_LIMIT_MOST: Final = 500
+_SLOT_EVENTS: Final = 200
+_TEXT_MOST: Final = 64
+_WRITING_MOST_S: Final = 30.0
+_OTHERS_MOST: Final = 8
+"""Runs beside the one that was named of which something is kept."""
+_OVERVIEW_S: Final = 600.0
+_OVERVIEW_PARTS: Final = 200
+_OVERVIEW_EVERY_S: Final = 5.0
+_COMPRESSED_FROM_BYTES: Final = 1_000
+
+Query: TypeAlias = Mapping[str, str]
+
+
+class _RefusedError(Exception):
+    """A request that is not answered."""
+
+    def __init__(self, status: int, error: str) -> None:
+        super().__init__(error)
+        self.status = status
+
+
+@dataclass(kw_only=True)
+class Site:
+    """One run and its page."""
+
+    folder: Path
+    rules: Rules
+    is_secure: bool = False
+    unix_s: Callable[[], float] = time.time
+    codes: list[Code] = field(default_factory=list)
+    """Those of the addresses that were printed."""
+
+    def __post_init__(self) -> None:
+        self.hub = Hub(Follower(self.folder).look, self.unix_s, with_control=self.rules.with_control)
+        self._others: dict[str, Site] = {}
+        self._overview: tuple[float, dict[str, Any]] = (float("-inf"), {})
+        self._files = {f"/{name}".removesuffix("index.html"): (PAGE / name).read_bytes() for name in _KINDS}
+
+    def application(self) -> web.Application:
+        """Return the server's application."""
+        app = web.Application(client_max_size=_BODY_MOST_BYTES)
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        app.on_shutdown.append(self._close)
+        return app
+
+    async def _close(self, _app: web.Application) -> None:
+        for site in (self, *self._others.values()):
+            await site.hub.close()
+
+    def _of(self, run: str | None) -> Site:
+        """Return the site of another run in the folder of runs."""
+        if run is None or run == self.folder.name:
+            return self
+        if run not in self._others:
+            try:
+                folder = find_run(self.folder.parent, run)
+            except UsageError as error:
+                raise _RefusedError(404, str(error)) from None
+            for name in list(self._others)[: 1 - _OTHERS_MOST]:
+                del self._others[name]  # its pages go on to the end
+            self._others[run] = Site(folder=folder, rules=self.rules, unix_s=self.unix_s)
+        return self._others[run]
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        path = request.path
+        route = ROUTES.get(path) or (Route("GET", Level.NOTHING) if path in self._files else None)
+        try:
+            self._check(request, route)
+            assert route is not None  # noqa: S101 - a path without a route was refused
+            if path in self._files:
+                kind = _KINDS[path[1:] or "index.html"]
+                return _response(request, self._files[path], f"{kind}; charset=utf-8")
+            query = _query_of(request, route)
+            site = self._of(query.get("run"))
+            answer: _Handler = getattr(site, f"_get_{path.rpartition('/')[2]}")
+            return await answer(request, query)
+        except _RefusedError as refused:
+            headers = {"Allow": route.method if route else "GET, POST"} if refused.status == 405 else {}
+            return _json(request, {"error": str(refused)}, refused.status, headers)
+        except ArchiveError as error:
+            return _json(request, {"error": str(error)}, 503)
+        except ValueError as error:  # QueryError as well
+            return _json(request, {"error": one_line(str(error))}, 400)
+        except web.HTTPException as error:
+            return _json(request, {"error": error.reason}, error.status)
+
+    def _check(self, request: web.Request, route: Route | None) -> None:
+        headers = request.headers
+        asked = Asked(
+            method=request.method,
+            path=request.path,
+            host=headers.get("Host"),
+            origin=headers.get("Origin"),
+            fetch_site=headers.get("Sec-Fetch-Site"),
+            authorization=headers.get("Authorization"),
+            cookie=request.cookies.get(guard.cookie_name(self.rules)),
+        )
+        judged = guard.judge(asked, route, self.rules, self.unix_s())
+        if isinstance(judged, Refusal):
+            raise _RefusedError(judged.status, judged.error)
+        if judged is not Level.NOTHING and isinstance(request.protocol, Connection):
+            request.protocol.trust()
+
+    async def _get_healthz(self, request: web.Request, _query: Query) -> web.StreamResponse:
+        return _json(request, {"ok": True})
+
+    async def _get_metrics(self, request: web.Request, _query: Query) -> web.StreamResponse:
+        frame = await self.hub.frame()
+        deliveries = await asyncio.to_thread(read_deliveries, self.folder)
+        commands = await asyncio.to_thread(count_commands, self.folder)
+        content = await asyncio.to_thread(metrics.exposition, frame, deliveries, commands)
+        return _response(request, content, metrics.CONTENT_TYPE)
+
+    async def _get_run(self, request: web.Request, _query: Query) -> web.StreamResponse:
+        frame = await self.hub.frame()
+        return _json(request, await asyncio.to_thread(page_data.run_of, frame))
+
+    async def _get_runs(self, request: web.Request, _query: Query) -> web.StreamResponse:
+        listed = await asyncio.to_thread(list_runs, self.folder.parent)
+        return _json(request, {"schema": SCHEMA, "runs": [run_object(one) for one in listed]})
+
+    async def _get_table(self, request: web.Request, query: Query) -> web.StreamResponse:
+        """Answer with rows as in summary.json; the page follows the stream, which has cells."""
+        view, frame = _view_of(query), await self.hub.frame()
+        found = await asyncio.to_thread(select, frame.snapshot.rows, parse(view.filter), view.order)
+        rows = [row.to_dict() for row in found[view.offset : view.offset + view.limit]]
+        counts = {"total": len(frame.snapshot.rows), "matched": len(found), "offset": view.offset}
+        return _json(request, {"schema": SCHEMA, "frame": frame.number, **counts, "rows": rows})
+
+    async def _get_slot(self, request: web.Request, query: Query) -> web.StreamResponse:
+        name, frame = _wanted(query, "name"), await self.hub.frame()
+        spans = await asyncio.to_thread(history.state_spans, self.folder, name)
+        events = await asyncio.to_thread(history.events, self.folder, slot=name, limit=_SLOT_EVENTS)
+        sampled = await asyncio.to_thread(history.sampled_between, self.folder)
+        printed = await asyncio.to_thread(last_lines, self.folder, name)
+        told = page_data.slot_of(frame, name, spans, events, printed)
+        if told is None:
+            raise _RefusedError(404, f"there is no slot {name[:80]!r} in this run")
+        return _json(request, {"schema": SCHEMA, **told, "sampled": sampled})
+
+    async def _get_overview(self, request: web.Request, _query: Query) -> web.StreamResponse:
+        """Answer with the last ten minutes of all slots together; one look serves all pages for some seconds."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._overview[0] > _OVERVIEW_EVERY_S:
+            sampled = await asyncio.to_thread(history.sampled_between, self.folder)
+            last = 0.0 if sampled is None else sampled[1]
+            between = (last - _OVERVIEW_S, last + 0.001)
+            found = await asyncio.to_thread(history.totals, self.folder, *between, _OVERVIEW_PARTS)
+            told = {"charts": page_data.totals_of(found), "from": between[0], "to": between[1]}
+            self._overview = (now_s, {**told, "spans": [], "events": [], "utc_offset_s": page_data.offset_s(last)})
+        return _json(request, {"schema": SCHEMA, **self._overview[1]})
+
+    async def _get_history(self, request: web.Request, query: Query) -> web.StreamResponse:
+        slot, key = _wanted(query, "slot"), _wanted(query, "field")
+        between = await asyncio.to_thread(history.sampled_between, self.folder) or (0.0, 1.0)
+        begin, end = (_number(query, name, usual) for name, usual in zip(("from", "to"), between, strict=True))
+        count = _whole(query, "buckets", 300, 1, history.BUCKETS_MOST)
+        found = await asyncio.to_thread(history.buckets, self.folder, slot, [key], begin, end, count)
+        return _json(request, {"schema": SCHEMA, "slot": slot, **page_data.history_of(key, found[key])})
+
+    async def _get_events(self, request: web.Request, query: Query) -> web.StreamResponse:
+        after = _whole(query, "after", 0, 0, 2**62)
+        limit = _whole(query, "limit", 100, 1, _LIMIT_MOST)
+        found = await asyncio.to_thread(history.events, self.folder, after=after, slot=query.get("slot"), limit=limit)
+        return _json(request, {"schema": SCHEMA, "events": [page_data.event_of(event) for event in found]})
+
+    async def _get_stream(self, request: web.Request, query: Query) -> web.StreamResponse:
+        if self.hub.is_full:
+            raise _RefusedError(503, "too many pages follow this run; close some")
+        is_packed = _takes_gzip(request)
+        headers = {**_HEADERS, "Content-Type": "text/event-stream; charset=utf-8"}
+        response = web.StreamResponse(headers=headers | ({"Content-Encoding": "gzip"} if is_packed else {}))
+        comment = b": still here\n\n"
+        async with self.hub.following(_view_of(query)) as page:
+            await response.prepare(request)
+            content = GZIP_BEGIN if is_packed else comment
+            try:
+                while True:
+                    await asyncio.wait_for(response.write(content), _WRITING_MOST_S)
+                    try:
+                        event: Event = await asyncio.wait_for(page.waiting.get(), COMMENT_EVERY_S)
+                        content = event.packed if is_packed else event.plain
+                    except TimeoutError:
+                        content = packed(comment) if is_packed else comment
+            except (ConnectionError, TimeoutError):
+                return response  # the page is gone, or has not read anything for long
+
+    async def _get_login(self, request: web.Request, _query: Query) -> web.StreamResponse:
+        told = await _body(request)
+        code, now_s = told.get("code"), self.unix_s()
+        if not isinstance(code, str) or not any(each.redeem(code, now_s) for each in self.codes):
+            raise _RefusedError(401, "this code was used, or is older than two minutes; ask `web` for another address")
+        level = Level.CONTROL if self.rules.with_control else Level.READ
+        response = _json(request, {"ok": True})
+        response.set_cookie(
+            guard.cookie_name(self.rules),
+            guard.cookie_value(level, self.rules, now_s),
+            max_age=int(guard.SESSION_S),
+            path="/",
+            httponly=True,
+            samesite="Strict",
+            secure=self.is_secure,
+        )
+        return response
+
+    async def _get_commands(self, request: web.Request, _query: Query) -> web.StreamResponse:
+        """Send a command to the head, which obeys an id that comes again only once."""
+        told = await _body(request)
+        identity, do, slots = told.get("id"), told.get("do"), told.get("slots")
+        if not (isinstance(identity, str) and 0 < len(identity) <= _TEXT_MOST and isinstance(do, str)):
+            raise _RefusedError(400, "a command needs an id and what to do, as texts")
+        if not (isinstance(slots, list) and slots and all(isinstance(slot, str) for slot in slots)):
+            raise _RefusedError(400, "a command names its slots one by one, in a list")
+        amount_bytes = _amount_bytes(told.get("amount"))
+        sent = asyncio.to_thread(send, self.folder, do, slots, by="web", amount_bytes=amount_bytes, identity=identity)
+        answer = await sent
+        if not answer.ok:
+            raise _RefusedError(409, answer.error or "the head has refused it")
+        return _json(request, {"id": identity, "ok": True, "effect": answer.effect})
+
+
+_Handler: TypeAlias = Callable[[web.Request, Query], Awaitable[web.StreamResponse]]
+
+
+def _amount_bytes(told: object) -> int | None:
+    """Return how many bytes a text such as "2.5 GiB" means."""
+    try:
+        return None if told is None else parse_bytes(str(told))
+    except ValueError as failure:
+        raise _RefusedError(400, str(failure)) from None
+
+
+def _query_of(request: web.Request, route: Route) -> Query:
+    """Return the query; a key that the path does not know, or that comes twice, is refused."""
+    for key in request.query:
+        if key not in route.keys:
+            valid = ", ".join(route.keys) or "none"
+            raise _RefusedError(400, one_line(f"the query has an unknown key {key[:40]!r}; valid: {valid}"))
+        if len(request.query.getall(key)) > 1:
+            raise _RefusedError(400, f"the query has {key} more than once")
+    return request.query
+
+
+def _view_of(query: Query) -> View:
+    word = query.get("sort", "")
+    name, is_reverse = word.removeprefix("-"), word.startswith("-")
+    return View(
+        filter=parse(query.get("filter", "")).text,
+        order=order_of(name, reverse=is_reverse) if name else Order(None, is_reverse),
+        offset=_whole(query, "offset", 0, 0, 10**6),
+        limit=_whole(query, "limit", 200, 0, _LIMIT_MOST),
+    )
+
+
+def _wanted(query: Query, key: str) -> str:
+    if not query.get(key):
+        raise _RefusedError(400, f"the query lacks {key}")
+    return query[key]
+
+
+def _whole(query: Query, key: str, usual: int, least: int, most: int) -> int:
+    text = query.get(key, str(usual))
+    if not (text.isascii() and text.isdigit() and len(text) <= 19 and least <= int(text) <= most):
+        raise _RefusedError(400, f"{key} must be a whole number from {least} to {most}")
+    return int(text)
+
+
+def _number(query: Query, key: str, usual: float) -> float:
+    try:
+        return float(query.get(key, usual))
+    except ValueError:
+        raise _RefusedError(400, f"{key} must be a Unix time in seconds") from None
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    try:
+        async with asyncio.timeout(SILENT_MOST_S):
+            told = json.loads(await request.read())
+    except TimeoutError:
+        raise _RefusedError(408, f"the body did not come within {SILENT_MOST_S:.0f} s") from None
+    except (ValueError, RecursionError, web.RequestPayloadError):
+        told = None
+    if not isinstance(told, dict):
+        raise _RefusedError(400, "the body must be a JSON object")
+    return told
+
+
+def _takes_gzip(request: web.Request) -> bool:
+    return "gzip" in request.headers.get("Accept-Encoding", "")
+
+
+def _json(
+    request: web.Request, told: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> web.Response:
+    text = json.dumps(told, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    content = text.encode("utf-8", "backslashreplace")  # a lone surrogate becomes an escape of JSON
+    return _response(request, content, "application/json", status, headers)
+
+
+def _response(
+    request: web.Request, content: bytes, kind: str, status: int = 200, headers: Mapping[str, str] | None = None
+) -> web.Response:
+    more = {"Content-Type": kind, **(headers or {})}
+    if len(content) >= _COMPRESSED_FROM_BYTES and _takes_gzip(request):
+        content, more["Content-Encoding"] = gzip.compress(content, 6), "gzip"
+    return web.Response(body=content, status=status, headers={**_HEADERS, **more})

@@ -1,1 +1,0 @@
-"""One Snapshot, several ways to look at it."""
